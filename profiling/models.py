@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
-from knobwise.profiling.measuring.requests import Questions, Requests
+from knobwise.profiling.measuring.requests import DrawnQuestions, Questions, Requests
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
@@ -20,60 +21,71 @@ def load_model(
     importance: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
-) -> tuple[AdaptiveVLM, Requests]:
-    """A model and its requests.
+) -> tuple[AdaptiveVLM, Sequence[VQAItem]]:
+    """Load a model, and the questions that it is asked.
 
     Args:
         name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes;
             `module:Class`, a class of the user's own; or a Hugging Face vision-language model, by
             folder or name.
-        data: a file of questions (`read_vqa_data`); None for the `questions` of the user's class.
-        config: metric, prompt and length of answers.
-        importance, dtype, device: of a Hugging Face model, see `profile_hugging_face`.
+        data: a file of questions (`read_vqa_data`); None for the `questions` of the model.
+        config: has the length of answers.
+        importance: file of the importance of a Hugging Face model's blocks; None leaves out blocks
+            from the end on.
+        dtype: type of its weights; "auto" as they were saved.
+        device: its device; None for the GPU where there is one.
 
     Raises:
-        InputError: a model or questions that cannot be loaded, a metric that does not fit them.
+        InputError: a model or questions that cannot be loaded.
     """
-    if name == "elastic":
-        from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
-
-        return ElasticAdaptive(), ElasticRequests()
-    if name == "ocr":
-        from knobwise.profiling.ocr.adapter import RapidOCRModel
-        from knobwise.profiling.ocr.scenes import Scenes
-
-        return RapidOCRModel(), Scenes()
-    if ":" in name:
-        model = model_of_class(name)
-        return model, Questions(questions_of(name, model, data), config.metric, config.prompt)
+    items: Sequence[VQAItem] = ()
+    if data is not None:  # before a large model is loaded
+        items = read_vqa_data(data).queries
+    # models of ours and of the user may bring their questions along
+    if name in ("elastic", "ocr") or ":" in name:
+        model = _own_model(name)
+        items = items or getattr(model, "questions", ())
+        if not items:
+            raise InputError(
+                f"model={name}: needs data=FILE, or an attribute `questions`, a list of VQAItem"
+            )
+        return model, items
     if data is None:
         raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
+    # transformers is imported only where it is needed, since it takes seconds
+    from knobwise.profiling.huggingface.importance import read_importance
     from knobwise.profiling.huggingface.model import HuggingFaceVLM
-    from knobwise.profiling.huggingface.profile import read_importance
 
-    questions = Questions(
-        read_vqa_data(data).queries, config.metric, config.prompt
-    )  # before a large model is loaded
-    if importance is None:
-        known = None
-    else:
+    one_of("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
+    known = None
+    if importance is not None:
         known = read_importance(importance)
-    return HuggingFaceVLM.load(
-        name, device=device, dtype=dtype, importance=known, max_new_tokens=config.max_new_tokens
-    ), questions
+    vlm = HuggingFaceVLM.load(
+        name,
+        device=device,
+        dtype=dtype,
+        importance=known,
+        max_new_tokens=config.max_new_tokens,
+    )
+    return vlm, items
 
 
-def model_of_class(name: str) -> AdaptiveVLM:
-    """Return an instance of the class `module:Class`, made without arguments, or the model
-    `elastic`. Raises InputError: there is no such class, it raises, or lacks a member of
-    `AdaptiveVLM` (named)."""
+def _own_model(name: str) -> AdaptiveVLM:
+    """Return one of the models that come with knobwise, or an instance of the class `module:Class`,
+    made without arguments. Raises InputError: there is no such class, it raises, or lacks a member
+    of `AdaptiveVLM` (named)."""
     if name == "elastic":
         from knobwise.profiling.elastic.adapter import ElasticAdaptive
 
         return ElasticAdaptive()
+    if name == "ocr":
+        from knobwise.profiling.ocr.adapter import RapidOCRModel
+
+        return RapidOCRModel()
+    # looked for in the current folder first
     made = imported(f"model={name}", name, "class", "my_module:MyModel")
     try:
-        model = made()
+        model: AdaptiveVLM = made()
     except Exception as error:
         raise InputError(f"model={name}: making one raises {in_a_line(error)}") from error
     for member in ("name", "knobs", "set_knobs", "first_stage", "answer"):
@@ -84,14 +96,9 @@ def model_of_class(name: str) -> AdaptiveVLM:
     return model
 
 
-def questions_of(name: str, model: AdaptiveVLM, data: str | None) -> Sequence[VQAItem]:
-    """Return the questions of a file, or those that the class of a model brings along. Raises
-    InputError where there are none."""
-    if data is not None:
-        return read_vqa_data(data).queries
-    items: Sequence[VQAItem] = tuple(getattr(model, "questions", ()))
-    if not items:
-        raise InputError(
-            f"model={name}: needs data=FILE, or an attribute `questions`, a list of VQAItem"
-        )
-    return items
+def requests_of(items: Sequence[VQAItem], config: VLMProfileConfig) -> Requests:
+    """Return the requests that a model is served with, and their scores; drawn items go on without
+    end. Raises InputError for a metric that does not fit the items."""
+    if isinstance(items, DrawnQuestions):
+        return items
+    return Questions(items, config.metric, config.prompt)

@@ -17,7 +17,9 @@ from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-from knobwise.profiling.ocr.settings import OCRProfileConfig
+
+BUILT_IN = ("elastic", "ocr")
+"""Models that bring their questions along."""
 
 
 def profile(config: ProfileRun) -> None:
@@ -29,7 +31,7 @@ def profile(config: ProfileRun) -> None:
     _check(config)
     # a model with knobs is measured, any other is asked which demonstrations help
     try:
-        if config.model in ("elastic", "ocr") or ":" in config.model or config.data is not None:
+        if config.model in BUILT_IN or ":" in config.model or config.data is not None:
             _summary(measure(config))
         else:
             _profile_beams(config)
@@ -41,17 +43,11 @@ def profile(config: ProfileRun) -> None:
 
 def measure(config: ProfileRun) -> Path:
     """Measure a model with knobs, or the part of it that this process does; return the folder."""
-    if config.model == "ocr":
-        from knobwise.profiling.ocr.profile import profile_ocr
+    from knobwise.profiling.measuring.machine import one_thread
+    from knobwise.profiling.measuring.profiler import profile_vlm
+    from knobwise.profiling.models import load_model
 
-        return profile_ocr(config.out, config.ocr)
-    if config.model == "elastic" or ":" in config.model:
-        return _profile_class(config)
-    from knobwise.profiling.huggingface.profile import profile_hugging_face
-
-    assert config.data is not None
-    return profile_hugging_face(
-        config.out,
+    model, items = load_model(
         config.model,
         config.data,
         config.knobs,
@@ -59,31 +55,21 @@ def measure(config: ProfileRun) -> Path:
         dtype=config.dtype,
         device=config.device,
     )
-
-
-def _profile_class(config: ProfileRun) -> Path:
-    """Measure the elastic model, or a model of the user."""
-    from knobwise.profiling.measuring.machine import one_thread
-    from knobwise.profiling.measuring.profiler import profile_vlm
-    from knobwise.profiling.measuring.questions import VQAData
-    from knobwise.profiling.models import model_of_class, questions_of
-
-    model = model_of_class(config.model)
-    items = tuple(questions_of(config.model, model, config.data))
-    # the built-in profile has its data set under this name, so that its samples are found again
-    usual = "elastic_scenes" if config.model == "elastic" else model.name
-    name = config.knobs.name or Path(config.data or usual).name.split(".")[0]
-    knobs = replace(config.knobs, name=name)
-    with one_thread():
-        return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
+    usual = config.data or getattr(model, "dataset", model.name)
+    knobs = replace(config.knobs, name=config.knobs.name or Path(str(usual)).name.split(".")[0])
+    identity = {}
+    if config.data is None or ":" in config.model:
+        identity["class"] = config.model
+    with one_thread():  # as it is served live
+        return profile_vlm(config.out, model, items, knobs, identity)
 
 
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds, or only its folder while other processes still
     measure."""
     # there is none before the last process is done
-    tables = (folder / name for name in ("table.parquet", "table.safetensors"))
-    if table := next(filter(Path.exists, tables), None):
+    table = folder / "table.parquet"
+    if table.exists():
         features = next(map(str, sorted(folder.glob("features.*"))), None)
         written = TableProfile(path=str(table), features=features, name=folder.name)
         inspect(InspectRun(profile=written))
@@ -92,21 +78,19 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun) -> None:
     """Refuse options that are for another kind of model."""
-    if config.data is not None and config.model in ("elastic", "ocr", "learner"):
+    if config.data is not None and config.model in (*BUILT_IN, "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
             "that answers these, model=NAME_OR_FOLDER"
         )
-    has_knobs = config.data is not None or config.model == "elastic" or ":" in config.model
+    has_knobs = config.data is not None or config.model in BUILT_IN or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
-            "knobs: is for model=elastic, a class of your own, or a Hugging Face model with "
-            "data=FILE"
+            "knobs: is for model=elastic, a class of your own, model=ocr, or a Hugging Face model "
+            "with data=FILE"
         )
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")
-    if config.model != "ocr" and config.ocr != OCRProfileConfig():
-        raise InputError(f"ocr: is for model=ocr, not for model={config.model}")
     if config.device is not None:
         a_device("device", config.device, usable=True)
 

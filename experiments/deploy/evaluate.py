@@ -92,7 +92,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     if config.device is not None:
         a_device("device", config.device, usable=True)
     from knobwise.experiments.deploy.live import run_live
-    from knobwise.profiling.models import load_model
+    from knobwise.profiling.models import load_model, requests_of
 
     # the stream takes these from the evaluation, unless it sets its own
     json_path = config.stream.json or config.json
@@ -100,7 +100,8 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     stream = replace(config.stream, json=json_path, budgets_ms=budgets_ms)
     table = read_profile(config.profile, loaded)
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
-    model, requests = load_model(config.model, config.data, config.knobs, **options)
+    model, items = load_model(config.model, config.data, config.knobs, **options)
+    requests = requests_of(items, config.knobs)
     return run_live(checkpoint, table, model, requests, stream)
 
 

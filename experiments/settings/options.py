@@ -23,7 +23,6 @@ from knobwise.profiling.demonstrations.settings import (
     VLMTaskConfig,
 )
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-from knobwise.profiling.ocr.settings import OCRProfileConfig
 
 
 @dataclass
@@ -284,8 +283,6 @@ class ProfileRun:
     """Folder for the files. Repeat the command to resume an interrupted run."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
-    ocr: OCRProfileConfig = field(default_factory=OCRProfileConfig)
-    """With model=ocr: what is measured."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With a model that has knobs: which knob values are measured, and how."""
     importance: str | None = None

@@ -6,6 +6,7 @@ P(answer | zero-shot), and by methods that never see the answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn.functional import pad
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.scorers import Scorer
 
+Fields = dict[str, Tensor]
+"""Scores by name, float32 [n], or [n, B] of B sequences for each query."""
 _AT_A_TIME = 16_384  # sequences given to the scorer
 
 
@@ -24,7 +27,7 @@ class Sequences(NamedTuple):
     sequences: Tensor
     """int64 [n, B, T], positions in the queries' pools; −1 after the end of a sequence and where
     there is none."""
-    fields: dict[str, Tensor]
+    fields: Fields
     """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where
     there is no sequence."""
     found_by: Tensor
@@ -158,7 +161,7 @@ def score(
     sequences: Tensor,
     found_by: str,
     zero_shot: Tensor,
-    known: Sequences | None = None,
+    known: Sequence[Sequences] = (),
 ) -> Sequences:
     """Score sequences, int64 [n, B, T], each different one once.
 
@@ -168,10 +171,7 @@ def score(
     filled = (sequences >= 0).any(2)
     method = torch.full(filled.shape, METHODS.index(found_by)).masked_fill(~filled, -1)
     new = Sequences(sequences, {}, method)
-    if known is not None:
-        both = joined([known, new])
-    else:
-        both = new
+    both = joined([*known, new])
     # the different sequences of each query, and those of them that are not known
     query, beam = (both.sequences >= 0).any(2).nonzero(as_tuple=True)
     is_new = beam >= both.sequences.shape[1] - filled.shape[1]
@@ -195,7 +195,7 @@ def score(
 
 def _scored(
     scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, sequences: Tensor, zero_shot: Tensor
-) -> dict[str, Tensor]:
+) -> Fields:
     """Return the scores and the gain of k sequences, int64 [k, T].
 
     `query`, int64 [k], indexes `rows`, `pool` and `zero_shot`.
@@ -206,35 +206,34 @@ def _scored(
     parts = [
         scorer(rows[query[i]], candidates[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)
     ]
-    scores = {}
-    for name in parts[0]:
-        scores[name] = torch.cat([part[name] for part in parts])
+    scores = rows_of(parts)
     return scores | {"beam_score": scores["vqa_gt_prob"] - zero_shot[query]}
 
 
-def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
+def rows_of(parts: Sequence[Mapping[str, Tensor]]) -> Fields:
+    """Join tensors of further rows below one another, by name."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def joined(parts: Sequence[Sequences], dim: int = 1) -> Sequences:
     """Join sequences of the same queries side by side (dim 1), or those of further queries below
     one another (dim 0)."""
     shots = max(part.sequences.shape[2] for part in parts)
     count = max(part.sequences.shape[1] for part in parts)
-    # rows that a part lacks to stand above another
-    below = [0 if dim else count - part.sequences.shape[1] for part in parts]
-
-    def join(tensors: list[Tensor], padding: float) -> Tensor:
-        return torch.cat(
-            [pad(x, (0, more), value=padding) for x, more in zip(tensors, below, strict=True)], dim
-        )
-
-    sequences = [
-        pad(part.sequences, (0, shots - part.sequences.shape[2], 0, more), value=-1)
-        for part, more in zip(parts, below, strict=True)
-    ]
-    nothing = [torch.full(part.found_by.shape, torch.nan) for part in parts]
-    names: dict[str, Tensor] = {}
+    names: Fields = {}
     for part in parts:
         names |= part.fields
-    fields = {}
-    for name in names:
-        columns = [p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)]
-        fields[name] = join(columns, torch.nan)
-    return Sequences(torch.cat(sequences, dim), fields, join([part.found_by for part in parts], -1))
+    sequences = []
+    found_by = []
+    fields: dict[str, list[Tensor]] = {name: [] for name in names}
+    for part in parts:
+        # rows that the part lacks to stand above another
+        more = 0 if dim else count - part.sequences.shape[1]
+        longer = shots - part.sequences.shape[2]
+        sequences.append(pad(part.sequences, (0, longer, 0, more), value=-1))
+        found_by.append(pad(part.found_by, (0, more), value=-1))
+        nothing = torch.full(part.found_by.shape, torch.nan)
+        for name in names:
+            fields[name].append(pad(part.fields.get(name, nothing), (0, more), value=torch.nan))
+    columns = {name: torch.cat(field, dim) for name, field in fields.items()}
+    return Sequences(torch.cat(sequences, dim), columns, torch.cat(found_by, dim))

@@ -21,17 +21,8 @@ from knobwise.profiling.demonstrations.canvases import digest
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
 
-# what follows from another field is not stored; NaN stays NaN
-_DERIVED = {
-    "vqa_gt_prob": ("logprob_score", torch.exp),
-    "vqa_correct": ("vqa_acc_score", torch.floor),
-}
-_INTEGERS = {
-    "pool": torch.int16,
-    "sequences": torch.int8,
-    "found_by": torch.int8,
-    "round": torch.int8,
-}
+BEAMS = ("pool", "sequences", "found_by", "round")
+"""Fields of a table that are stored as whole numbers."""
 
 
 class Demonstrations(NamedTuple):
@@ -79,30 +70,31 @@ def load_demonstrations(
     Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
     `vqa_acc_score` is 1, are computed here; embeddings are drawn.
     """
+    # drawn again here, and compared with what the file was made from
     learner = builtin_learner()
-    tensors, about = tensors_and_metadata(path)
-    task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
+    tensors, metadata = tensors_and_metadata(path)
+    task = draw_part(
+        variant, part, *(int(metadata[key]) for key in ("queries", "candidates", "seed"))
+    )
     again = (
         "Install the versions in constraints.txt, or record other beams with "
         "`knobwise profile model=learner`"
     )
-    if digest(*task) != about["canvases"]:
+    if digest(*task) != metadata["canvases"]:
         raise InputError(
             f"{path}: was recorded with other canvases than NumPy {np.__version__} and "
             "scikit-learn draw here for "
             f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
         )
-    if learner.digest != about["learner"]:
+    if learner.digest != metadata["learner"]:
         raise InputError(
             f"{path}: was recorded with another learner, so its outcomes differ. {again}"
         )
+    # outcomes, then those that follow from others
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
-    fields |= {
-        name: derive(fields[origin])
-        for name, (origin, derive) in _DERIVED.items()
-        if origin in fields
-    }
-    beams = {name: tensors[name].long() for name in _INTEGERS}
+    fields["vqa_gt_prob"] = fields["logprob_score"].exp()
+    fields["vqa_correct"] = fields["vqa_acc_score"].floor()
+    beams = {name: tensors[name].long() for name in BEAMS}
     return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(
         learner, *task
     )

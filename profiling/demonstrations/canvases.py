@@ -31,6 +31,10 @@ LABELS = 10
 ANNOTATORS = 10
 POOL = 48
 """Candidates of a query."""
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 _TRAINING_DIGITS = 900  # of 1,797; the others are held out
 _QUERY_NOISE = 0.05
 _FRAME_INK = 0.6
@@ -43,20 +47,18 @@ class Variant:
     """Who annotated, and what a pool is made of: per question asked so many covers, then
     look-alikes that cover nothing, then random items."""
 
-    careless_annotators: int  # of the ten; an annotator is careful or careless in everything
-    careful_covers: int  # covers of careful annotators, per question asked
+    careless_annotators: int
+    """Of the ten; an annotator is careful or careless in everything."""
+    careful_covers: int
+    """Covers of careful annotators, per question asked."""
     careless_covers: int
-    # of the careful annotators' items that cover nothing, the nearest to the query in pixels
     careful_look_alikes: int
+    """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
     careless_look_alikes: int
-    noise: tuple[float, float] = (
-        0.2,
-        0.05,
-    )  # standard deviation of the pixels' noise, careful and careless
-    wrong: tuple[float, float] = (
-        0.02,
-        0.4,
-    )  # how often the stated answer is wrong, careful and careless
+    noise: tuple[float, float] = (0.2, 0.05)
+    """Standard deviation of the pixels' noise, careful and careless."""
+    wrong: tuple[float, float] = (0.02, 0.4)
+    """How often the stated answer is wrong, careful and careless."""
 
 
 VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
@@ -66,12 +68,12 @@ VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14,
 class Bank:
     """M items that can be demonstrations, a row each."""
 
-    images: NDArray[np.float32]  # [M, 100], about 0 to 1 (noise goes beyond)
-    question: NDArray[np.int64]  # index into `QUESTIONS`
-    annotator: NDArray[np.int64]  # 0 to 9
-    careless: NDArray[np.bool_]  # whether the annotator is
-    value: NDArray[np.int64]  # the answer that the annotator stated
-    true_value: NDArray[np.int64]  # the right answer
+    images: Floats  # [M, 100], about 0 to 1 (noise goes beyond)
+    question: Ints  # index into `QUESTIONS`
+    annotator: Ints  # 0 to 9
+    careless: Bools  # whether the annotator is
+    value: Ints  # the answer that the annotator stated
+    true_value: Ints  # the right answer
 
     def __len__(self) -> int:
         return len(self.question)
@@ -81,14 +83,10 @@ class Bank:
 class Queries:
     """Q canvases, with one or two questions asked about each."""
 
-    images: NDArray[np.float32]  # [Q, 100]
-    values: NDArray[np.int64]  # [Q, 3]: the right answer to each question
-    questions: NDArray[
-        np.int64
-    ]  # [Q, 2]: the questions asked, the second −1 where there is only one
-    labels: NDArray[
-        np.int64
-    ]  # [Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9
+    images: Floats  # [Q, 100]
+    values: Ints  # [Q, 3]: the right answer to each question
+    questions: Ints  # [Q, 2]: the questions asked, the second −1 where there is only one
+    labels: Ints  # [Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -100,10 +98,12 @@ def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> 
     question = rng.randint(len(QUESTIONS), size=size, dtype=np.int64)
     annotator = rng.randint(ANNOTATORS, size=size, dtype=np.int64)
     careless = annotator < variant.careless_annotators
-    images = _draw_images(rng, values, held_out, np.array(variant.noise)[careless.astype(int)])
+    noise, rate = (np.array(pair)[careless.astype(int)] for pair in (variant.noise, variant.wrong))
+    images = _draw_images(rng, values, held_out, noise)
+    # a wrong answer is any other, none more often
     right = values[np.arange(size), question]
     count = np.array(VALUES)[question]
-    wrong = rng.random_sample(size) < np.array(variant.wrong)[careless.astype(int)]
+    wrong = rng.random_sample(size) < rate
     other = (right + 1 + (rng.random_sample(size) * (count - 1)).astype(np.int64)) % count
     return Bank(images, question, annotator, careless, np.where(wrong, other, right), right)
 
@@ -112,6 +112,7 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
     """Draw queries, half of them with two questions."""
     values = _draw_values(rng, size)
     images = _draw_images(rng, values, held_out, np.full(size, _QUERY_NOISE))
+    # the first two of a random order; half of the queries keep one
     questions = rng.random_sample((size, len(QUESTIONS))).argsort(1)[:, :2]
     questions[rng.random_sample(size) < 0.5, 1] = -1
     labels = rng.random_sample((size, len(QUESTIONS), LABELS)).argsort(2)
@@ -125,7 +126,7 @@ def draw_covering_pools(
     variant: Variant,
     size: int = POOL,
     chunk: int = 256,
-) -> NDArray[np.int64]:
+) -> Ints:
     """Draw each query's candidates, shuffled: [Q, size] rows of the bank.
 
     A bank with too few covers or look-alikes gives more random items in their place; one with too
@@ -137,24 +138,21 @@ def draw_covering_pools(
     bank_norm = (bank_images**2).sum(1)
     for start in range(0, len(queries), chunk):
         rows = slice(start, start + chunk)
-        questions = queries.questions[rows]
-        values = queries.values[rows]
-        order = rng.random_sample((len(questions), len(bank)))
+        order = rng.random_sample((len(queries.questions[rows]), len(bank)))
         # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever
         # computes it
         distance = bank_norm - 2 * queries.images[rows].astype(np.float64) @ bank_images.T
-        covers = np.zeros(order.shape, bool)
+        free = np.ones(order.shape, bool)
         chosen = []
-        for part in questions.T:
-            right = np.where(part < 0, -1, values[np.arange(len(part)), part])
-            cover = (bank.question == part[:, None]) & (bank.true_value == right[:, None])
-            covers |= cover
+        for part in queries.questions[rows].T:
+            right = np.take_along_axis(queries.values[rows], part[:, None].clip(0), 1)
+            cover = (bank.question == part[:, None]) & (bank.true_value == right)
+            free &= ~cover
             chosen.append(_lowest(order, cover & ~careless, variant.careful_covers))
             chosen.append(_lowest(order, cover & careless, variant.careless_covers))
-        chosen.append(_lowest(distance, ~covers & ~careless, variant.careful_look_alikes))
-        chosen.append(_lowest(distance, ~covers & careless, variant.careless_look_alikes))
+        chosen.append(_lowest(distance, free & ~careless, variant.careful_look_alikes))
+        chosen.append(_lowest(distance, free & careless, variant.careless_look_alikes))
         special = np.concatenate(chosen, 1)
-        free = ~covers
         # the rest of a pool is drawn from candidates that are not in it yet
         query, column = np.nonzero(special >= 0)
         free[query, special[query, column]] = False
@@ -171,56 +169,46 @@ def digest(queries: Queries, bank: Bank) -> str:
     sha = hashlib.sha256()
     for images in (queries.images, bank.images):
         sha.update(np.rint(images * _LEVELS).astype("<i2").tobytes())
-    of_bank = (
-        bank.question,
-        bank.annotator,
-        bank.careless.astype(np.int64),
-        bank.value,
-        bank.true_value,
-    )
-    for numbers in (queries.values, queries.questions, queries.labels, *of_bank):
+    columns = [queries.values, queries.questions, queries.labels, bank.question, bank.annotator]
+    for numbers in (*columns, bank.careless, bank.value, bank.true_value):
         sha.update(numbers.astype("<i2").tobytes())
     return f"sha256:{sha.hexdigest()}"
 
 
-def paint(
-    values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool
-) -> NDArray[np.float32]:
+def paint(values: Ints, pick: Ints, held_out: bool) -> Floats:
     """Draw canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n],
     chooses one of the digit's images, counted round and round; `held_out`, whether the digits are
     of the held-out half."""
     digits, counts = _digits(held_out)
     frames, textures = _patterns()
+    # the frame, then inside it the darker of digit and texture
     canvas = frames[values[:, 1]] * np.float32(_FRAME_INK)
     digit = digits[values[:, 0], pick % counts[values[:, 0]]]
     canvas[:, 1:-1, 1:-1] = np.maximum(digit, np.float32(_TEXTURE_INK) * textures[values[:, 2]])
     return canvas.reshape(len(values), PIXELS)
 
 
-def _draw_values(rng: RandomState, size: int) -> NDArray[np.int64]:
+def _draw_values(rng: RandomState, size: int) -> Ints:
     return np.stack([rng.randint(count, size=size, dtype=np.int64) for count in VALUES], 1)
 
 
-def _draw_images(
-    rng: RandomState, values: NDArray[np.int64], held_out: bool, noise: NDArray[np.float64]
-) -> NDArray[np.float32]:
+def _draw_images(rng: RandomState, values: Ints, held_out: bool, noise: Doubles) -> Floats:
     clean = paint(values, rng.randint(1 << 30, size=len(values), dtype=np.int64), held_out)
     noisy = clean + noise[:, None] * rng.standard_normal(clean.shape)
     return (np.rint(noisy * _LEVELS) / _LEVELS).astype(np.float32)
 
 
 @cache
-def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def _digits(held_out: bool) -> tuple[Floats, Ints]:
     """Return the images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and their
     number, [10]."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     order = RandomState(0).permutation(len(bunch.target))
+    chosen = order[:_TRAINING_DIGITS]
     if held_out:
         chosen = order[_TRAINING_DIGITS:]
-    else:
-        chosen = order[:_TRAINING_DIGITS]
     images = (bunch.images[chosen] / 16).astype(np.float32)
     labels = bunch.target[chosen]
     counts = np.bincount(labels)
@@ -231,7 +219,7 @@ def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 
 @cache
-def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _patterns() -> tuple[Floats, Floats]:
     """Draw six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and
     white."""
     rng = RandomState(11)
@@ -242,15 +230,15 @@ def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return frames.astype(np.float32), textures.astype(np.float32)
 
 
-def _lowest(key: NDArray[np.float64], allowed: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+def _lowest(key: Doubles, allowed: Bools, count: int) -> Ints:
     """Return the columns of the `count` lowest keys among those allowed, from the lowest on; −1
     where there are fewer."""
     count = min(count, key.shape[1])
     if count == 0:
         return np.zeros((len(key), 0), np.int64)
     keys = np.where(allowed, key, np.inf)
+    # the lowest in any order, then in their own
     lowest = np.argpartition(keys, count - 1, axis=1)[:, :count]
-    lowest = np.take_along_axis(
-        lowest, np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable"), 1
-    )
+    order = np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable")
+    lowest = np.take_along_axis(lowest, order, 1)
     return np.where(np.take_along_axis(allowed, lowest, 1), lowest, -1)

@@ -37,6 +37,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
         """Transform tokens [n, T, width]; return as many, or [n, 1, width] where only the last
         token is needed; bias [n, 1, 1, T]."""
+        # the last block needs the query's token alone, which is last
         y = self.norm_attention(x)
         k, v = self.kv(y).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
         if last:
@@ -81,6 +82,7 @@ class Learner(nn.Module):
         """Return the logits of the query's label, [n, 10], from `see` of the query, float32 [n,
         width], and of the demonstrations, [n, T, width], with their labels, int64 [n, T], −1 where
         there is none; T may be 0."""
+        # demonstrations get their labels, the query one of its own
         padding = labels < 0
         labelled = demonstrations + self.labels(labels.clamp_min(0))
         x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
@@ -89,6 +91,7 @@ class Learner(nn.Module):
             bias = F.pad(torch.zeros(padding.shape).masked_fill(padding, -torch.inf), (0, 1))[
                 :, None, None
             ]
+        # no positions: the order does not matter
         x = self.norm(x)
         for i, block in enumerate(self.blocks):
             x = block(x, bias, last=i == LAYERS - 1)
@@ -98,6 +101,7 @@ class Learner(nn.Module):
     @property
     def digest(self) -> str:
         """Compute `sha256:…` of the weights in half precision, as their file holds them."""
+        # in half precision, so that a reloaded learner has the same digest
         sha = hashlib.sha256()
         for name, weight in sorted(self.state_dict().items()):
             sha.update(name.encode() + weight.half().contiguous().numpy().tobytes())

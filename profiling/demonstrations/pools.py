@@ -36,6 +36,7 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     bank that is the query. Raises InputError for a part that is compared but not among the table's
     blocks.
     """
+    # a query and a candidate are compared by inner products of these parts
     sampler = config.sampler or "mixed"
     queries = table.queries
     candidates = table.candidates
@@ -43,26 +44,29 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
         query_parts, candidate_parts = (
             compared(x, sampler, table.blocks) for x in (queries, candidates)
         )
-    query_images = table.query_images or [""] * len(queries)
-    candidate_images = table.candidate_images or [""] * len(candidates)
-    names = {
-        image: n
-        for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images)))
-        if image
-    }
-    # −1 and −2 stand for images that are unknown: they equal nothing
-    query_image = torch.tensor([names.get(image, -1) for image in query_images])
-    candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images])
+    images = [
+        *(table.query_images or [""] * len(queries)),
+        *(table.candidate_images or [""] * len(candidates)),
+    ]
+    names = {image: n for n, image in enumerate(images) if image}
+    # −1 stands for a query's image that is unknown, and −2 for a candidate's: they equal nothing
+    query_image = torch.tensor([names.get(image, -1) for image in images[: len(queries)]])
+    candidate_image = torch.tensor([names.get(image, -2) for image in images[len(queries) :]])
+    # −1 is the row of no candidate
     if itself is None:
         itself = torch.full((len(queries),), -1)
     generator = torch.Generator().manual_seed(config.seed)
-    numbers = torch.arange(len(candidates))
+    candidate_rows = torch.arange(len(candidates))
     pools = []
     for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
+        # the random key decides among equals
         key = torch.rand(len(rows), len(candidates), generator=generator)
         if sampler != "random":
             key = query_parts[rows] @ candidate_parts.T + 1e-6 * key
-        left_out = (query_image[rows, None] == candidate_image) | (itself[rows, None] == numbers)
+        # [rows, candidates]
+        left_out = (query_image[rows, None] == candidate_image) | (
+            itself[rows, None] == candidate_rows
+        )
         best = key.masked_fill(left_out, -torch.inf).topk(min(config.size, len(candidates)))
         pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
     return torch.cat(pools)

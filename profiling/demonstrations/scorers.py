@@ -4,6 +4,7 @@ built-in task's learner (that of Hugging Face models is in
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 import torch
@@ -87,22 +88,19 @@ class LearnerScorer:
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         check_rows(queries, demonstrations, len(self.questions), len(self.value))
-        shots = demonstrations.shape[1]
-        if shots == 0:
-            return torch.zeros(len(queries))
-        question = torch.where(demonstrations < 0, -1, self.question[demonstrations.clamp_min(0)])
-        value = self.value[demonstrations.clamp_min(0)]
-        questions = self.questions[queries]
-        answers = self.values[queries].gather(1, questions.clamp_min(0))
-        right = torch.ones(len(queries), dtype=torch.bool)
-        for wanted, true in zip(questions.T, answers.T, strict=True):
-            votes = question == wanted[:, None]
-            alike = (value[:, :, None] == value[:, None, :]) & votes[:, None, :] & votes[:, :, None]
-            # ties go to the first: fewer than `shots` places cannot outweigh a vote
-            best = (alike.sum(2) * shots - torch.arange(shots)).argmax(1, keepdim=True)
-            winner = torch.where(votes.gather(1, best), value.gather(1, best), -1)[:, 0]
-            right &= (wanted < 0) | (winner == true)
-        return right.float()
+        question = self.question.tolist()
+        value = self.value.tolist()
+        parts = self.questions[queries].tolist()
+        answers = self.values[queries].tolist()
+        right = torch.ones(len(queries))
+        for i, rows in enumerate(demonstrations.tolist()):
+            for part in parts[i]:
+                # of equally common answers the first counts; without votes nothing is right
+                votes = Counter(value[row] for row in rows if row >= 0 and question[row] == part)
+                winner, _ = next(iter(votes.most_common(1)), (-1, 0))
+                if part >= 0 and winner != answers[i][part]:
+                    right[i] = 0
+        return right
 
     @torch.inference_mode()
     def _answer(self, queries: Tensor, part: Tensor, demonstrations: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class BeamProfileConfig:
     """Seed of those draws. The same checkpoint with another seed adds another round."""
 
     def __post_init__(self) -> None:
+        # each method may be left out, but not all of them
         least = {"shots": 1, "chunk": 1, "draws": 1} | dict.fromkeys(_COUNTS, 0)
         for name, minimum in least.items():
             at_least(f"beams.{name}", getattr(self, name), minimum)

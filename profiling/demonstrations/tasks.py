@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
@@ -63,24 +64,20 @@ class BeamTask(NamedTuple):
 
     table: BeamTable  # with pools, without beams
     scorer: Scorer
-    words: list[str]  # its settings on the command line
-    sources: dict[
-        str, str
-    ] = {}  # sha256 of the files that it is read from, where the table does not contain them
+    options: list[str]  # its settings on the command line
+    # sha256 of the files that it is read from, where the table does not contain them
+    sources: Mapping[str, str] = {}
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
     """Build the built-in task, with its own pools or pools drawn by a sampler; errors as for
     `task_table`."""
+    # its own pools: covers and look-alikes
     table, scorer = task_table(**asdict(config))
     if pool.sampler not in (None, "covers"):
         table = replace(table, pool=draw_pools(table, pool))
-    words = [
-        "model=learner",
-        *changed_settings("learner.", config),
-        *changed_settings("pool.", pool),
-    ]
-    return BeamTask(table, scorer, words)
+    options = changed_settings("learner.", config) + changed_settings("pool.", pool)
+    return BeamTask(table, scorer, ["model=learner", *options])
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
@@ -102,6 +99,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         )
     from knobwise.profiling.huggingface.scorer import VLMScorer
 
+    # the model comes last, since it takes longest
     data = read_vqa_data(config.data, config.bank or None)
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
@@ -116,17 +114,15 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     )
     if config.queries is not None:
         table = table.select(torch.arange(min(config.queries, table.num_queries)))
+    itself = None
     if data.queries is data.bank:
         itself = torch.arange(table.num_queries)
-    else:
-        itself = None
     table = replace(table, pool=draw_pools(table, pool, itself))
     sizes = {"batch_size": config.batch_size, "max_choices": config.max_choices}
     scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **sizes)
-    words = [f"model={model}", *changed_settings("vlm.", config), *changed_settings("pool.", pool)]
-    return BeamTask(
-        table, scorer, words, digests(Path(), [path for path in (config.data, config.bank) if path])
-    )
+    options = changed_settings("vlm.", config) + changed_settings("pool.", pool)
+    sources = digests(Path(), filter(None, (config.data, config.bank)))
+    return BeamTask(table, scorer, [f"model={model}", *options], sources)
 
 
 def _read_embeddings(
@@ -138,13 +134,11 @@ def _read_embeddings(
         raise InputError(
             f"{config.data}: queries that are not the bank's items need vlm.query_embeddings"
         )
-    if config.query_embeddings:
-        queries = read_embeddings(config.query_embeddings)
-    else:
-        queries = candidates.clone()
-    paths = config.query_embeddings or config.embeddings, config.embeddings
-    for path, rows, items in zip(
-        paths, (queries, candidates), (data.queries, data.bank), strict=True
+    source = config.query_embeddings or config.embeddings
+    queries = read_embeddings(source)
+    for path, rows, items in (
+        (source, queries, data.queries),
+        (config.embeddings, candidates, data.bank),
     ):
         if len(rows) != len(items):
             raise InputError(
@@ -155,6 +149,7 @@ def _read_embeddings(
         raise InputError(
             f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}"
         )
+    # which columns describe the image, and which the question
     width = queries.shape[1]
     split = config.image_columns
     if split is None:
@@ -189,6 +184,7 @@ def task_table(
     """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the
     scorer to find some with. Raises InputError for no such variant or part, and sizes below 1."""
     task = draw_part(variant, part, queries, candidates, seed)
+    # another stream than that of queries and bank
     rng = RandomState([seed, PARTS.index(part), 1])
     pool = torch.from_numpy(canvases.draw_covering_pools(rng, *task, VARIANTS[variant]))
     beams = no_beams(len(pool)) | {"pool": pool}
@@ -202,6 +198,7 @@ def builtin_learner() -> Learner:
 
 
 def check_part(variant: str, part: str) -> None:
+    """Raise InputError for no such variant or part of the built-in task."""
     for what, name, known in (("variant", variant, tuple(VARIANTS)), ("part", part, PARTS)):
         if name not in known:
             raise InputError(
@@ -212,9 +209,13 @@ def check_part(variant: str, part: str) -> None:
 def draw_part(
     variant: str, part: str, queries: int | None, candidates: int | None, seed: int
 ) -> Task:
+    """Draw the queries and the bank of a part; None for their usual numbers."""
     check_part(variant, part)
-    sizes = (queries, candidates)
-    q, m = (usual if size is None else size for size, usual in zip(sizes, SIZES[part], strict=True))
+    q, m = SIZES[part]
+    if queries is not None:
+        q = queries
+    if candidates is not None:
+        m = candidates
     if q < 1 or m < 1:
         raise InputError(
             f"built-in demonstrations: at least one query and one candidate, not {q} and {m}"
@@ -226,6 +227,7 @@ def draw_part(
 
 
 def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:
+    """Return the table of a part that was drawn, with embeddings and these beams."""
     queries, candidates = embeddings_of(*task, builtin_learner())
     return BeamTable(
         name=f"canvases, {variant} annotators, {part}",
@@ -249,6 +251,7 @@ def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tenso
         ).round() / _STEPS
         return torch.cat([image, *map(torch.from_numpy, others)], 1).float()
 
+    # one-hot; nobody annotated a query
     questions = np.arange(len(QUESTIONS))
     nobody = np.zeros((len(queries), ANNOTATORS))
     wanted = (queries.questions[:, :, None] == questions).any(1)

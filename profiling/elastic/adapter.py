@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,40 +23,32 @@ from knobwise.profiling.elastic.scenes import (
     PROMPT_TOKENS,
     TOKEN,
     WORDS,
+    Floats,
     Scenes,
 )
 from knobwise.profiling.elastic.settings import Configuration
 from knobwise.profiling.measuring.adaptive_model import (
+    KNOBS,
     Answer,
     FirstStage,
+    KeepsConfiguration,
     KnobSupport,
     Request,
     check_configuration,
     clock_ms,
 )
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.requests import DrawnQuestions
 
-_PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
-
-
-def _mean_window() -> NDArray[np.float32]:
-    """Return the map from a row of an overview's pixels to the mean of its windows: [16, 8]."""
-    starts = range(0, TILE - CELL + 1, STRIDE)
-    mean = np.zeros((TILE, CELL), np.float32)
-    for start in starts:
-        for pixel in range(CELL):
-            mean[start + pixel, pixel] = 1 / len(starts)
-    return mean
-
-
-_MEAN_WINDOW = _mean_window()
+_SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 MEASURED = {"max_crops": (2, 4, 8, 12), "top_k": (1, 2, 3, 4), "num_active_blocks": (3, 4, 5, 6)}
 """Values of the knobs in the built-in profile."""
+SETS = ("16-pixel tiles of the image, at most", "experts for each token", "blocks that run")
 
 
-class ElasticAdaptive:
+class ElasticAdaptive(KeepsConfiguration):
     """An `AdaptiveVLM`: the elastic model, one request at a time.
 
     The first stage scales the image down to its overview, which every configuration begins with:
@@ -74,74 +63,37 @@ class ElasticAdaptive:
     `model` None is the one that comes with knobwise.
     """
 
+    dataset = "elastic_scenes"
+
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
         self.model = model or shipped_model()
         self.name = name
+        self.questions = ElasticRequests()
+        """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
+        training never saw."""
         self.first_stage_overlaps = True
         """The first stage may run while another thread answers, since it uses no knob."""
-        size = self.model.size
+        # the most of each knob is what the model was trained with
         full = self.model.full
-        self.knobs = (
-            KnobSupport(
-                "max_crops",
-                full.max_crops,
-                1,
-                size.max_crops,
-                "16-pixel tiles of the image, at most",
-            ),
-            KnobSupport("top_k", full.top_k, 1, size.max_top_k, "experts for each token"),
-            KnobSupport(
-                "num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"
-            ),
+        self.knobs = tuple(
+            KnobSupport(knob, most, least, most, sets)
+            for knob, most, least, sets in zip(KNOBS, full, (1, 1, 2), SETS, strict=True)
         )
         self.measured = {
             knob.name: tuple(filter(knob.accepts, MEASURED[knob.name])) for knob in self.knobs
         }
         """Values that a profile measures by default."""
-        self.configuration = full
-        """The values of the knobs that the model runs with."""
-        self._width = self.model.size.width
+        self.configuration = full._asdict()
         # from the overview's pixels to the mean of its tokens: windows averaged along rows and
         # columns, then the stem
+        starts = range(0, TILE - CELL + 1, STRIDE)
+        mean = np.mean([np.eye(TILE, CELL, -start, np.float32) for start in starts], 0)
         stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).numpy()
-        path = "yi,xj,ocij->cyxo"
-        overview = np.einsum(path, _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True)
+        overview = np.einsum("yi,xj,ocij->cyxo", mean, mean, stem, optimize=True)
         self._overview = np.ascontiguousarray(overview.reshape(-1, len(stem)))
-        self._words = self.model.words.weight.detach().numpy() / _PROMPT_TOKENS
-        self._base: dict[torch.Size, NDArray[np.float32]] = {}
+        self._words = self.model.words.weight.detach().numpy() / np.float32(PROMPT_TOKENS)
+        self._base: dict[torch.Size, Floats] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
-
-    @cached_property
-    def questions(self) -> tuple[VQAItem, ...]:
-        """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
-        training never saw."""
-        drawn = enumerate(scenes.draw_samples(2000, scenes.SEED))
-        return tuple(
-            VQAItem(str(n), torch.from_numpy(scene.images), question_of(scene), (answer_of(scene),))
-            for n, scene in drawn
-        )
-
-    @contextmanager
-    def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
-        """Set the knobs inside the context, as `AdaptiveVLM` demands."""
-        wanted = self._configured(configuration)
-        before = self.configuration
-        self.configuration = wanted
-        try:
-            yield
-        finally:
-            self.configuration = before
-
-    def _configured(self, configuration: Mapping[str, int]) -> Configuration:
-        """Check a configuration and fill in defaults; the result is kept, since checking takes
-        time."""
-        key = tuple(configuration.items())
-        wanted = self._checked.get(key)
-        if wanted is None:
-            wanted = self._checked[key] = Configuration(
-                **check_configuration(self.knobs, configuration)
-            )
-        return wanted
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """Compute the overview, and the features of a decision.
@@ -151,6 +103,7 @@ class ElasticAdaptive:
         """
         start = clock_ms()
         cpu = time.thread_time_ns()
+        # inputs that are ready are not converted: that would take time
         image = request.image
         prompt = request.question
         if not (
@@ -172,33 +125,41 @@ class ElasticAdaptive:
         return FirstStage(request, blocks, kept, end - start, end - done)
 
     def _features(
-        self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.float32]]:
-        """Compute `ElasticVLM.features` from an overview [1, 3, 16, 16] and a prompt [6].
+        self, image: Tensor, overview: Floats, prompt: NDArray[np.int64]
+    ) -> dict[str, Floats]:
+        """Compute the features from an overview [1, 3, 16, 16] and a prompt [6].
 
-        It takes as few calls as possible: each takes microseconds right after the model has run.
+        Those of the image are [2·width], the mean of the overview's tokens and the grid-size token;
+        those of the language [width], the mean of the prompt's word embeddings. It takes as few
+        calls as possible: each takes microseconds right after the model has run.
         """
-        base = self._base.get(image.shape)
-        width = self._width
-        if base is None:
-            base = self._base[image.shape] = self._base_of(image)
-        joined = base.copy()
+        width = self.model.size.width
+        if image.shape not in self._base:
+            self._base[image.shape] = self._base_of(image)
+        joined = self._base[image.shape].copy()
+        # windows are linear in the pixels, and the rest is in the base
         joined[:width] += overview.reshape(-1).dot(self._overview)
         np.add.reduce(self._words.take(prompt, 0), 0, out=joined[2 * width :])
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
-    def _base_of(self, image: Tensor) -> NDArray[np.float32]:
-        """Return all features of a black image of this size, whose windows are 0: [3·width]."""
-        nothing = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
-        return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
+    @torch.inference_mode()
+    def _base_of(self, image: Tensor) -> Floats:
+        """Return the image features of a black image of this size, whose windows are 0, and room
+        for those of the language: [3·width]."""
+        tokens = self.model.first_stage(torch.zeros_like(image))[0]  # [10, width]
+        room = torch.zeros_like(tokens[0])
+        return torch.cat([tokens[1:].mean(0), tokens[0], room]).numpy()
 
     def answer(
         self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
     ) -> list[Answer]:
         """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of
         `total_ms`."""
-        wanted = self._configured(configuration)
-        return [self._answer(stage, wanted) for stage in stages]
+        key = tuple(configuration.items())
+        if key not in self._checked:  # kept, since checking takes time
+            values = check_configuration(self.knobs, configuration)
+            self._checked[key] = Configuration(**values)
+        return [self._answer(stage, self._checked[key]) for stage in stages]
 
     def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
         image, prompt, overview, cpu_ms = stage.kept
@@ -227,28 +188,22 @@ def as_image(image: Any) -> Tensor:
 
     Raises InputError for another shape, or a size that is no grid of 2 to 8 cells each way.
     """
-    if isinstance(image, np.ndarray):
-        image = torch.from_numpy(image)
-    elif not isinstance(image, Tensor):
-        if not hasattr(image, "convert"):
-            raise InputError(
-                f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed"
-            )
-        image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
-    if image.ndim == 4:
-        pixels = image
-    else:
-        pixels = image.unsqueeze(0)
-    shape = tuple(pixels.shape)
-    if len(shape) != 4 or shape[:2] != (1, 3) or not all(side in _SIDES for side in shape[2:]):
+    if hasattr(image, "convert"):
+        image = np.moveaxis(np.array(image.convert("RGB")), 2, 0) / np.float32(255)
+    if not isinstance(image, Tensor | np.ndarray):
         raise InputError(
-            f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of "
+            f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed"
+        )
+    # [3, h, w] or [1, 3, h, w]
+    pixels = torch.as_tensor(image)
+    if pixels.ndim == 3:
+        pixels = pixels.unsqueeze(0)
+    if pixels.shape[:2] != (1, 3) or not all(side in _SIDES for side in pixels.shape[2:]):
+        raise InputError(
+            f"image: of shape {[*pixels.shape]}; this model takes [1, 3, h, w] with sides of "
             f"{_SIDES.start} to {_SIDES[-1]} pixels in steps of {CELL}"
         )
     return pixels.float()
-
-
-_SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 
 def as_prompt(question: Any) -> Tensor:
@@ -257,25 +212,24 @@ def as_prompt(question: Any) -> Tensor:
     Raises InputError for an unknown word, or too many.
     """
     if isinstance(question, str):
-        words = question.split()
-        if unknown := [word for word in words if word not in TOKEN]:
+        # filled up, and closed by the word that asks for an answer
+        texts = question.split()
+        if unknown := [text for text in texts if text not in TOKEN]:
             raise InputError(
                 f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'"
             )
-        if not 1 <= len(words) < PROMPT_TOKENS:
+        if not 1 <= len(texts) < PROMPT_TOKENS:
             raise InputError(f"question {question!r}: 1 to {PROMPT_TOKENS - 1} words are needed")
-        tokens = [TOKEN[word] for word in words]
-        tokens += [FILLER] * (PROMPT_TOKENS - 1 - len(tokens))
-        return torch.tensor([[*tokens, TOKEN["<answer>"]]])
-    if isinstance(question, Tensor):
-        prompt = question
-    else:
-        prompt = torch.as_tensor(np.asarray(question))
+        prompt = torch.full(_PROMPT, FILLER)
+        prompt[0, : len(texts)] = torch.tensor([TOKEN[text] for text in texts])
+        prompt[0, -1] = TOKEN["<answer>"]
+        return prompt
+    prompt = torch.as_tensor(question)
     if prompt.numel() != PROMPT_TOKENS or prompt.is_floating_point():
         raise InputError(
-            f"question: tokens of shape {list(prompt.shape)}; int64 [1, {PROMPT_TOKENS}] is needed"
+            f"question: tokens of shape {[*prompt.shape]}; int64 [1, {PROMPT_TOKENS}] is needed"
         )
-    return prompt.reshape(1, PROMPT_TOKENS)
+    return prompt.reshape(_PROMPT)
 
 
 def request_of(scene: Scenes) -> Request:
@@ -285,8 +239,8 @@ def request_of(scene: Scenes) -> Request:
 
 def question_of(scene: Scenes) -> str:
     """Return the question of a scene in words, which `as_prompt` reads."""
-    words = [WORDS[token] for token in scene.prompts[0]]
-    return " ".join(word for word in words if word[0] not in "·<")
+    texts = [WORDS[token] for token in scene.prompts[0]]
+    return " ".join(text for text in texts if text[0] not in "·<")
 
 
 def answer_of(scene: Scenes) -> str:
@@ -294,45 +248,34 @@ def answer_of(scene: Scenes) -> str:
     return " ".join(scenes.to_words(scene.answers[0]))
 
 
-def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
-    """Return the question of a sample of the built-in profile, and its picture [h, w, 3] in 0–1.
-
-    They are drawn again from the seed that the profile was made with.
-    """
-    scene = scenes.draw_sample(int(sample_id), scenes.SEED)
-    return question_of(scene), scene.images[0].transpose(1, 2, 0)
-
-
-class ElasticRequests:
+class ElasticRequests(DrawnQuestions):
     """The scenes of the built-in profile, and after them fresh ones without end.
 
-    An id is the number of a scene.
-
-    Args:
-        soft: answers are scored by their share of right words, not by exact match.
+    With `soft`, answers are scored by their share of right words, not by exact match.
     """
 
     def __init__(self, soft: bool = False) -> None:
+        super().__init__()
         self.soft = soft
-        self._scenes = dict[str, Scenes]()
 
-    def ids(self) -> Iterator[str]:
-        return map(str, itertools.count())
-
-    def __contains__(self, sample_id: object) -> bool:
-        return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+    def draw(self, row: int) -> VQAItem:
+        """Draw a scene from the seed that the built-in profile was made with."""
+        scene = scenes.draw_sample(row, scenes.SEED)
+        images = torch.from_numpy(scene.images)
+        return VQAItem(str(row), images, question_of(scene), (answer_of(scene),))
 
     def request(self, sample_id: str) -> Request:
-        return request_of(self._scene(sample_id))
+        item = self.item(sample_id)
+        return Request(item.image, as_prompt(item.question))
 
     def score(self, sample_id: str, answer: str) -> float:
-        words = answer.split()
-        right = scenes.to_words(self._scene(sample_id).answers[0])
+        right = self.item(sample_id).answers[0].split()
         if self.soft:
-            return round(scenes.share_of_right(words, right), 4)
-        return float(words == right)
+            return round(scenes.share_of_right(answer.split(), right), 4)
+        return float(answer.split() == right)
 
-    def _scene(self, sample_id: str) -> Scenes:
-        if sample_id not in self._scenes:
-            self._scenes[sample_id] = scenes.draw_sample(int(sample_id), scenes.SEED)
-        return self._scenes[sample_id]
+
+def builtin_input(sample_id: str) -> tuple[str, Floats]:
+    """Return the question of a sample of the built-in profile, and its picture [h, w, 3] in 0–1."""
+    item = ElasticRequests().item(sample_id)
+    return item.question, item.image[0].permute(1, 2, 0).numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from functools import cache
@@ -64,12 +65,12 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
         raise ValueError(f"max_crops must be at least 1, not {max_crops}")
     per_tile = TILE // CELL
     options = []
-    for down in range(1, math.ceil(rows / per_tile) + 1):
-        for across in range(1, math.ceil(columns / per_tile) + 1):
-            if down * across <= max_crops:
-                scale_y = min(1.0, per_tile * down / rows)
-                scale_x = min(1.0, per_tile * across / columns)
-                options.append((scale_y * scale_x, -down * across, down, across))
+    # as many tiles along each side as the cells fill, at most
+    most = (math.ceil(side / per_tile) for side in (rows, columns))
+    for down, across in itertools.product(*(range(1, tiles + 1) for tiles in most)):
+        if down * across <= max_crops:
+            scale = min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns)
+            options.append((scale, -down * across, down, across))
     *_, down, across = max(options)
     return TileGrid(down, across, min(down * TILE, rows * CELL), min(across * TILE, columns * CELL))
 
@@ -85,13 +86,13 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
     for grid in grids:
         scale_y = grid.height / (rows * CELL)
         scale_x = grid.width / (columns * CELL)
-        vertical = _covered_cells(grid.down, scale_y)
-        horizontal = _covered_cells(grid.across, scale_x)
-        n = len(vertical)
-        m = len(horizontal)
-        flags = torch.tensor([scale_y, scale_x, float(not parts)]).expand(n, m, _FLAGS)
-        both = [vertical[:, None].expand(n, m, MAX_SIDE), horizontal.expand(n, m, MAX_SIDE), flags]
-        parts.append(torch.cat(both, -1).reshape(n * m, _PLACES + _FLAGS))
+        vertical = _covered_cells(grid.down, scale_y)[:, None]
+        horizontal = _covered_cells(grid.across, scale_x)[None]
+        flags = torch.tensor([[[scale_y, scale_x, float(not parts)]]])
+        # [rows of windows, columns of windows, …] each
+        shape = (len(vertical), horizontal.shape[1], -1)
+        described = [part.expand(shape) for part in (vertical, horizontal, flags)]
+        parts.append(torch.cat(described, -1).flatten(0, 1))
     return torch.cat(parts)
 
 
@@ -102,6 +103,11 @@ def _covered_cells(tiles: int, scale: float) -> Tensor:
     cell = torch.arange(MAX_SIDE)
     end = torch.minimum(start + 1 / scale, cell + 1.0)
     return (end - torch.maximum(start, cell)).clamp(min=0)
+
+
+def _cells(images: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of cells that images [B, 3, h, w] show."""
+    return images.shape[-2] // CELL, images.shape[-1] // CELL
 
 
 def scaled(images: Tensor, grid: TileGrid) -> Tensor:
@@ -119,12 +125,8 @@ def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
     if any(pad):
         images = F.pad(images, pad)
     # [B, 3, down, across, 16, 16], then windows inside each tile
-    cut = (
-        images.unfold(2, TILE, TILE)
-        .unfold(3, TILE, TILE)
-        .unfold(4, CELL, STRIDE)
-        .unfold(5, CELL, STRIDE)
-    )
+    cut = images.unfold(2, TILE, TILE).unfold(3, TILE, TILE)
+    cut = cut.unfold(4, CELL, STRIDE).unfold(5, CELL, STRIDE)
     return cut.permute(0, 2, 4, 3, 5, 1, 6, 7).reshape(len(images), -1, 3 * CELL * CELL)
 
 
@@ -136,12 +138,10 @@ class Experts(nn.Module):
     def __init__(self, size: ElasticSize) -> None:
         super().__init__()
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.w_in = nn.Parameter(
-            torch.randn(size.experts, size.width, size.expert_width) / size.width**0.5
-        )
-        self.w_out = nn.Parameter(
-            torch.randn(size.experts, size.expert_width, size.width) / size.expert_width**0.5
-        )
+        width = size.width
+        hidden = size.expert_width
+        self.w_in = nn.Parameter(torch.randn(size.experts, width, hidden) / width**0.5)
+        self.w_out = nn.Parameter(torch.randn(size.experts, hidden, width) / hidden**0.5)
         self.max_top_k = size.max_top_k
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
@@ -153,10 +153,7 @@ class Experts(nn.Module):
         weight = best.tanh().softmax(-1)[:, :top_k]
         chosen = chosen[:, :top_k]
         if len(x) == 1:  # a decoding step has nothing to sort
-            parts = [
-                torch.mm(F.silu(torch.mm(x, self.w_in[i])), self.w_out[i])
-                for i in chosen[0].tolist()
-            ]
+            parts = [_expert(x, self.w_in[i], self.w_out[i]) for i in chosen[0].tolist()]
             return torch.mm(weight, torch.cat(parts))
         # tokens are sorted by expert, so that each expert is a single product
         flat = chosen.flatten()
@@ -165,9 +162,13 @@ class Experts(nn.Module):
         token = order // top_k
         inputs = torch.split(x.index_select(0, token), counts.tolist())
         experts = zip(inputs, self.w_in, self.w_out, strict=True)
-        outputs = [torch.mm(F.silu(torch.mm(part, a)), b) for part, a, b in experts if len(part)]
+        outputs = [_expert(*expert) for expert in experts if len(expert[0])]
         scaled = torch.cat(outputs) * weight.flatten().index_select(0, order)[:, None]
         return torch.zeros_like(x).index_add_(0, token, scaled)
+
+
+def _expert(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    return torch.mm(F.silu(torch.mm(x, w_in)), w_out)
 
 
 class Block(nn.Module):
@@ -248,8 +249,7 @@ class ElasticVLM(nn.Module):
     def overview(self, images: Tensor) -> Tensor:
         """Scale images to one tile, [B, 3, 16, 16]: no knob changes it, and every setting begins
         with it."""
-        grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
-        return scaled(images, grid)
+        return scaled(images, tile_grid(*_cells(images), 1))
 
     def first_stage(
         self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None
@@ -258,19 +258,20 @@ class ElasticVLM(nn.Module):
 
         There are no tiles when ``max_crops`` is 0. A given ``overview`` is not computed again.
         """
-        rows = images.shape[-2] // CELL
-        columns = images.shape[-1] // CELL
-        caps = (1, max_crops) if max_crops else (1,)
+        rows, columns = _cells(images)
+        caps = filter(None, (1, max_crops))
         grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
         coordinates = window_coordinates(rows, columns, grids)
         # a place in the image and the word for it share one embedding, so a question finds its
         # cells early in training
-        place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+        position = (
+            coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+        )
         sources = (images if overview is None else overview, images)
         cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
         windows = self.stem(torch.cat(cut, 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        windows = windows + (place + self.scale(coordinates[:, _PLACES:]))
+        windows = windows + (position + self.scale(coordinates[:, _PLACES:]))
         return torch.cat((size.expand(len(images), 1, -1), windows), 1)
 
     def prefix(
@@ -315,16 +316,6 @@ class ElasticVLM(nn.Module):
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
         return Generation(tokens, prefill - start, embedded - start, length - PROMPT_TOKENS)
 
-    @torch.inference_mode()
-    def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the features, which no knob changes.
-
-        Those of the image are [B, 2·width], the mean of the overview's tokens and the grid-size
-        token; those of the language [B, width], the mean of the prompt's word embeddings.
-        """
-        seen = self.first_stage(images)
-        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
-
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
         """Read weights in half precision, with size and drop order as metadata; the model is in
@@ -332,9 +323,8 @@ class ElasticVLM(nn.Module):
         weights, metadata = tensors_and_metadata(path)
         model = cls(ElasticSize(**json.loads(metadata["size"])))
         # a head that training alone used is in the file too
-        model.load_state_dict(
-            {name: weight for name, weight in weights.items() if not name.startswith("digit_head")}
-        )
+        used = {name: w for name, w in weights.items() if not name.startswith("digit_head")}
+        model.load_state_dict(used)
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
         return model.eval()
 

@@ -50,12 +50,15 @@ END = TOKEN["<end>"]
 _BLANK = 10  # the digit class of an empty cell
 _COLOUR_NAMES = tuple(COLOURS)
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
 
 class Digits(NamedTuple):
     """Digit images: ``images`` [n, 8, 8] in 0–1, ``labels`` [n]."""
 
-    images: NDArray[np.float32]
-    labels: NDArray[np.int64]
+    images: Floats
+    labels: Ints
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ class Scenes:
     with ``·``; ``questions`` [B] names.
     """
 
-    images: NDArray[np.float32]
-    digits: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-    answers: NDArray[np.int64]
+    images: Floats
+    digits: Ints
+    prompts: Ints
+    answers: Ints
     questions: tuple[str, ...]
 
 
@@ -81,6 +84,7 @@ def load_digits() -> Digits:
     permutation."""
     from sklearn.datasets import load_digits as read
 
+    # training used the other two thirds
     bunch = read()
     order = np.random.default_rng(20).permutation(len(bunch.target))
     chosen = order[: len(order) // 3]
@@ -96,6 +100,7 @@ def draw_scenes(
     if not (2 <= rows <= MAX_SIDE and 2 <= columns <= MAX_SIDE):
         raise ValueError(f"a grid has 2 to {MAX_SIDE} rows and columns, not {rows} × {columns}")
     shape = (len(questions), rows, columns)
+    # a digit, a colour, and whether it is left blank, for each cell
     pick = rng.integers(len(digits.labels), size=shape)
     colour = rng.integers(len(COLOURS), size=shape)
     blank = rng.random(shape) < 0.15
@@ -108,32 +113,30 @@ def draw_scenes(
     prompts = np.full((len(questions), PROMPT_TOKENS), FILLER)
     answers = np.full((len(questions), ANSWER_TOKENS), FILLER)
     for i, question in enumerate(questions):
-        positions, words = _ask(rng, question, labels[i], colour[i])
-        prompt = [TOKEN[f"{question}?"], *(TOKEN[position] for position in positions)]
-        prompts[i, : len(prompt)] = prompt
+        positions, texts = _ask(rng, question, labels[i], colour[i])
+        prompts[i, : 1 + len(positions)] = [TOKEN[word] for word in (f"{question}?", *positions)]
         prompts[i, -1] = TOKEN["<answer>"]
-        answer = [*(TOKEN[w] for w in words), END]
-        answers[i, : len(answer)] = answer
+        answers[i, : len(texts) + 1] = [TOKEN[word] for word in (*texts, "<end>")]
     return Scenes(images, labels, prompts, answers, questions)
 
 
 def draw_samples(count: int, seed: int) -> list[Scenes]:
     """Draw the single-scene samples 0 to ``count`` − 1."""
-    return [draw_sample(number, seed) for number in range(count)]
+    return [draw_sample(row, seed) for row in range(count)]
 
 
-def draw_sample(number: int, seed: int) -> Scenes:
-    """Draw one single-scene sample, sides and question type uniform; it depends on (seed, number)
+def draw_sample(row: int, seed: int) -> Scenes:
+    """Draw one single-scene sample, sides and question type uniform; it depends on (seed, row)
     alone."""
-    rng = np.random.default_rng((seed, number))
-    rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
+    rng = np.random.default_rng((seed, row))
+    rows, columns = rng.integers(2, MAX_SIDE + 1, size=2).tolist()
     return draw_scenes(rng, load_digits(), rows, columns, (str(rng.choice(QUESTIONS)),))
 
 
-def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
+def share_of_right(answer: Sequence[str], right: Sequence[str]) -> float:
     """Return the share of right words, position by position, over the longer of the two answers."""
-    hits = sum(a == b for a, b in zip(words, right, strict=False))
-    return hits / max(len(words), len(right), 1)
+    hits = sum(a == b for a, b in zip(answer, right, strict=False))
+    return hits / max(len(answer), len(right), 1)
 
 
 def to_words(tokens: NDArray[np.integer]) -> list[str]:
@@ -142,46 +145,44 @@ def to_words(tokens: NDArray[np.integer]) -> list[str]:
 
 
 def _ask(
-    rng: np.random.Generator, question: str, labels: NDArray[np.int64], colour: NDArray[np.int64]
+    rng: np.random.Generator, question: str, labels: Ints, colour: Ints
 ) -> tuple[list[str], list[str]]:
     """Draw the positions that the question names; return them and the words of its answer."""
     rows, columns = labels.shape
-
-    def word(r: int, c: int, kind: str = "digit") -> str:
-        if labels[r, c] == _BLANK:
-            return "blank"
-        if kind == "digit":
-            return str(labels[r, c])
-        return _COLOUR_NAMES[colour[r, c]]
-
     r = int(rng.integers(rows))
     c = int(rng.integers(columns))
+
+    def words_of(kind: str, *cells: tuple[int, int]) -> list[str]:
+        texts = []
+        for cell in cells:
+            name = str(labels[cell])
+            if kind == "colour":
+                name = _COLOUR_NAMES[colour[cell]]
+            texts.append("blank" if labels[cell] == _BLANK else name)
+        return texts
+
+    # a cell, a row or a column
     if question in ("digit", "colour"):
-        return [f"r{r}", f"c{c}"], [word(r, c, question)]
-    if question == "row":
-        return [f"r{r}"], [word(r, j) for j in range(columns)]
-    if question == "row_colours":
-        return [f"r{r}"], [word(r, j, "colour") for j in range(columns)]
+        return [f"r{r}", f"c{c}"], words_of(question, (r, c))
     if question == "column":
-        return [f"c{c}"], [word(i, c) for i in range(rows)]
+        return [f"c{c}"], words_of("digit", *((i, c) for i in range(rows)))
+    row = [(r, j) for j in range(columns)]
+    if question in ("row", "row_colours"):
+        return [f"r{r}"], words_of("digit" if question == "row" else "colour", *row)
     if question == "largest":
-        seen = [int(n) for n in labels[r] if n != _BLANK]
-        return [f"r{r}"], [str(max(seen)) if seen else "blank"]
+        return [f"r{r}"], [max(words_of("digit", *row), key=lambda name: (name != "blank", name))]
     if question not in ("match", "sum", "compare"):
         raise ValueError(f"unknown question {question!r}; known: {', '.join(QUESTIONS)}")
-    # these show their work: the two cells first, a blank counting as nothing
+    # two cells; these show their work: the cells first, a blank counting as nothing
     r2 = int(rng.integers(rows))
     c2 = int(rng.integers(columns))
+    pair = ((r, c), (r2, c2))
     positions = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
     if question == "match":
-        pair = [word(r, c, "colour"), word(r2, c2, "colour")]
-        return positions, [*pair, "same" if pair[0] == pair[1] else "other"]
-    a, b = (0 if labels[i, j] == _BLANK else int(labels[i, j]) for i, j in ((r, c), (r2, c2)))
-    if a == b:
-        bigger = "same"
-    elif a > b:
-        bigger = "first"
-    else:
-        bigger = "second"
-    last = str(a + b) if question == "sum" else bigger
-    return positions, [word(r, c), word(r2, c2), last]
+        seen = words_of("colour", *pair)
+        return positions, [*seen, "same" if seen[0] == seen[1] else "other"]
+    a, b = (int(labels[cell] % _BLANK) for cell in pair)
+    last = str(a + b)
+    if question == "compare":
+        last = ("same", "first", "second")[np.sign(a - b)]
+    return positions, [*words_of("digit", *pair), last]

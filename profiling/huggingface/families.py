@@ -11,7 +11,7 @@ setting, one in `SAME_AT_EVERY_SETTING` of `first_stage.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import ceil, isqrt
 from typing import Any
@@ -35,52 +35,58 @@ ARIA_SIDES = (490, 980)
 ImageKnob = tuple[KnobSupport, Callable[[int], list[Assignment]]]
 """`max_crops` on one model and processor, and what sets a value other than its default."""
 
+Family = Callable[[Any, Any, Any], ImageKnob]
+"""Makes the knob of a model, its image processor and its processor."""
+
 _TILES = "image tiles, at most, beside the overview of the whole image"
 
 
 def image_knob(model: Any, processor: Any) -> ImageKnob:
-    """How `max_crops` is set on a model, if it can be."""
+    """Return `max_crops` on a model, and what sets it; a knob with one value if it cannot be
+    set."""
     family = model.config.model_type
     if family not in FAMILIES:
         note = (
             f"how the processor of {family!r} makes crops is not known; known are "
             f"{', '.join(FAMILIES)}. Implement "
+            "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
         )
-        note += "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
-        return KnobSupport(KNOBS[0], default=0, note=note), lambda value: []
-    support, assign = FAMILIES[family](model, processor)
+        return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
+    support, assign = FAMILIES[family](model, processor.image_processor, processor)
     if not support.available:
-        support = replace(
-            support, sets="", note="the processor of this model has no higher cap than one"
-        )
+        note = "the processor of this model has no higher cap than one"
+        support = replace(support, sets="", note=note)
     return support, assign
 
 
-def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
-    """A cap that is an attribute of the image processor (Llama4, Molmo2)."""
+def _cap(default: int, most: int, sets: str = _TILES, note: str = "") -> KnobSupport:
+    return KnobSupport(KNOBS[0], default, 1, most, sets, note)
 
-    def knob(model: Any, processor: Any) -> ImageKnob:
-        pixels = processor.image_processor
+
+def _takes_effect_at(counts: Iterable[int]) -> str:
+    return f"takes effect at {', '.join(map(str, counts))}"
+
+
+def _tiles(name: str) -> Family:
+    """Return a family whose image processor has the cap as an attribute (Llama4, Molmo2)."""
+
+    def knob(model: Any, pixels: Any, processor: Any) -> ImageKnob:
         most = int(getattr(pixels, name))
-        return KnobSupport(KNOBS[0], most, 1, most, _TILES), lambda value: [(pixels, name, value)]
+        return _cap(most, most), lambda value: [(pixels, name, value)]
 
     return knob
 
 
-def _llava_next(model: Any, processor: Any) -> ImageKnob:
+def _llava_next(model: Any, pixels: Any, processor: Any) -> ImageKnob:
     """Keep, of the grids that an image can be cut into, those with no more tiles. Model and
     processor have a list each."""
-    pixels = processor.image_processor
-    sides = (
-        (pixels.crop_size or {}, "height"),
-        (pixels.size, "height"),
-        (pixels.size, "shortest_edge"),
-    )
-    side = next(int(size[name]) for size, name in sides if name in size)
+    size = pixels.crop_size or pixels.size
+    side = int(size["height"] if "height" in size else size["shortest_edge"])
     tiles = {
         tuple(grid): ceil(grid[0] / side) * ceil(grid[1] / side)
         for grid in pixels.image_grid_pinpoints
     }
+    # the model finds its features by the same list
     owners = [pixels, *_configurations(model, "image_grid_pinpoints")]
 
     def assign(value: int) -> list[Assignment]:
@@ -88,13 +94,12 @@ def _llava_next(model: Any, processor: Any) -> ImageKnob:
         return [(owner, "image_grid_pinpoints", grids) for owner in owners]
 
     most = max(tiles.values())
-    return KnobSupport(KNOBS[0], most, 1, most, _TILES), assign
+    return _cap(most, most), assign
 
 
-def _idefics3(model: Any, processor: Any) -> ImageKnob:
-    """Images are scaled to k tiles along their longer side, whatever their size; so the cap works
-    in squares."""
-    pixels = processor.image_processor
+def _idefics3(model: Any, pixels: Any, processor: Any) -> ImageKnob:
+    """Scale images to k tiles along their longer side, whatever their size; so the cap works in
+    squares."""
     side = int(pixels.max_image_size["longest_edge"])
     along = max(1, ceil(int(pixels.size.get("longest_edge", side)) / side))
 
@@ -107,72 +112,63 @@ def _idefics3(model: Any, processor: Any) -> ImageKnob:
         ]
 
     squares = [k * k for k in range(1, along + 1)]
-    note = (
-        f"takes effect in squares, {', '.join(map(str, squares))}: a value "
-        "between two counts as the lower"
-    )
+    note = f"{_takes_effect_at(squares)}: a value between two squares counts as the lower"
+    default = 1
     if pixels.do_image_splitting:
         default = squares[-1]
-    else:
-        default = 1
-    return KnobSupport(KNOBS[0], default, 1, squares[-1], _TILES, note), assign
+    return _cap(default, squares[-1], note=note), assign
 
 
-def _aria(model: Any, processor: Any) -> ImageKnob:
-    """Crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. Without an
+def _aria(model: Any, pixels: Any, processor: Any) -> ImageKnob:
+    """Cut crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. There is no
     overview."""
-    pixels = processor.image_processor
     # settings that the processor passes on override those of its image processor
-    current = {
-        "max_image_size": pixels.max_image_size,
-        "split_image": pixels.split_image,
-        **processor.images_kwargs,
-    }
-    side = int(current["max_image_size"])
+    passed = processor.images_kwargs
+    side = int(passed.get("max_image_size", pixels.max_image_size))
     area = (side // ARIA_SIDES[0]) ** 2
     crops = {
         tuple(size): ceil(size[0] / side) * ceil(size[1] / side)
         for size in pixels.split_resolutions
     }
-    most = max(crops.values())
 
     def assign(value: int) -> list[Assignment]:
-        changed: dict[str, Any] = {"max_image_size": side, "split_image": value // area > 1}
-        if value < area:
+        # whole crops of the usual side that fit under the cap
+        count = value // area
+        changed: dict[str, Any] = {"max_image_size": side, "split_image": count > 1}
+        if count < 1:
             changed["max_image_size"] = ARIA_SIDES[0]
-        elif value // area > 1:
-            changed["split_resolutions"] = [
-                list(size) for size, count in crops.items() if count <= value // area
-            ]
+        elif count > 1:
+            sizes = [list(size) for size, needed in crops.items() if needed <= count]
+            changed["split_resolutions"] = sizes
         assignments = [(pixels, name, setting) for name, setting in changed.items()]
-        return [*assignments, (processor, "images_kwargs", {**processor.images_kwargs, **changed})]
+        return [*assignments, (processor, "images_kwargs", {**passed, **changed})]
 
-    counts = sorted({1, *(area * count for count in {1, *crops.values()})})
-    if current["split_image"]:
-        default = area * most
-    else:
-        default = area
+    most = area * max(crops.values())
+    default = area
+    if passed.get("split_image", pixels.split_image):
+        default = most
     sets = f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels"
+    counts = sorted({1, area, *(area * count for count in crops.values())})
     note = (
-        f"takes effect at {', '.join(map(str, counts))}; images of one call "
-        "must be cut into equally many crops, "
+        f"{_takes_effect_at(counts)}; images of one call must be cut into equally many crops, "
+        "which is a limit of the family's processor"
     )
-    note += "which is a limit of the family's processor"
-    return KnobSupport(KNOBS[0], default, 1, area * most, sets, note), assign
+    return _cap(default, most, sets, note), assign
 
 
-def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
-    """The most pixels of an image (Qwen-VL, GLM-V); `frames`: an image counts as the frames of one
-    step in time."""
+def _pixels(frames: bool = False) -> Family:
+    """Return a family whose cap is the most pixels of an image (Qwen-VL, GLM-V); `frames`: an image
+    counts as the frames of one step in time."""
 
-    def knob(model: Any, processor: Any) -> ImageKnob:
-        pixels = processor.image_processor
+    def knob(model: Any, pixels: Any, processor: Any) -> ImageKnob:
+        # pixels of a unit: so many tokens of merged patches
+        unit = TOKENS_PER_CROP * (int(pixels.patch_size) * int(pixels.merge_size)) ** 2
+        sets = (
+            f"pixels of the image, at most, in units of {unit} pixels ({TOKENS_PER_CROP} vision "
+            "tokens)"
+        )
         if frames:
-            copies = int(pixels.temporal_patch_size)
-        else:
-            copies = 1
-        token = (int(pixels.patch_size) * int(pixels.merge_size)) ** 2
-        unit = TOKENS_PER_CROP * token * copies
+            unit *= int(pixels.temporal_patch_size)
         least = int(pixels.size["shortest_edge"])
         most = int(pixels.size["longest_edge"])
 
@@ -183,33 +179,27 @@ def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
             return [(pixels, "size", size)]
 
         count = max(1, ceil(most / unit))
-        sets = (
-            f"pixels of the image, at most, in units of {unit // copies} pixels "
-            f"({TOKENS_PER_CROP} vision tokens)"
-        )
-        return KnobSupport(KNOBS[0], count, 1, count, sets), assign
+        return _cap(count, count, sets), assign
 
     return knob
 
 
-def _gemma4(model: Any, processor: Any) -> ImageKnob:
-    """Every image is scaled to as many vision tokens as its shape makes of the budget."""
-    pixels = processor.image_processor
+def _gemma4(model: Any, pixels: Any, processor: Any) -> ImageKnob:
+    """Scale every image to as many vision tokens as its shape makes of the budget."""
     unit = GEMMA_SOFT_TOKENS[0]
     counts = [tokens // unit for tokens in GEMMA_SOFT_TOKENS]
 
     def assign(value: int) -> list[Assignment]:
-        return [
-            (pixels, "max_soft_tokens", max(count for count in counts if count <= value) * unit)
-        ]
+        tokens = max(count for count in counts if count <= value) * unit
+        return [(pixels, "max_soft_tokens", tokens)]
 
     default = int(pixels.max_soft_tokens) // unit
     sets = f"vision tokens of the image, at most, in units of {unit}"
-    note = f"takes effect at {', '.join(map(str, counts))}: a value between two counts as the lower"
-    return KnobSupport(KNOBS[0], default, 1, counts[-1], sets, note), assign
+    note = f"{_takes_effect_at(counts)}: a value between two counts as the lower"
+    return _cap(default, counts[-1], sets, note), assign
 
 
-FAMILIES: dict[str, Callable[[Any, Any], ImageKnob]] = {
+FAMILIES: dict[str, Family] = {
     "llama4": _tiles("max_patches"),
     "aria": _aria,
     "llava_next": _llava_next,
@@ -235,5 +225,5 @@ def _resized(size: Any, **changed: int) -> Any:
 def _configurations(model: Any, name: str) -> list[Any]:
     """Return the configurations of a model and its parts that have a setting of this name, each
     once."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    return [config for config in configs.values() if name in vars(config)]
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    return [config for config in {id(c): c for c in configs}.values() if name in vars(config)]

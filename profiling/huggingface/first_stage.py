@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.knobs import assign
 
 SAME_AT_EVERY_SETTING = {"llama4": -1, "llava_next": 0, "molmo2": 0}
 """By `model_type`: where the overview is among an image's crops, for families whose overview is the
@@ -41,12 +42,10 @@ class Overview:
     def pooled(self) -> Tensor:
         """Compute the mean over the patches of the tower's last hidden states, padding left out:
         float32 [d] on the CPU."""
-        states = self.output.last_hidden_state
+        states = self.output.last_hidden_state.flatten(0, -2)
         mask = self.inputs[1].get("patch_attention_mask")
-        if mask is None:
-            states = states.flatten(0, -2)
-        else:
-            states = states[mask.flatten(1)]
+        if mask is not None:
+            states = states[mask.flatten()]
         return states.float().mean(0).cpu()
 
 
@@ -64,11 +63,10 @@ def vision_tower(model: Any) -> Any:
 def vision_modules(model: Any) -> list[Any]:
     """Return the vision tower, and the projector that follows it where that is a module of its
     own."""
-    projectors: dict[int, Any] = {}
+    modules = [vision_tower(model)]
     for owner in (model.base_model, model):
-        modules = [getattr(owner, name, None) for name in _PROJECTORS]
-        projectors |= {id(module): module for module in modules if module is not None}
-    return [vision_tower(model), *projectors.values()]
+        modules += [getattr(owner, name, None) for name in _PROJECTORS]
+    return [module for module in dict.fromkeys(modules) if module is not None]
 
 
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
@@ -79,9 +77,11 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
     """
     encode = model.base_model.get_image_features
     tower = vision_tower(model)
+    # the model's own code prepares the call, which is then stopped
     known = {name: inputs[name] for name in inspect.signature(encode).parameters if name in inputs}
     try:
-        with _forward_of(tower, _stop):
+        with ExitStack() as stack:
+            assign(stack, tower, "forward", _stop)
             encode(**known)
         raise AssertionError("the vision tower was not called")
     except _Reached as reached:
@@ -125,6 +125,7 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         parts = [overviews[index].output for index in known.values()]
         if rest:
             args, kwargs = _picked(call, count, rest)
+            # the rows that no overview has
             parts.insert(0, forward(*args, **kwargs))
         # where each row is in the joined output: first the computed, then the known
         order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
@@ -132,7 +133,8 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
             lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts
         )
 
-    with _forward_of(tower, remembered):
+    with ExitStack() as stack:
+        assign(stack, tower, "forward", remembered)
         yield taken
 
 
@@ -142,20 +144,6 @@ class _Reached(Exception):
 
 def _stop(*args: Any, **kwargs: Any) -> Any:
     raise _Reached(args, kwargs)
-
-
-@contextmanager
-def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    # set on the module itself where a model is spread over devices
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def _row_count(call: Any) -> int:
@@ -174,6 +162,7 @@ def _picked(call: Any, count: int, rows: list[int]) -> Any:
 
 def _equal_rows(single_row: Any, many: Any) -> list[int]:
     """Return the rows of a call that equal the only row of another, in all their tensors."""
+    # a row is equal if it is in every tensor
     equal = torch.ones(_row_count(many), dtype=torch.bool)
     for single, leaf in zip(tree_leaves(single_row), tree_leaves(many), strict=True):
         if isinstance(leaf, Tensor):

@@ -4,7 +4,7 @@ exactly: a few attributes of model and processor get other values and then their
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -49,7 +49,7 @@ class HuggingFaceKnobs:
     list of blocks.
 
     `importance` is how much the answers lose without each block, by block, for all that can be left
-    out (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the
+    out (`knobwise.profiling.huggingface.importance` reads it). Raises InputError if the
     decoder's blocks are not found, the importance misses a block or names one that does not exist,
     or the model's knobs are set at this moment.
     """
@@ -78,52 +78,43 @@ class HuggingFaceKnobs:
         context of this model that has not ended."""
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
+        if self.model in _being_set:
+            raise InputError(
+                "this model's knobs are set already; leave that context before setting them again"
+            )
+        # what keeps its default is not touched
         assignments: list[Assignment] = []
         if crops != self.knobs[0].default:
             assignments += self._assign_crops(crops)
         if top_k != self.knobs[1].default:
             assignments += [(owner, name, top_k) for owner, name in self._top_k]
-        left_out = set(range(len(self._blocks))) - set(self.active_blocks(blocks))
-        with self._exclusively(assignments, left_out):
-            yield
-
-    def active_blocks(self, number: int) -> tuple[int, ...]:
-        """Return the blocks that run when so many are active, in ascending order. Raises InputError
-        for fewer than must run, or more than there are."""
-        total = len(self._blocks)
-        if not len(self.always_active) <= number <= total:
-            raise InputError(
-                f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}"
-            )
-        left_out = self._leaving[: total - number]
-        return tuple(block for block in range(total) if block not in left_out)
-
-    @contextmanager
-    def _exclusively(
-        self, assignments: list[Assignment], left_out: Collection[int]
-    ) -> Iterator[None]:
-        if self.model in _being_set:
-            raise InputError(
-                "this model's knobs are set already; leave that context before setting them again"
-            )
         with ExitStack() as stack:
             _being_set.add(self.model)
             stack.callback(_being_set.discard, self.model)
-            if left_out:
+            active = self.active_blocks(blocks)
+            if len(active) < len(self._blocks):
                 identity = _Identity()
                 # the first block always runs, and shows what kind of output the decoder expects
                 stack.callback(self._blocks[0].register_forward_hook(identity.note_form).remove)
-                assignments = [
-                    *assignments,
-                    *((self._blocks[block], "forward", identity) for block in left_out),
-                ]
+                for index, block in enumerate(self._blocks):
+                    if index not in active:
+                        assignments.append((block, "forward", identity))
             for owner, name, value in assignments:
-                _assign(stack, owner, name, value)
+                assign(stack, owner, name, value)
             yield
+
+    def active_blocks(self, count: int) -> tuple[int, ...]:
+        """Return the blocks that run when so many are active, in ascending order. Raises InputError
+        for fewer than must run, or more than there are."""
+        total = len(self._blocks)
+        check_configuration(self.knobs, {KNOBS[2]: count})
+        left_out = self._leaving[: total - count]
+        return tuple(block for block in range(total) if block not in left_out)
 
     def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
         """Return the blocks that can be left out, the first to go first."""
         total = len(self._blocks)
+        # from the end on, and block 0 never
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
             return sorted(free, key=lambda block: block == total - 1)
@@ -139,26 +130,17 @@ class HuggingFaceKnobs:
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
         """Find where the number of experts is written: objects, and their attributes."""
-        name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "")
-        if name:
-            if getattr(self._language, name, None):
-                return [(self._language, name)]
-            return []
-        owners = []
-        for block in self._blocks:
-            parts = block.modules()
-            owners += [
-                (part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)
-            ]
-        return owners
+        name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "top_k")
+        parts = self._blocks.modules()
+        if name != "top_k":
+            parts = iter([self._language])
+        return [(part, name) for part in parts if isinstance(vars(part).get(name), int)]
 
     def _top_k_support(self) -> KnobSupport:
         if not self._top_k:
-            return KnobSupport(
-                KNOBS[1],
-                default=0,
-                note="this model has no experts: its feed-forward layers are dense",
-            )
+            note = "this model has no experts: its feed-forward layers are dense"
+            return KnobSupport(KNOBS[1], 0, note=note)
+        # every router can choose so many
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
         routed = [block for block in self._blocks if any(map(_is_experts, block.modules()))]
@@ -167,12 +149,11 @@ class HuggingFaceKnobs:
         total = len(self._blocks)
         if 0 < len(routed) < total:
             sets += f", in {len(routed)} of {total} blocks"
-        if any(any(map(_computes_every_token, block.modules())) for block in routed):
+        if any(map(_computes_every_token, self._blocks.modules())):
             note = (
-                "saves no time here: every expert computes every token whatever is "
-                "chosen, so fewer experts change "
+                "saves no time here: every expert computes every token whatever is chosen, so "
+                "fewer experts change only the answers"
             )
-            note += "only the answers"
         return KnobSupport(KNOBS[1], default, 1, most, sets, note)
 
     def _blocks_support(self) -> KnobSupport:
@@ -181,9 +162,8 @@ class HuggingFaceKnobs:
         sets = "decoder blocks that run, the first among them"
         if least > 1:
             sets += f"; {', '.join(map(str, self.always_active))} always run"
-        if least < total:
-            note = ""
-        else:
+        note = ""
+        if least == total:
             note = "every block of this model's decoder is read by others"
         return KnobSupport(KNOBS[2], total, least, total, sets, note)
 
@@ -196,10 +176,9 @@ class _Identity:
         self._others: tuple[None, ...] | None = None
 
     def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        """Note what the first block puts out beside hidden states."""
         if isinstance(output, tuple):
             self._others = (None,) * (len(output) - 1)
-        else:
-            self._others = None
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
         if self._others is None:
@@ -207,38 +186,35 @@ class _Identity:
         return (hidden_states, *self._others)
 
 
-def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Give an attribute another value until the stack closes; an attribute of the class is restored
     as such."""
     if name in vars(owner):
-        before: tuple[Any, ...] = (setattr, owner, name, vars(owner)[name])
+        stack.callback(setattr, owner, name, vars(owner)[name])
     else:
-        before = (delattr, owner, name)
+        stack.callback(delattr, owner, name)
     setattr(owner, name, value)
-    stack.callback(*before)
 
 
 def _decoder_blocks(model: Any) -> nn.ModuleList:
     """Return the blocks of the language model, in order."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        part = None
-    else:
+    part = None
+    if not getattr(model.config, "is_encoder_decoder", False):
         part = model.get_decoder()
     while isinstance(part, nn.Module):
         blocks = getattr(part, "layers", None)
-        if isinstance(blocks, nn.ModuleList):
-            arguments = [
-                list(inspect.signature(type(block).forward).parameters) for block in blocks
-            ]
-            if all(names[1:2] == ["hidden_states"] for names in arguments):
-                return blocks
+        if isinstance(blocks, nn.ModuleList) and all(map(_takes_hidden_states, blocks)):
+            return blocks
         part = getattr(part, "model", None)  # a language model with its head
-    known = ", ".join(FAMILIES)
     raise InputError(
         f"the decoder blocks of a model of type {model.config.model_type!r} cannot be found; "
-        f"known are {known}. "
-        "For another model implement knobwise.profiling.measuring.adaptive_model.AdaptiveVLM"
+        f"known are {', '.join(FAMILIES)}. For another model implement "
+        "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM"
     )
+
+
+def _takes_hidden_states(block: nn.Module) -> bool:
+    return list(inspect.signature(type(block).forward).parameters)[1:2] == ["hidden_states"]
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
@@ -248,13 +224,15 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     from transformers import DynamicCache
     from transformers.masking_utils import find_first_full_attention_index
 
+    # as generation asks the cache
     cache = DynamicCache(config=language)
     blocks_read = {0, find_first_full_attention_index(cache)}
     if True in cache.is_sliding:
         blocks_read.add(cache.is_sliding.index(True))
     if getattr(language, "num_kv_shared_layers", 0):
         for index, block in enumerate(blocks):
-            if any(getattr(part, "store_full_length_kv", False) for part in block.modules()):
+            stores = [getattr(part, "store_full_length_kv", False) for part in block.modules()]
+            if any(stores):
                 blocks_read.add(index)
     return tuple(sorted(blocks_read))
 
@@ -262,6 +240,7 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
 def _choosable(owner: Any, language: Any) -> int:
     """Return the most experts that a router can choose for a token."""
     experts = int(getattr(owner, "num_experts", None) or language.num_experts)
+    # routers of some families choose within groups of experts
     groups = getattr(owner, "num_group", 1) or 1
     chosen = getattr(owner, "topk_group", 1) or 1
     return experts // groups * chosen

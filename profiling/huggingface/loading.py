@@ -3,12 +3,12 @@ their prompts."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from knobwise.common.errors import InputError
@@ -63,21 +63,31 @@ def load_pretrained(
         model = getattr(transformers, kind).from_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
-    # what is damaged, or does not fit the configuration, fails in many ways
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-        TypeError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
+    except Exception as error:  # what is damaged, or does not fit, fails in many ways
         raise InputError(
             f"{name_or_path}: cannot be loaded as a vision-language model "
             f"({' '.join(str(error).split())})"
         ) from error
     return model, processor
+
+
+def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
+    """Return what tells weights from others: the hub's commit, or of a folder a hash of names,
+    sizes and 64 pieces (64 kB) of its weight files, evenly spread, since the whole of a large model
+    takes minutes to read."""
+    # the hub names its versions itself
+    files = sorted(Path(name_or_path).glob("*.safetensors"))
+    if commit or not files:
+        return f"commit:{commit}"
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(size // 64, 1 << 16)):
+                file.seek(start)
+                digest.update(file.read(1 << 16))
+    return f"sha256:{digest.hexdigest()}"
 
 
 class PromptedModel:
@@ -126,15 +136,13 @@ class PromptedModel:
         self, question: str, answer: str | None = None, *, image: bool = True
     ) -> list[dict[str, Any]]:
         """Return the turns of a question, with its answer where there is one."""
-        if image or not self.chats:
-            pictures = [{"type": "image"}]
-        else:
-            pictures = []
+        # the image comes before the question
+        content = [{"type": "text", "text": question}]
         if self.chats:
-            text = f"{question}\n{INSTRUCTION}"
-        else:
-            text = question
-        turns = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+            content[0]["text"] += f"\n{INSTRUCTION}"
+        if image or not self.chats:
+            content.insert(0, {"type": "image"})
+        turns = [{"role": "user", "content": content}]
         if answer is not None:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         return turns
@@ -144,11 +152,10 @@ class PromptedModel:
     ) -> str:
         """Return the turns as the model reads them; after a question, up to where the answer
         begins."""
-        mark = getattr(self.processor, "image_token", None) or "<image>"
-        if self.chats:
-            template = None
-        else:
-            template = PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
+        template = None
+        if not self.chats:
+            mark = getattr(self.processor, "image_token", None) or "<image>"
+            template = PLAIN_TEMPLATE.replace("IMAGE", mark * image)
         options |= {"chat_template": template, "add_generation_prompt": turns[-1]["role"] == "user"}
         return str(self.processor.apply_chat_template(turns, **options))
 
@@ -179,18 +186,15 @@ def log_probs_of_answer(model: Any, inputs: Mapping[str, Tensor], answer: Tensor
     """
     prompt = inputs["input_ids"]
     answer = answer.to(prompt.device)
+    # the last token of the answer is predicted, but never fed
     longer = dict(inputs)
     for name, value in inputs.items():  # the mask and the kinds of tokens go on as those of text
-        if name != "input_ids" and value.shape == prompt.shape:
-            new = torch.full_like(
-                answer[None, :-1], int(name == "attention_mask"), dtype=value.dtype
-            )
-            longer[name] = torch.cat([value, new], 1)
+        if value.shape == prompt.shape:
+            new = torch.full_like(answer[:-1], name == "attention_mask", dtype=value.dtype)
+            longer[name] = torch.cat([value, new[None]], 1)
     longer["input_ids"] = torch.cat([prompt, answer[None, :-1]], 1)
-    # logits of the prompt would fill the memory with a large vocabulary
-    if model._supports_logits_to_keep():
-        kept = {"logits_to_keep": len(answer)}
-    else:
-        kept = {}
+    kept = {}
+    if model._supports_logits_to_keep():  # else they fill the memory with a large vocabulary
+        kept["logits_to_keep"] = len(answer)
     logits = model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
     return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device))[:, 0]

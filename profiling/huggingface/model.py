@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from knobwise.profiling.huggingface.first_stage import (
     vision_modules,
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
-from knobwise.profiling.huggingface.loading import GREEDY, PromptedModel
+from knobwise.profiling.huggingface.loading import GREEDY, PromptedModel, weights_digest
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
@@ -56,6 +57,7 @@ class HuggingFaceVLM(PromptedModel):
     ) -> None:
         super().__init__(model, processor, device=device)
         self.max_new_tokens = max_new_tokens
+        self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
         self.knobs = self.knobs_of_model.knobs
         self._vision = vision_modules(model)
@@ -70,6 +72,21 @@ class HuggingFaceVLM(PromptedModel):
         if Path(source).is_dir():
             source = Path(source).name
         return source or self.model.config.model_type
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the model from others of its name: weights, versions, and how it runs."""
+        device = self.model.device.type
+        if device == "cuda":
+            device = torch.cuda.get_device_name(self.model.device)
+        commit = getattr(self.model.config, "_commit_hash", None)
+        return {
+            "weights": weights_digest(self.model.name_or_path, commit),
+            "transformers": version("transformers"),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": device,
+            "importance": self.importance and {str(k): v for k, v in self.importance.items()},
+        }
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
         """Set the knobs inside the context, as `AdaptiveVLM` demands."""
@@ -98,15 +115,15 @@ class HuggingFaceVLM(PromptedModel):
         tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))[
             "input_ids"
         ]
-        words = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
+        embedded = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
         blocks = {
             "image_features": overview.pooled().numpy(),
-            "language_features": words.float().mean(0).cpu().numpy(),
+            "language_features": embedded.float().mean(0).cpu().numpy(),
         }
-        reusable = self.model.config.model_type in SAME_AT_EVERY_SETTING
         total = self._clock() - start
-        extra = total - overview.ms if reusable else total
-        return FirstStage(request, blocks, overview if reusable else None, total, extra)
+        if self.model.config.model_type in SAME_AT_EVERY_SETTING:
+            return FirstStage(request, blocks, overview, total, total - overview.ms)
+        return FirstStage(request, blocks, None, total, total)
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -123,6 +140,7 @@ class HuggingFaceVLM(PromptedModel):
             return [self.answer([stage], configuration)[0] for stage in stages]
         if not stages:
             return []
+        # stages whose overview the answer can continue from
         going_on = [stage for stage in stages if stage.kept is not None]
         overviews: list[Overview] = [stage.kept for stage in going_on]
         first: list[float] = []
@@ -141,6 +159,7 @@ class HuggingFaceVLM(PromptedModel):
             prepared = self._clock()
             output = self._generate(inputs, note_first)
             total = self._clock() - start
+        # times as if the request had gone straight through
         reused = [going_on[index] for index in taken]
         before = sum(stage.total_ms - stage.extra_ms for stage in reused)
         times = {
@@ -148,17 +167,17 @@ class HuggingFaceVLM(PromptedModel):
             "prefill_ms": before + first[0] - start,
             "vision_ms": before + prepared - start + sum(spans),
         }
-        vision = inputs["input_ids"] == self.model.config.image_token_id
-        generated = output[:, inputs["input_ids"].shape[1] :].tolist()
-        counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
+        prompts = inputs["input_ids"]
+        vision = (prompts == self.model.config.image_token_id).sum(1).tolist()
+        read = inputs["attention_mask"].sum(1).tolist()
         answers = []
-        for tokens, (seen, read) in zip(generated, counts, strict=True):
+        for i, tokens in enumerate(output[:, prompts.shape[1] :].tolist()):
             text, length = self._decoded(tokens)
             answer = Answer(
                 text=text,
                 **times,
-                vision_tokens=seen,
-                language_tokens=read - seen,
+                vision_tokens=vision[i],
+                language_tokens=read[i] - vision[i],
                 output_tokens=length,
                 extra={"reused_ms": before},
             )
@@ -178,8 +197,8 @@ class HuggingFaceVLM(PromptedModel):
     def _decoded(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Return the text of an answer, and the number of its tokens up to the first that ends
         it."""
-        lengths = (length for length, token in enumerate(tokens, 1) if token in self.end_tokens)
-        length = next(lengths, len(tokens))
+        lengths = [i for i, token in enumerate(tokens, 1) if token in self.end_tokens]
+        length = min(lengths, default=len(tokens))
         text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True).strip()
         if not self.chats:  # a token may hold the end of a line and more
             text = text.partition("\n")[0].rstrip()
@@ -190,12 +209,9 @@ class HuggingFaceVLM(PromptedModel):
 
         With an `answer`, it includes that and what ends it.
         """
-        known = str(getattr(self.processor, "chat_template", None))
-        # an answer is too short for reasoning
-        if "enable_thinking" in known:
-            options = {"enable_thinking": False}
-        else:
-            options = {}
+        options = {}
+        if "enable_thinking" in str(getattr(self.processor, "chat_template", None)):
+            options["enable_thinking"] = False  # an answer is too short for reasoning
         return self._prompt(self._turns(question, answer, image=image), image=image, **options)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
@@ -213,6 +229,7 @@ class HuggingFaceVLM(PromptedModel):
         """Return the tokens that end an answer: the ends of text of model and tokenizer, and the
         end of a turn or of a line."""
         end_tokens = {*self._stops, self.tokenizer.eos_token_id}
+        # what the template writes after an answer
         after = self._text("What?", answer="Yes").rpartition("Yes")[2]
         tokens = self.tokenizer(after, add_special_tokens=False)["input_ids"]
         known = self.tokenizer.added_tokens_decoder
@@ -240,6 +257,7 @@ class HuggingFaceVLM(PromptedModel):
         starts: list[float] = []
         spans: list[float] = []
         with ExitStack() as hooks:
+            # tower and projector; calls may be nested, so starts are a stack
             for module in self._vision:
                 before = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
                 after = module.register_forward_hook(

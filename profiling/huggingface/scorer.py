@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import PromptedModel, log_probs_of_answer
@@ -91,44 +93,45 @@ class VLMScorer(PromptedModel):
         self._end_tokens = special | self._stops
         self._known: dict[int, _Candidates] = {}  # by query
 
+    def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
+        """Return each query with its demonstrations. Raises InputError for rows that do not
+        exist."""
+        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
+        pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
+        return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
+
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
-        prompts = []
-        for query, row in zip(queries.tolist(), demonstrations.tolist(), strict=True):
-            prompts.append((query, [d for d in row if d >= 0]))
+        prompts = self._prompts(queries, demonstrations)
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
         # prompts of similar length share a batch, which needs less padding
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index][1]))
         for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
-            for place, likelihoods in zip(
-                places, self.log_likelihoods([prompts[p] for p in places]), strict=True
-            ):
-                candidates = self._candidates(prompts[place][0])
+            batch = order[start : start + self.batch_size]
+            batch_likelihoods = self.log_likelihoods([prompts[i] for i in batch])
+            for i, likelihoods in zip(batch, batch_likelihoods, strict=True):
+                candidates = self._candidates(prompts[i][0])
+                # the answer that the model prefers, and the right one
                 first = int(likelihoods.argmax())
                 right = likelihoods[candidates.right]
                 accuracy = candidates.accuracy[first]
                 correct = accuracy == candidates.accuracy.max()
                 relative = (right - likelihoods[first]).exp()
-                scores[:, place] = torch.stack(
-                    [right, right.exp(), accuracy, correct.float(), relative]
-                )
+                row = [right, right.exp(), accuracy, correct.float(), relative]
+                scores[:, i] = torch.stack(row)
         return dict(zip(fields, scores, strict=True))
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
         accuracy."""
-        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         right = torch.zeros(len(queries))
-        for place, (query, rows) in enumerate(
-            zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        ):
-            if votes := [self.data.bank[row].answer for row in rows if row >= 0]:
+        for i, (query, rows) in enumerate(self._prompts(queries, demonstrations)):
+            if rows:
                 references = self.data.queries[query].answers
+                voted, *_ = most_common([self.data.bank[row].answer for row in rows])
                 best = max(soft_accuracy(answer, references) for answer in references)
-                right[place] = float(soft_accuracy(most_common(votes)[0], references) == best)
+                right[i] = float(soft_accuracy(voted, references) == best)
         return right
 
     def answers(self, query: int) -> tuple[str, ...]:
@@ -153,13 +156,14 @@ class VLMScorer(PromptedModel):
         texts = []
         images = []
         for query, rows in prompts:
-            demonstrations = [self.data.bank[row] for row in rows]
             item = self.data.queries[query]
             turns = []
-            for shot in demonstrations:
+            pictures = []
+            for shot in [self.data.bank[row] for row in rows]:
                 turns += self._turns(shot.question, shot.answer)
+                pictures.append(shot.picture())
             texts.append(self._prompt([*turns, *self._turns(item.question)]))
-            images.append([d.picture() for d in (*demonstrations, item)])
+            images.append([*pictures, item.picture()])
         return self._processed(texts, images)
 
     def _candidates(self, query: int) -> _Candidates:
@@ -180,15 +184,16 @@ class VLMScorer(PromptedModel):
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
         """Return the tokens of an answer as a demonstration shows it, up to and with the one that
         ends it."""
-        before, after = (
-            self._prompt(self._turns(item.question, reply)) for reply in (None, answer)
-        )
+        before = self._prompt(self._turns(item.question))
+        after = self._prompt(self._turns(item.question, answer))
         if not after.startswith(before):  # such as templates that open a part for reasoning
             after = before + " " * (not before[-1:].isspace()) + answer
-        tokens = self._ids(before, after if not self.chats else after.rstrip())
-        for place, token in enumerate(tokens):
+        if self.chats:
+            after = after.rstrip()
+        tokens = self._ids(before, after)
+        for i, token in enumerate(tokens, 1):
             if token in self._end_tokens:
-                return tokens[: place + 1]
+                return tokens[:i]
         if self.chats and self.tokenizer.eos_token_id is not None:
             return [*tokens, self.tokenizer.eos_token_id]
         if not tokens:
@@ -208,10 +213,10 @@ class VLMScorer(PromptedModel):
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
         """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole
         sequences give them."""
+        tolerance = 0.3
         if self.model.dtype in (torch.float32, torch.float64):
             tolerance = 1e-3
-        else:
-            tolerance = 0.3
+        # the first prompt both ways, within the whole batch
         wanted = self._whole(prompts[0], answers[0])
         try:
             reused = self._after_cache(self._inputs(prompts), answers)[0]
@@ -223,9 +228,9 @@ class VLMScorer(PromptedModel):
             if isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             problem = str(error)
-        name = type(self.model).__name__
         warnings.warn(
-            f"{name} cannot continue from a cache ({problem}); every answer is computed whole",
+            f"{type(self.model).__name__} cannot continue from a cache ({problem}); every answer "
+            "is computed whole",
             stacklevel=4,
         )
         return False
@@ -241,16 +246,12 @@ class VLMScorer(PromptedModel):
         padding, images and (Qwen-VL) positions in three dimensions.
         """
         device = self.model.device
-        counts = [len(candidates) for candidates in answers]
-        flat: list[Tensor] = []
-        for candidates in answers:
-            flat += map(torch.tensor, candidates)
-        tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(
-            device
-        )
-        owner = torch.arange(len(answers), device=device).repeat_interleave(
-            torch.tensor(counts, device=device)
-        )
+        counts = list(map(len, answers))
+        flat = [torch.tensor(answer) for answer in chain.from_iterable(answers)]
+        tokens = pad_sequence(flat, batch_first=True, padding_value=-1).to(device)
+        # the prompt that each answer follows, int64 [R]
+        owner = torch.arange(len(answers)).repeat_interleave(torch.tensor(counts)).to(device)
+        # the first pass: all prompts, and the first token of every answer
         ids = inputs["input_ids"]
         mask = inputs["attention_mask"]
         rest: dict[str, Any] = {key: value for key, value in inputs.items() if key != "input_ids"}
@@ -264,22 +265,21 @@ class VLMScorer(PromptedModel):
         )
         total = _log_probs(prompt.logits[owner, -1:], tokens[:, :1])
         if tokens.shape[1] > 1:
+            # the second pass: the other tokens, each prompt's cache repeated for its answers
             cache = prompt.past_key_values
             fed = tokens[:, :-1].clamp_min(0)
             # the answers' padding needs no mask: nothing that is scored comes after it
             mask = torch.cat([mask, mask.new_ones(len(mask), fed.shape[1])], 1)
             known = {"attention_mask": mask, "past_key_values": cache}
-            positions = self.model._prepare_position_ids_for_generation(ids, known)[
-                ..., -fed.shape[1] :
-            ]
+            positions = self.model._prepare_position_ids_for_generation(ids, known)
+            positions = positions[..., -fed.shape[1] :]  # [n or 1, T], or three of them
+            positions = positions.expand(*positions.shape[:-2], len(mask), -1)
             cache.reorder_cache(owner)
             follow = self.model.prepare_inputs_for_generation(
                 fed,
                 past_key_values=cache,
                 attention_mask=mask[owner],
-                position_ids=positions.expand(*positions.shape[:-2], len(mask), -1).index_select(
-                    -2, owner
-                ),
+                position_ids=positions.index_select(-2, owner),
                 use_cache=True,
             )
             total = total + _log_probs(self.model(**follow).logits, tokens[:, 1:])
@@ -289,17 +289,15 @@ class VLMScorer(PromptedModel):
         """Compute log-likelihoods [C] after one prompt, prompt and answer as one sequence, without
         cache, batch or padding."""
         inputs = self._inputs([prompt])
-        likelihoods = [
-            log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum()
-            for answer in answers
+        log_probs = [
+            log_probs_of_answer(self.model, inputs, torch.tensor(answer)) for answer in answers
         ]
-        return torch.stack(likelihoods).cpu()
+        return torch.stack([parts.sum() for parts in log_probs]).cpu()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Compute the sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not
     −1 → float32 [R]."""
-    picked = (
-        logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    )
+    log_probs = logits.float().log_softmax(-1)
+    picked = log_probs.gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return (picked * (tokens >= 0)).sum(-1)

@@ -7,8 +7,8 @@ Implement `AdaptiveVLM` for a model of your own, and you can profile it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ def clock_ms(on_cpu: bool = True) -> float:
     Models take all their times from it. Raises InputError if it counts CPU time and the work is not
     `on_cpu`.
     """
+    # a thread waits for a GPU without spending CPU time
     if not on_cpu and _clock.get() is CLOCKS["cpu"]:
         raise InputError(
             "clock=cpu: the model runs on a GPU, whose work is no CPU time; take clock=wall"
@@ -90,6 +91,7 @@ class KnobSupport:
     def accepts(self, value: Any) -> bool:
         """Return True if the knob can be set to this value."""
         if not self.available:
+            # a lacking knob can be set to what it is anyway
             return bool(value == self.default)
         if self.values:
             return value in self.values
@@ -129,10 +131,9 @@ class FirstStage:
     def unused_ms(self, configuration: Configuration) -> float:
         """Return the time of the stage, without `extra_ms`, that is lost under this configuration,
         because its answer does not continue from the stage."""
-        unused = self.reused_by is not None and not self.reused_by(configuration)
-        if unused:
-            return self.total_ms - self.extra_ms
-        return 0.0
+        if self.reused_by is None or self.reused_by(configuration):
+            return 0.0
+        return self.total_ms - self.extra_ms
 
 
 @dataclass(slots=True)
@@ -162,7 +163,18 @@ class Answer:
 class AdaptiveVLM(Protocol):
     """A vision-language model with knobs. An image and a question go through `first_stage`, which
     gives the features that a decision needs; once the configuration is chosen, `answer` continues
-    from there."""
+    from there.
+
+    A model may have more, which `knobwise profile` uses:
+
+    - `answer_all(stage, configurations)`, the answers to one request under several configurations,
+      for a model that can compute once what they share. Each has its own time, as if it had gone
+      straight through.
+    - `questions`, a sequence of `VQAItem`, for a model that brings its own; `dataset`, their name.
+    - `measured`, the values of knobs that are measured by default, by name.
+    - `identity`, what else tells it from others, as JSON can hold it: a profile goes on only with
+      an equal one.
+    """
 
     @property
     def name(self) -> str:
@@ -205,9 +217,9 @@ def check_configuration(
     default for a knob that the model lacks.
     """
     known = {knob.name: knob for knob in knobs}
-    if unknown := [name for name in configuration if name not in known]:
-        raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
     for name, value in configuration.items():
+        if name not in known:
+            raise InputError(f"unknown knob {name!r}; known are {', '.join(known)}")
         knob = known[name]
         if knob.accepts(value):
             continue
@@ -216,6 +228,25 @@ def check_configuration(
                 f"{name}={value}: this model lacks the knob ({knob.note}); leave it at "
                 f"{knob.default}"
             )
+        # the values, or the range of whole numbers
         takes = ", ".join(map(str, knob.values)) or f"{knob.least} to {knob.most}"
         raise InputError(f"{name}={value}: this model takes {takes} ({knob.sets})")
     return {name: configuration.get(name, knob.default) for name, knob in known.items()}
+
+
+class KeepsConfiguration:
+    """Knobs that are set by keeping their values in `configuration`, which answers read."""
+
+    knobs: tuple[KnobSupport, ...]
+    configuration: dict[str, Any]
+    """A value for every knob."""
+
+    @contextmanager
+    def set_knobs(self, configuration: Configuration) -> Iterator[None]:
+        """Set the knobs inside the context, as `AdaptiveVLM` demands."""
+        before = self.configuration
+        self.configuration = check_configuration(self.knobs, configuration)
+        try:
+            yield
+        finally:
+            self.configuration = before

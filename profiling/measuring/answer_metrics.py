@@ -50,6 +50,7 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     right = [normalised(reference) for reference in references]
     if len(right) == 1:
         return float(plain == right[0])
+    # leaving out one that agrees leaves one fewer
     agreeing = right.count(plain)
     needed = min(3, len(right) - 1)
     scores = (min(1.0, (agreeing - (reference == plain)) / needed) for reference in right)
@@ -71,21 +72,19 @@ def normalised(text: str) -> str:
     The evaluation skips all this for a question whose references are all the same; here it is
     never skipped.
     """
+    # marks first, since articles and numbers are whole words
     plain = " ".join(text.lower().replace("’", "'").split())
     bare = re.sub(r"(?<=\d),(?=\d)", "", plain)
     bare = re.sub(r"\.(?!\d)", "", bare).translate(_TO_BLANKS)
-    words = [_DIGITS.get(word, word) for word in bare.split()]
-    return (
-        " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))
-        or plain
-    )
+    kept = [_SPELLED.get(word, word) for word in bare.split() if word not in _ARTICLES]
+    return " ".join(kept) or plain
 
 
 # $ % & # * and others are not among them: "5%" and "5" are different answers there too
 _TO_BLANKS = str.maketrans(dict.fromkeys(';/[]"{}()=+\\_-<>@`,?!', " "))
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-NUMBERS = {name: str(digit) for digit, name in enumerate(NAMES)}
-_DIGITS = {"none": "0", **NUMBERS}
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {"none": "0"} | {name: str(digit) for digit, name in enumerate(_NAMES)}
+_ARTICLES = ("a", "an", "the")
 
 
 def _contractions() -> dict[str, str]:
@@ -93,6 +92,7 @@ def _contractions() -> dict[str, str]:
 
     Spellings that are words of their own, such as "were", are left out.
     """
+    # the endings, and what they are added to
     stems = {
         "n't": "ai are ca could did do does had has have is might must need "
         "ought sha should was were wo would",
@@ -107,19 +107,18 @@ def _contractions() -> dict[str, str]:
     whole = ["i'm", "ma'am", "o'clock", "'twas", "'tis", "y'all", "y'all'll", "y'all'd've"]
     for ending, group in stems.items():
         whole += [stem + ending for stem in group.split()]
-    words = ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets")
-    spellings = {}
+    spellings: dict[str, str] = {}
     for contraction in whole:
         # each apostrophe may be there or not
         letters = (("", "'") if letter == "'" else letter for letter in contraction)
-        for variant in itertools.product(*letters):
-            spelling = "".join(variant)
-            if spelling not in words:
-                spellings[spelling] = contraction
+        spellings |= dict.fromkeys(map("".join, itertools.product(*letters)), contraction)
+    for word in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
+        del spellings[word]
     return spellings
 
 
-_CONTRACTIONS = _contractions()
+_SPELLED = _contractions() | _DIGITS
+"""Words that are spelled in another way than in the answers that are compared."""
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
@@ -131,18 +130,18 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)
-    texts = [comparable(choice) for choice in choices]
-    right = set()
+    texts = list(map(comparable, choices))
+    right: set[int | None] = set()
     for reference in references:
         if (plain := comparable(reference)) in texts:
             right.add(texts.index(plain))
-        elif (letter := _letter(reference, len(choices))) is not None:
-            right.add(letter)
-    if not right:
+        else:
+            right.add(_letter(reference, len(choices)))
+    if not right - {None}:
         raise InputError(
             f"metric choice: none of the choices {list(choices)} is one of {list(references)}"
         )
-    return float(chosen_option(answer, choices) in right)
+    return float(chosen_option(answer, choices) in right - {None})
 
 
 def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
@@ -161,12 +160,13 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     """
     comparable = _comparable(choices)
     count = len(choices)
-    texts = [comparable(choice) for choice in choices]
+    texts = list(map(comparable, choices))
     plain = comparable(answer)
     if plain in texts:
         return texts.index(plain)
     if (letter := _letter(answer, count)) is not None:
         return letter
+    # only letters of options that exist
     last = string.ascii_uppercase[count - 1]
     capital = f"[A-{last}]"
     either = f"[A-{last}a-{last.lower()}]"
@@ -187,6 +187,7 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
 def _option_within(plain: str, texts: Sequence[str]) -> int | None:
     """Return the index of the single option whose text occurs in an answer; the longest where one
     contains another."""
+    # whole words only
     within = {index: text for index, text in enumerate(texts) if f" {text} " in f" {plain} "}
     longest = []
     for index, text in within.items():
@@ -250,6 +251,7 @@ def anls(answer: str, references: Sequence[str]) -> float:
 def levenshtein(a: str, b: str) -> int:
     """Count the insertions, deletions and replacements of characters that turn `a` into `b`, at
     least."""
+    # distances of the letters of a so far to each beginning of b
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal = row[0]
@@ -267,12 +269,12 @@ def relaxed_match(answer: str, references: Sequence[str]) -> float:
     the original.
     """
     lower = _lower(answer)
-    number = _number(answer)
+    value = _number(answer)
     for reference in references:
         wanted = _number(reference)
         # room for the last bit, so that 1.05 is within 5 % of 1
         tolerance = RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9)
-        if lower == _lower(reference) or abs(number - wanted) <= tolerance:
+        if lower == _lower(reference) or abs(value - wanted) <= tolerance:
             return 1.0
     return 0.0
 

@@ -35,36 +35,38 @@ _PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
     """Return the SHA-256 of each image: of the bytes of its file, or of the pixels of a picture in
     RGB, as models see it. Raises InputError if a file cannot be read."""
-
-    @cache  # many questions are asked about one image
-    def of_file(path: Path) -> str:
-        try:
-            return _digest(path.read_bytes(), str(path))
-        except OSError as error:
-            raise InputError(f"{path}: the image cannot be read ({error.strerror})") from error
-
+    digest = cache(_file_digest)  # many questions are asked about one image
     return [
-        of_file(item.image) if isinstance(item.image, Path) else _digest(item.image)
+        digest(item.image) if isinstance(item.image, Path) else _digest(item.image)
         for item in items
     ]
 
 
+def _file_digest(path: Path) -> str:
+    try:
+        return _digest(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path}: the image cannot be read ({error.strerror})") from error
+
+
 def _digest(image: Any, where: str = "an image given as bytes") -> str:
+    if hasattr(image, "digest"):
+        return str(image.digest)
     if isinstance(image, bytes):
+        content = image
         try:
-            with Image.open(io.BytesIO(image)):  # reads the head only, enough to recognise an image
-                return hashlib.sha256(image).hexdigest()
+            Image.open(io.BytesIO(image)).close()  # reads the head only, enough to know an image
         except (OSError, Image.DecompressionBombError) as error:
             raise InputError(f"{where}: is no image that can be read") from error
-    if isinstance(image, Image.Image):
+    elif isinstance(image, Image.Image):
         pixels = image.convert("RGB")  # of a palette the bytes alone say nothing
-        return hashlib.sha256(f"{pixels.size} ".encode() + pixels.tobytes()).hexdigest()
-    if isinstance(image, Tensor | np.ndarray):
+        content = f"{pixels.size} ".encode() + pixels.tobytes()
+    elif isinstance(image, Tensor | np.ndarray):
         array = np.asarray(image)
-        return hashlib.sha256(
-            f"{array.dtype} {array.shape} ".encode() + array.tobytes()
-        ).hexdigest()
-    raise InputError(f"an image of type {type(image).__name__}: cannot be hashed; use an array")
+        content = f"{array.dtype} {array.shape} ".encode() + array.tobytes()
+    else:
+        raise InputError(f"an image of type {type(image).__name__}: cannot be hashed; use an array")
+    return hashlib.sha256(content).hexdigest()
 
 
 def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
@@ -96,14 +98,14 @@ class FeatureStore:
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
+        # a new part never replaces one of an earlier session
         parts = sorted(self.folder.glob(_PARTS))
         self._next = int(parts[-1].stem) + 1 if parts else 0
         for path in (*known, *parts):  # the latest wins
-            if path.is_dir():
-                for part in sorted(path.glob(_PARTS)):
-                    self._read(part)
-            elif path.exists():
+            if path.is_file():
                 self._read(path)
+            for part in sorted(path.glob(_PARTS)):
+                self._read(part)
 
     def __contains__(self, key: str) -> bool:
         return key in self._blocks
@@ -112,21 +114,19 @@ class FeatureStore:
         """Keep the features of the sample of this name, float [d] each, in the place of earlier
         ones. Raises InputError for none, other names or widths than before, and values that are not
         finite."""
-        where = f"features of sample {name}"
-        blocks = {
-            k: torch.tensor(v, dtype=torch.float32).flatten() for k, v in sorted(features.items())
-        }
-        if not blocks:
-            raise InputError(f"{where}: there are none")
-        for block, values in blocks.items():
-            if not values.isfinite().all():
-                raise InputError(f"{where}: {block} are not all finite")
-        widths = {block: len(values) for block, values in blocks.items()}
-        first = next(iter(self._blocks.values()), blocks)
-        usual = {block: len(values) for block, values in first.items()}
-        if widths != usual:
-            raise InputError(f"{where}: widths are {widths}, but those of the others {usual}")
+        blocks = {}
+        for block, values in sorted(features.items()):
+            blocks[block] = torch.tensor(values, dtype=torch.float32).flatten()
+            if not blocks[block].isfinite().all():
+                raise InputError(f"features of sample {name}: {block} are not all finite")
+        widths = _widths(blocks)
+        usual = _widths(next(iter(self._blocks.values()), blocks))
+        if widths != usual or not widths:
+            raise InputError(
+                f"features of sample {name}: widths are {widths}, but those of the others {usual}"
+            )
         self._blocks[key] = blocks
+        # on disk after each chunk
         self._new.append(key)
         if len(self._new) >= self.chunk:
             self.flush()
@@ -136,12 +136,13 @@ class FeatureStore:
         if self._new:
             path = self.folder / f"{self._next:06d}.safetensors"
             self._save(path, list(dict.fromkeys(self._new)), {})
-            self._next = self._next + 1
+            self._next += 1
             self._new = []
 
     def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
         """Write one feature file with a row for each sample, in this order. Raises InputError for
         samples whose features are not here."""
+        # every sample has its row, so none may be missing
         if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
             raise InputError(
                 f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}"
@@ -163,12 +164,18 @@ class FeatureStore:
             return
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
+        # a feature file from elsewhere says nothing about its images
         if not isinstance(keys, list):
             raise InputError(
                 f"{path}: its features have no content keys, so none of them can be reused"
             )
         if any(rows.dtype != torch.float32 for rows in blocks.values()):
             return  # what an earlier version rounded cannot be had back: as if it were not there
+        # row i belongs to content key i
         for i, key in enumerate(keys):
             if key in self._wanted:
                 self._blocks[key] = {name: rows[i] for name, rows in sorted(blocks.items())}
+
+
+def _widths(blocks: Blocks) -> dict[str, int]:
+    return {block: len(values) for block, values in blocks.items()}

@@ -41,6 +41,7 @@ def sample_grid(
             raise InputError(
                 f"{name} needs at least one value and no value twice, not {list(knob_values)}"
             )
+    # configurations are numbered as in the whole grid
     sizes = [len(knob_values) for knob_values in values.values()]
     total = math.prod(sizes)
     if not 0 <= count <= total:
@@ -53,6 +54,7 @@ def sample_grid(
         chosen = _latin_hypercube(sizes, count, np.random.default_rng(seed))
     ordered = []
     for knob_values in values.values():
+        # numbers are sorted, names stand in the order of their cost already
         has_names = any(isinstance(value, str) for value in knob_values)
         ordered.append(knob_values if has_names else sorted(knob_values))
     configurations = list(itertools.product(*ordered))
@@ -66,6 +68,7 @@ def _latin_hypercube(sizes: list[int], count: int, rng: np.random.Generator) -> 
     grid = np.indices(sizes).reshape(len(sizes), -1).T  # [C, K]
     points = qmc.LatinHypercube(d=len(sizes), rng=rng).random(count)
     middles = (grid + 0.5) / np.array(sizes)
+    # the configuration that each point falls on
     wanted = np.ravel_multi_index(tuple((points * sizes).astype(np.int64).T), tuple(sizes))
     taken, first = np.unique(wanted, return_index=True)
     free = np.ones(len(grid), bool)

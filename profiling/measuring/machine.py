@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,20 +17,19 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, write_text
 from knobwise.common.json_text import decoded
 
+T = TypeVar("T")
+
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
     """Note in ``path`` what is being measured. Raises InputError if a run with other settings was
     begun there."""
+    # as it will be read back: tuples become lists
     wanted = json.loads(json.dumps(identity))
     if not path.exists() or is_cut_short(path.read_bytes(), _json(wanted)):
         write_json(path, wanted)
         return
-    try:
-        noted = dict(decoded(path.read_bytes()))
-    except (OSError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}: is damaged ({error}); choose another out folder, or delete the file"
-        ) from error
+    noted = read_note(path, dict)
+    # what differs, by name, in the order of the note
     keys = [key for key in {**noted, **wanted} if noted.get(key) != wanted.get(key)]
     if keys:
         differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)
@@ -38,6 +37,17 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
             f"{path.parent} holds a run with other settings ({differences}); choose another out "
             "folder"
         )
+
+
+def read_note(path: Path, kind: Callable[[Any], T]) -> T:
+    """Read a JSON file of an earlier call as a list or a dictionary. Raises InputError if it is
+    damaged."""
+    try:
+        return kind(decoded(path.read_bytes()))
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: is damaged ({error}); choose another out folder, or delete the file"
+        ) from error
 
 
 def write_json(path: str | Path, content: Any) -> None:
@@ -51,9 +61,11 @@ def _json(content: Any) -> str:
 
 def rendered(template: str, **values: Any) -> str:
     """Render one of `profiling/templates` as lines for a terminal."""
-    loader = PackageLoader("knobwise.profiling")
     environment = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("knobwise.profiling"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template(f"{template}.j2").render(values).rstrip("\n")
 
@@ -77,6 +89,7 @@ def one_thread() -> Iterator[None]:
 def cpu_name() -> str:
     """Return the model name of this machine's processor."""
     try:
+        # platform.processor() is empty on most Linux systems
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"

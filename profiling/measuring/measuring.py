@@ -12,7 +12,7 @@ import gc
 import io
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,12 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
+from knobwise.envs.readers.frames import KEYS
+from knobwise.envs.readers.long_table import MEASURES
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     Answer,
+    Configuration,
     FirstStage,
     Request,
     clock_ms,
@@ -37,51 +40,34 @@ from knobwise.profiling.measuring.adaptive_model import (
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 
+Bools = NDArray[np.bool_]
 TIMES = ("total_ms", "prefill_ms", "vision_ms")
+STAGE_TIMES = ("features_ms", "first_look_ms")
+"""Times of the first stage that are not part of an answer's."""
 TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Prefix of the columns that a model adds to its answers."""
-COLUMNS = {
-    "sample",
-    "sample_id",
-    "question_id",
-    "question_type",
-    "image_id",
-    "dataset",
-    "split",
-    "fold",
-    "answers",
-    "pred",
-    "accuracy",
-    "changed",
-    "configuration",
-    "content",
-    "repeat",
-    "text",
-    "score",
-    "soft_score",
-    "prediction",
-    "answer",
-    "question",
-    "latency_ms",
-    "decode_ms",
-    "features_ms",
-    "first_look_ms",
-    "num_total_tokens",
-    *TIMES,
-    *TOKENS,
-    *(f"num_{name}" for name in TOKENS),
-}
-"""Columns of the log and of the tables made from it; neither a knob nor a number that a model adds
-may have such a name."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
     "repeat": pl.Int64,
     "text": pl.String,
-    **dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), pl.Float64),
+    **dict.fromkeys((*TIMES, *STAGE_TIMES), pl.Float64),
     **dict.fromkeys(TOKENS, pl.Int64),
 }
+COLUMNS = {
+    *KEYS,
+    *MEASURES,
+    *_SCHEMA,
+    "sample",
+    "configuration",
+    "changed",
+    "latency_ms",
+    "decode_ms",
+    *(f"num_{name}" for name in (*TOKENS, "total_tokens")),
+}
+"""Columns of the log and of the tables made from it; neither a knob nor a number that a model adds
+may have such a name."""
 _COLLECT_EVERY = 64  # measurements between two garbage collections
 # with clock=cpu a model's time may be this much more than the thread's CPU time: a factor, and ms
 _SLACK = 1.02, 0.2
@@ -94,7 +80,7 @@ class Plan:
     items: tuple[VQAItem, ...]
     questions: tuple[Any, ...]  # each item's question as the model gets it
     contents: tuple[str, ...]  # each item's content key
-    configurations: tuple[Mapping[str, Any], ...]  # each has a value for every knob
+    configurations: tuple[Configuration, ...]  # each has a value for every knob
     repeats: int
     seed: int = 0
     warm_up: int = 1
@@ -108,10 +94,7 @@ class Plan:
     @property
     def settings(self) -> pl.DataFrame:
         """The configurations as a table, with a column for each knob."""
-        columns = {}
-        for knob in self.knobs:
-            columns[knob] = [setting[knob] for setting in self.configurations]
-        return pl.DataFrame(columns)
+        return pl.DataFrame(list(self.configurations))
 
     def select(self, log: pl.DataFrame) -> pl.DataFrame:
         """Return the measurements of a log that belong to the plan, each once.
@@ -135,9 +118,10 @@ class Plan:
             .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
         )
 
-    def done(self, log: pl.DataFrame) -> NDArray[np.bool_]:
+    def done(self, log: pl.DataFrame) -> Bools:
         """Mark the measurements that a log contains: bool [R, N, C], by repeat, sample and
         configuration."""
+        # one row of indices for each measurement
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
         done = np.zeros((self.repeats, len(self.items), len(self.configurations)), bool)
         done[tuple(cells.astype(np.int64).T)] = True
@@ -149,6 +133,7 @@ def read_logs(folder: str | Path) -> pl.DataFrame:
 
     Raises InputError for a file that is not such a log.
     """
+    # without any log there is an empty one
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
@@ -175,6 +160,7 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
+        # the lock goes with the process, even with a killed one
         if not lock_descriptor(file.fileno(), blocking=False):
             raise InputError(
                 f"{path}: another process is measuring into it; give each its own shard=…, or "
@@ -189,14 +175,15 @@ def measure(
     model: AdaptiveVLM,
     plan: Plan,
     log: BinaryIO,
-    done: NDArray[np.bool_],
+    done: Bools,
     store: FeatureStore | None = None,
     untaken: set[str] | None = None,
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
     The first stage runs anew for each measurement, since its time is part of what is measured. It
-    runs once for each sample where no answer can continue from it (`kept` is None).
+    runs once for each sample where no answer can continue from it (`kept` is None), and once for
+    all configurations of a sample where the model has `answer_all`.
 
     Args:
         model: the model to measure.
@@ -218,22 +205,24 @@ def measure(
         _warm_up(run, done, plan.warm_up)
         try:
             with progress("measuring", done.size, count) as tick, collected_between() as collect:
-                for repeat, i, j in _missing(done, plan.seed):
-                    stage, answer = run(i, j)
-                    log.write(run.line(repeat, i, j, stage, answer))
+                for repeat, i, columns in _missing(done, plan.seed, run.answer_all is not None):
+                    stage, answers = run(i, columns)
+                    for j, answer in zip(columns, answers, strict=True):
+                        log.write(run.line(repeat, i, j, stage, answer))
+                    # the features of a sample come with its first measurement
                     if store is not None and untaken and plan.contents[i] in untaken:
                         store.add(plan.contents[i], stage.features, plan.items[i].id)
                         untaken.discard(plan.contents[i])
-                    count += 1
+                    count += len(columns)
                     tick(count, "")
-                    if count % _COLLECT_EVERY == 0:
+                    if count % _COLLECT_EVERY < len(columns):
                         collect()
         finally:
             if store is not None:
                 store.flush()
 
 
-def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
+def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
     """Answer once a round, untimed, with each configuration that is still to be measured.
 
     The warm-up of an earlier session does not count for this one.
@@ -244,18 +233,27 @@ def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
     with progress("warming up", total, quiet_s=5) as tick:
         for step in range(total):
             # another sample in each round
-            round_index, j = divmod(step, len(needed))
-            run(round_index % samples, needed[j])
+            turn, j = divmod(step, len(needed))
+            run(turn % samples, [needed[j]])
             tick(step + 1, "")
 
 
-def _missing(done: NDArray[np.bool_], seed: int) -> Iterator[tuple[int, int, int]]:
-    """Yield repeat, sample and configuration of each missing measurement, in measuring order."""
+def _missing(done: Bools, seed: int, together: bool) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield repeat, sample and configurations of the missing measurements, in measuring order:
+    one configuration at a time, or all of a sample `together`."""
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
+        # by sample, in the order of their first missing configuration
+        groups: dict[int, list[int]] = {}
         for i, j in measuring_order(samples, configurations, (seed, repeat)).tolist():
-            if not done[repeat, i, j]:
-                yield repeat, i, j
+            if done[repeat, i, j]:
+                continue
+            if together:
+                groups.setdefault(i, []).append(j)
+            else:
+                yield repeat, i, [j]
+        for i, columns in groups.items():
+            yield repeat, i, columns
 
 
 def measuring_order(
@@ -271,36 +269,42 @@ def measuring_order(
 
 
 class _Runner:
-    """Runs one sample under one configuration, and writes down what came out."""
+    """Runs one sample under some configurations, and writes down what came out."""
 
     def __init__(self, model: AdaptiveVLM, plan: Plan) -> None:
         self.model = model
         self.plan = plan
-        self._cpu_only = plan.clock == "cpu"
-        self._reserved = COLUMNS | set(plan.knobs)
+        self.answer_all = getattr(model, "answer_all", None)
         # first stages that no answer continues from, by sample; small, since images are left out
         self._stages: dict[int, FirstStage] = {}
 
-    def __call__(self, i: int, j: int) -> tuple[FirstStage, Answer]:
+    def __call__(self, i: int, columns: Sequence[int]) -> tuple[FirstStage, list[Answer]]:
+        """Answer sample i under the configurations `columns`, several only for a model that answers
+        all at once."""
         item = self.plan.items[i]
-        configuration = self.plan.configurations[j]
+        configurations = [self.plan.configurations[j] for j in columns]
         request = Request(item.picture(), self.plan.questions[i])
         try:
-            start_ns = time.thread_time_ns() if self._cpu_only else 0
+            start_ns = time.thread_time_ns()
             stage = self._first_stage(i, request)
-            (answer,) = self.model.answer([stage], configuration)
-            check_answer(answer, self._reserved)
-            if self._cpu_only:
-                _check_cpu_time(answer, (time.thread_time_ns() - start_ns) / 1e6)
+            if self.answer_all is None:
+                answers = self.model.answer([stage], configurations[0])
+            else:
+                answers = self.answer_all(stage, configurations)
+            # the thread's own count, whatever the model says
+            cpu_ms = (time.thread_time_ns() - start_ns) / 1e6
+            for answer in answers:
+                check_answer(answer, COLUMNS.union(self.plan.knobs))
+                if self.plan.clock == "cpu":
+                    _check_cpu_time(answer, cpu_ms)
         except Exception as error:  # whatever a model may raise, out of memory included
-            setting = " ".join(f"{knob}={value}" for knob, value in configuration.items())
             reason = " ".join(str(error).split())[:300]
             raise InputError(
-                f"sample {item.id!r} with {setting}: the model failed ({type(error).__name__}: "
-                f"{reason}). What was measured is on disk: repeat the command to continue, if need "
-                "be without some values or samples"
+                f"sample {item.id!r} with {configurations[0]}: the model failed "
+                f"({type(error).__name__}: {reason}). What was measured is on disk: repeat the "
+                "command to continue, if need be without some values or samples"
             ) from error
-        return stage, answer
+        return stage, answers
 
     def _first_stage(self, i: int, request: Request) -> FirstStage:
         """Run the first stage, or return the sample's earlier one if no answer continues from
@@ -313,25 +317,22 @@ class _Runner:
         return stage
 
     def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
-        """Return one measurement as a line of the log.
-
-        Clocks tick in ns, so no time needs more than six decimals.
-        """
+        """Return one measurement as a line of the log."""
+        configuration = self.plan.configurations[j]
+        times = [getattr(answer, name) for name in TIMES]
+        times += [stage.extra_ms, stage.unused_ms(configuration)]
         values = {
             "sample_id": self.plan.items[i].id,
             "content": self.plan.contents[i],
-            **self.plan.configurations[j],
+            **configuration,
             "repeat": repeat,
             "text": answer.text.encode("utf-8", "replace").decode(),
-            "total_ms": round(float(answer.total_ms), 6),
-            "prefill_ms": round(float(answer.prefill_ms), 6),
-            "vision_ms": round(float(answer.vision_ms), 6),
-            "features_ms": round(float(stage.extra_ms), 6),
-            "first_look_ms": round(float(stage.unused_ms(self.plan.configurations[j])), 6),
-            "vision_tokens": int(answer.vision_tokens),
-            "language_tokens": int(answer.language_tokens),
-            "output_tokens": int(answer.output_tokens),
         }
+        # clocks tick in ns, so no time needs more than six decimals
+        for name, ms in zip((*TIMES, *STAGE_TIMES), times, strict=True):
+            values[name] = round(float(ms), 6)
+        for name in TOKENS:
+            values[name] = int(getattr(answer, name))
         for name, value in answer.extra.items():
             if math.isfinite(value):
                 values[EXTRA + name] = float(value)
@@ -358,9 +359,8 @@ def check_answer(answer: Answer, reserved: set[str]) -> None:
             f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total "
             f"{answer.total_ms} ms"
         )
-    if answer.extra and not reserved.isdisjoint(answer.extra):
-        name = min(reserved.intersection(answer.extra))
-        raise ValueError(f"its extra {name!r} is the name of a column; rename it")
+    if columns := reserved.intersection(answer.extra):
+        raise ValueError(f"its extra {min(columns)!r} is the name of a column; rename it")
 
 
 @contextmanager
@@ -369,6 +369,7 @@ def collected_between() -> Iterator[Callable[[], object]]:
 
     Yield a function that collects between two measurements.
     """
+    # what exists now is skipped by later collections, which are then short
     collecting = gc.isenabled()
     gc.freeze()  # collections skip what exists now
     gc.disable()

@@ -27,6 +27,7 @@ CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
 }
+CELL = ("sample", "configuration")
 Judge = Callable[[int, str], float]
 """The accuracy of an answer to a sample, by its number in the plan."""
 
@@ -39,30 +40,33 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
     else. The log holds all of the plan; `judge` is called once for each different answer to a
     sample.
     """
-    measured = plan.select(log).sort("sample", "configuration", "repeat")
+    measured = plan.select(log).sort(*CELL, "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
-    cells = measured.group_by("sample", "configuration", maintain_order=True).agg(
-        *(pl.col(name).median().round(4) for name in TIMES),
-        pl.col("first_look_ms").median().fill_null(0.0).round(4),
-        *(pl.col(name).median().alias(name.removeprefix(EXTRA)) for name in extra),
-        *(pl.col(name).first().alias(f"num_{name}") for name in TOKENS),
-        pl.col("text").first().alias("pred"),
-        (pl.col("text") != pl.col("text").first()).sum().alias("changed"),
+    text = pl.col("text")
+    cells = measured.group_by(CELL, maintain_order=True).agg(
+        pl.col(TIMES).median().round(4),
+        pl.median("first_look_ms").fill_null(0.0).round(4),
+        pl.col(extra).median().name.map(lambda name: name.removeprefix(EXTRA)),
+        pl.col(TOKENS).first().name.prefix("num_"),
+        text.first().alias("pred"),
+        (text != text.first()).sum().alias("changed"),
     )
     if not cells["first_look_ms"].sum():
         cells = cells.drop("first_look_ms")
+    # each different answer is judged once
     answers = cells.select("sample", "pred").unique(maintain_order=True)
-    accuracy = pl.Series(
-        "accuracy", [judge(i, text) for i, text in answers.rows()], dtype=pl.Float64
-    )
+    accuracy = [float(judge(i, answer)) for i, answer in answers.rows()]
+    judged = answers.with_columns(pl.Series("accuracy", accuracy, pl.Float64))
     return (
-        cells.join(answers.with_columns(accuracy), on=["sample", "pred"], how="left")
+        cells.join(judged, on=answers.columns, how="left")
         .rename({"total_ms": "latency_ms"})
-        .with_columns(
-            decode_ms=(pl.col("latency_ms") - pl.col("prefill_ms")).round(4),
-            num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS),
-        )
+        .with_columns(num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS))
+        .with_columns(_decode_ms())
     )
+
+
+def _decode_ms() -> pl.Expr:
+    return (pl.col("latency_ms") - pl.col("prefill_ms")).round(4).alias("decode_ms")
 
 
 def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
@@ -78,39 +82,39 @@ def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
         return log
     # back in the order of measuring
     measured = plan.select(log.with_row_index("moment")).sort("moment")
-    cells = measured.select(
-        cell=pl.struct("sample", "configuration"), ln_ms=pl.col("total_ms").clip(1e-6).log()
-    )
-    level = pl.Series("level", np.zeros(len(cells)))
+    cells = measured.select(*CELL, ln_ms=_ln_ms(), level=pl.lit(0.0))
+    # cells and level in turn; four rounds change nothing more
     for _ in range(4):
-        steady = cells.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
-        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over("cell"))
-        running = deviations.to_series().rolling_median(WINDOW, min_samples=1, center=True)
-        level = running.alias("level")
-        level = level - level.median()
-    times = [
-        column for column in measured.columns if column.endswith("_ms") and column != "features_ms"
-    ]
-    corrected = measured.with_columns(pl.col(times) / level.exp())
-    return corrected.drop("moment", "sample", "configuration")
+        steady = pl.col("ln_ms") - pl.col("level")
+        deviation = pl.col("ln_ms") - steady.median().over(CELL)
+        level = deviation.rolling_median(WINDOW, min_samples=1, center=True)
+        cells = cells.with_columns(level=level - level.median())
+    times = [c for c in measured.columns if c.endswith("_ms") and c != "features_ms"]
+    return measured.with_columns(pl.col(times) / cells["level"].exp()).drop("moment", *CELL)
+
+
+def _ln_ms() -> pl.Expr:
+    return pl.col("total_ms").clip(1e-6).log()
 
 
 def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
     """Return the cells with ids, knobs and data set, as long tables and exp5/exp6 files have
     them."""
-    ids = [item.id for item in plan.items]
-    columns = {"sample_id": ids, "question_id": ids}
-    if any(item.image_id for item in plan.items):  # an item without one has an image of its own
-        columns["image_id"] = [item.image_id or f"of sample {item.id}" for item in plan.items]
-    samples = pl.DataFrame(columns)[cells["sample"]]
-    answers = pl.Series("answers", [list(item.answers) for item in plan.items]).gather(
-        cells["sample"]
-    )
-    settings = plan.settings[cells["configuration"]]
-    return pl.concat(
-        [samples, settings, answers.to_frame(), cells.drop("sample", "configuration")],
-        how="horizontal",
-    ).with_columns(dataset=pl.lit(dataset))
+    items = plan.items
+    # one row for each sample, then gathered for each cell
+    ids = [item.id for item in items]
+    columns: dict[str, list[Any]] = {"sample_id": ids, "question_id": ids}
+    if any(item.image_id for item in items):  # an item without one has an image of its own
+        columns["image_id"] = [item.image_id or f"of sample {item.id}" for item in items]
+    if any(item.question_type for item in items):
+        columns["question_type"] = [item.question_type for item in items]
+    columns["answers"] = [list(item.answers) for item in items]
+    parts = [
+        pl.DataFrame(columns)[cells["sample"]],
+        plan.settings[cells["configuration"]],
+        cells.drop(CELL),
+    ]
+    return pl.concat(parts, how="horizontal").with_columns(dataset=pl.lit(dataset))
 
 
 def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
@@ -121,18 +125,14 @@ def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.
     """
     if plan.repeats == 1:
         return records
-    measured = plan.select(log).sort("sample", "configuration", "repeat")
+    measured = plan.select(log).sort(*CELL, "repeat").rename(lambda name: name.removeprefix(EXTRA))
+    measured = measured.with_columns(pl.col(TIMES).round(4), pl.col("repeat").cast(pl.Int32))
+    measured = measured.rename({"total_ms": "latency_ms"})
+    # the log has other columns that the records have too, and those are of the cell
+    extra = [c.removeprefix(EXTRA) for c in log.columns if c.startswith(EXTRA)]
+    taken = [c for c in ("latency_ms", *TIMES, *extra) if c in records.columns]
     rows = records[np.arange(len(records)).repeat(plan.repeats)]
-    extra = [
-        c
-        for c in measured.columns
-        if c.startswith(EXTRA) and c.removeprefix(EXTRA) in records.columns
-    ]
-    times = {column.removeprefix(EXTRA): measured[column] for column in extra}
-    times |= {name: measured[name].round(4) for name in TIMES if name in records.columns}
-    times["latency_ms"] = measured["total_ms"].round(4)
-    rows = rows.with_columns(measured["repeat"].cast(pl.Int32), **times)
-    return rows.with_columns(decode_ms=(pl.col("latency_ms") - pl.col("prefill_ms")).round(4))
+    return rows.with_columns(measured["repeat"], *measured[taken]).with_columns(_decode_ms())
 
 
 def write_table(path: Path, columns: pl.DataFrame) -> None:
@@ -165,41 +165,37 @@ def write_vlm_profile(
     log: pl.DataFrame,
     judge: Judge,
     knobs: Sequence[KnobSupport],
-    about: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the files of a profile; return what `profile.json` holds.
 
     The files are `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
-    `profile.json`. The log holds all of the plan. `about` is what else is known of the run: `name`
+    `profile.json`. The log holds all of the plan. `facts` is what else is known of the run: `name`
     of the data set; `config`; and `split`, `model`, `machine` and `command`, which go into the
     exp5/exp6 files too.
     """
     cells = cells_of(plan, log, judge)
-    records = long_records(plan, cells, about["name"])
-    measured = measurements_of(plan, log, records)
-    measures = [c for c in records.columns if c.endswith("_ms")]
-    keys = [c for c in ("sample_id", "image_id", *plan.knobs, "repeat") if c in measured.columns]
-    write_table(
-        out / "table.parquet", measured.select(*keys, "accuracy", *measures, "pred", "dataset")
-    )
-    questions = {
-        "sample_id": [item.id for item in plan.items],
-        "question": [item.question for item in plan.items],
-    }
-    write_table(out / "samples.parquet", pl.DataFrame(questions))
-    metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
-    note = write_exp_files(out, measured, plan.knobs, metadata)
+    records = measurements_of(plan, log, long_records(plan, cells, facts["name"]))
+    wanted = ("sample_id", "image_id", "question_type", *plan.knobs, "repeat", "accuracy")
+    keys = [c for c in wanted if c in records.columns]
+    times = [c for c in records.columns if c.endswith("_ms")]
+    write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
+    questions = [(item.id, item.question) for item in plan.items]
+    samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
+    write_table(out / "samples.parquet", samples)
+    metadata = {key: facts[key] for key in ("split", "model", "machine", "command")}
+    note = write_exp_files(out, records, plan.knobs, metadata)
 
+    measured = plan.select(log)
+    # [N, C], as the cells are sorted
     shape = (len(plan.items), len(plan.configurations))
     latency = cells["latency_ms"].to_numpy().reshape(shape)
-    settings = np.array(plan.settings.rows(), dtype=object)
     files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
-    if about["config"]["detrend"]:
+    drift = "left in"
+    if facts["config"]["detrend"]:
         drift = f"divided out, by the running median of {WINDOW}"
-    else:
-        drift = "left in"
     content = {
-        **about,
+        **facts,
         "samples": shape[0],
         "configurations": shape[1],
         **({"note": note} if note else {}),
@@ -207,32 +203,25 @@ def write_vlm_profile(
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
             "drift": drift,
-            **steadiness(plan, log),
+            "log_spread_of_one_measurement": log_spread(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
-        "features_ms": features_ms(plan, log),
-        "cost_s": round(float(plan.select(log)["total_ms"].sum()) / 1e3, 1),
-        "knobs": knob_report(knobs, settings, latency),
+        "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
+        "cost_s": round(float(measured["total_ms"].sum()) / 1e3, 1),
+        "knobs": knob_report(knobs, np.array(plan.settings.rows(), object), latency),
         "sha256": digests(out, files),
     }
     write_json(out / "profile.json", content)
     return content
 
 
-def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
+def log_spread(plan: Plan, log: pl.DataFrame) -> float | None:
     """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
     times, averaged over the cells; None with a single repeat."""
-    logs = pl.col("total_ms").clip(1e-6).log()
-    cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
-    spread = None
-    if plan.repeats > 1:
-        spread = round(float(cells["spread"].to_numpy().mean()), 4)
-    return {"log_spread_of_one_measurement": spread}
-
-
-def features_ms(plan: Plan, log: pl.DataFrame) -> float:
-    """Return the median time that the features of a decision take, in ms."""
-    return round(float(np.median(plan.select(log)["features_ms"].fill_null(0.0).to_numpy())), 4)
+    if plan.repeats == 1:
+        return None
+    cells = plan.select(log).group_by(CELL).agg(spread=_ln_ms().std(ddof=1))
+    return round(float(cells["spread"].to_numpy().mean()), 4)
 
 
 def knob_report(
@@ -252,35 +241,36 @@ def knob_report(
         latency_ms: [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
-    values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
+    report: list[dict[str, Any]] = []
     # a knob's least value has no term: it is part of the constant
-    terms = [
-        column[:, None] == np.array(knob_values[1:])
-        for column, knob_values in zip(settings.T, values, strict=True)
-    ]
-    design = np.hstack([np.ones((len(settings), 1)), *terms]).astype(np.float64)
-    fitted = logs @ np.linalg.pinv(design).T  # [N, terms]
-    determined = np.linalg.matrix_rank(design) == design.shape[1]
-    last = np.cumsum([0, *(term.shape[1] for term in terms)])[1:]
-    report = []
-    for k, knob in enumerate(knobs):
-        row: dict[str, Any] = asdict(knob) | {"available": knob.available, "measured": values[k]}
-        if len(values[k]) > 1 and determined:
-            row |= _savings(fitted[:, last[k]])
-        report.append(row)
+    terms = [np.ones(len(settings), bool)]
+    last = []
+    for column, knob in zip(settings.T, knobs, strict=True):
+        values = levels(column, knob.values)
+        terms += [column == value for value in values[1:]]
+        last.append(len(terms) - 1)
+        report.append(asdict(knob) | {"available": knob.available, "measured": values})
+    design = np.stack(terms, 1).astype(np.float64)
+    # else too few configurations were measured to tell the knobs apart
+    if np.linalg.matrix_rank(design) == design.shape[1]:
+        fitted = logs @ np.linalg.pinv(design).T  # [N, terms]
+        for row, term in zip(report, last, strict=True):
+            if len(row["measured"]) > 1:
+                row |= _savings(fitted[:, term])
     return report
 
 
 def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     """Return what a knob saves, from ln(time at its greatest value / time at its least) [N]."""
+    # a ratio of times is a difference of their logarithms
     saves = 1 - np.exp(-slower.mean())
-    error = np.nan
+    error = None
     if len(slower) > 1:
-        error = slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)
+        error = float(slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves))
     return {
         "saves": round(float(saves), 4),
-        "saves_error": None if np.isnan(error) else round(float(error), 4),
-        "saves_nothing": bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING),
+        "saves_error": error and round(error, 4),
+        "saves_nothing": bool(saves + 2 * (error or 0.0) < SAVES_NOTHING),
     }
 
 

@@ -1,11 +1,11 @@
-"""Profile a vision-language model with one call, which measures it and writes the profile.
+"""Profile a model with one call, which measures it and writes the profile.
 
 The call can be interrupted at any time.
 
-profile_vlm("out", model, data, config)  →  out/table.parquet  features.safetensors  profile.json
-                                            out/exp5/…  out/exp6/…  (the same measurements as
-                                            exp5/exp6 files) out/state/…  (what a later call
-                                            continues from)
+profile_vlm("out", model, items, config)  →  out/table.parquet  features.safetensors  profile.json
+                                             out/exp5/…  out/exp6/…  (the same measurements as
+                                             exp5/exp6 files) out/state/…  (what a later call
+                                             continues from)
 
 Several processes, each with its own GPU and `shard`, share one `out`: each measures its part of the
 configurations, and the last to finish writes the profile. Let the GPUs be of one kind: their
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import locked
 from knobwise.common.progress import progress
 from knobwise.profiling.measuring.adaptive_model import (
-    KNOBS,
     AdaptiveVLM,
     KnobSupport,
     Request,
@@ -48,7 +47,7 @@ from knobwise.profiling.measuring.measuring import (
     read_logs,
 )
 from knobwise.profiling.measuring.outputs import without_drift, write_vlm_profile
-from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
@@ -59,29 +58,26 @@ _NOT_REPEATED = ("shard", "shards", "force")  # the profile is made again withou
 def profile_vlm(
     out: str | Path,
     model: AdaptiveVLM,
-    data: VQAData,
+    items: Sequence[VQAItem],
     config: VLMProfileConfig,
-    about: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Measure the model on the queries of the data, write the profile, and return its folder.
+    """Measure the model on the items, write the profile, and return its folder.
 
     Repeat the call to resume it. More configurations, samples or repeats are measured beside those
-    that exist; another model, machine, version or data set needs another folder. `about` is what
-    else distinguishes this model from others, as JSON can hold it: digest of its weights, data
-    type, device.
+    that exist; another model, machine, version or data set needs another folder. `identity` is what
+    else distinguishes this model from others, beside its own `identity`.
 
     Raises:
         InputError: settings that the model cannot run, data that the metric cannot judge, another
             run in `out`, a model that fails with a sample (named).
     """
-    out, state = Path(out), Path(out) / "state"
-    items = _drawn(data.queries, config)
+    out = Path(out)
+    state = out / "state"
+    # all that can be refused is refused before anything is written
+    items = draw_items(items, config)
     requests = Questions(items, config.metric, config.prompt)
-
-    def judge(i: int, answer: str) -> float:
-        return requests.score(items[i].id, answer)
-
-    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", None))
+    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
     if config.name:
         folder_name("knobs.name", config.name)
     if config.shards > len(configurations):
@@ -89,15 +85,16 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    identity = _identity(model, about or {})
-    plan = _plan(items, configurations, identity, config)
+    identity = _identity(model, identity or {})
+    plan = make_plan(items, configurations, identity, config)
     store = None
     if config.features:  # reads what exists, and writes nothing yet
-        store = _store(out, plan.contents, config)
+        store = _store(out, plan, config)
     where = machine()
     _claim_folder(state, identity, where, config)
     _measure_part(state, model, plan, store, config)
 
+    # of all processes
     log = read_logs(state)
     if missing := int((~plan.done(log)).sum()):
         print(
@@ -110,52 +107,96 @@ def profile_vlm(
     with locked(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
-        model_name = (about or {}).get("class", model.name)
-        line = command(model_name, config, hasattr(model, "questions"))
-        facts = _facts(config, line, {**identity, "machine": where}, requests.metrics.values())
-        profile = write_vlm_profile(out, plan, log, judge, model.knobs, facts)
-    print(rendered("profile", **profile))
+        facts = _facts(model, config, {**identity, "machine": where}, requests)
+        profile = write_vlm_profile(
+            out, plan, log, lambda i, text: requests.score(items[i].id, text), model.knobs, facts
+        )
+    print(rendered("knobs", **profile))
     return out
 
 
-def _dataset_name(config: VLMProfileConfig) -> str:
-    return config.name or "data"
-
-
-def _identity(model: AdaptiveVLM, about: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(model: AdaptiveVLM, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that tells this model from others."""
     knobs = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
-    return {"model": model.name, "knobs": knobs, **about}
+    return {"model": model.name, "knobs": knobs, **getattr(model, "identity", {}), **more}
 
 
 def _facts(
-    config: VLMProfileConfig, line: str, origin: Mapping[str, Any], metrics: Iterable[str]
+    model: AdaptiveVLM, config: VLMProfileConfig, origin: Mapping[str, Any], requests: Questions
 ) -> dict[str, Any]:
-    """Return what a profile notes of its run; `origin` is the model and the machine, and `line` the
-    command."""
+    """Return what a profile notes of its run; `origin` is the model and the machine."""
+    name = origin.get("class", model.name)
     return {
-        "name": _dataset_name(config),
+        "name": config.name or "data",
         "config": asdict(config),
-        "command": line,
+        "command": command(name, config, hasattr(model, "questions")),
         "split": config.split,
         **origin,
         "shards": config.shards,
-        "metrics": dict(sorted(Counter(metrics).items())),
+        "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
     }
 
 
-def _plan(
+def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
+    """Draw the samples to measure; they keep their order."""
+    count = config.samples or len(items)
+    if count > len(items):
+        raise InputError(f"knobs.samples={count}: the data hold only {len(items)} samples")
+    # a prefix of one permutation, so that a larger number later includes these
+    drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
+    return tuple(items[i] for i in sorted(drawn))
+
+
+def chosen_configurations(
+    knobs: Sequence[KnobSupport],
+    config: VLMProfileConfig,
+    usual: Mapping[str, Sequence[Any]],
+) -> tuple[dict[str, Any], ...]:
+    """Return the configurations to measure, with a value for every knob.
+
+    The values of a knob come from the settings, else from the `usual` ones of the model, else they
+    are its default alone.
+
+    Raises:
+        InputError: a knob that the model lacks, or that is named like a column of the table; a
+            value that a knob does not take; a grid that `sample_grid` refuses.
+    """
+    for knob in knobs:
+        if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
+            raise InputError(
+                f"knob {knob.name!r}: is the name of a measurement in a profile; rename it"
+            )
+    # from the weakest source to the strongest
+    values: dict[str, Sequence[Any]] = {knob.name: (knob.default,) for knob in knobs}
+    values |= usual
+    values |= config.chosen_values()
+    for name, knob_values in values.items():
+        for value in knob_values:
+            check_configuration(knobs, {name: value})
+    return tuple(sample_grid(values, config.count, config.seed))
+
+
+def make_plan(
     items: tuple[VQAItem, ...],
     configurations: tuple[dict[str, Any], ...],
     identity: Mapping[str, Any],
     config: VLMProfileConfig,
 ) -> Plan:
     """Return the measurements to take, with the content key of each sample."""
+    # a change of the prompt changes the content of every sample
     questions = tuple(question_text(item, config.prompt) for item in items)
     model = json.dumps(identity, sort_keys=True)
     contents = tuple(content_keys(image_digests(items), questions, model))
-    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "clock")}
-    return Plan(items, questions, contents, configurations, **how)
+    return Plan(
+        items,
+        questions,
+        contents,
+        configurations,
+        config.repeats,
+        config.seed,
+        config.warm_up,
+        config.clock,
+    )
 
 
 def _claim_folder(
@@ -163,7 +204,7 @@ def _claim_folder(
 ) -> None:
     """Note what is measured in this folder; raise InputError if it holds another run."""
     claimed = {
-        "dataset": _dataset_name(config),
+        "dataset": config.name or "data",
         **identity,
         "max_new_tokens": config.max_new_tokens,
         "machine": where,
@@ -190,6 +231,7 @@ def _measure_part(
     """
     drawn = np.random.default_rng(config.seed).permutation(len(plan.configurations))
     part = sorted(drawn[config.shard :: config.shards])
+    # the whole plan's samples under this part's configurations
     mine = replace(plan, configurations=tuple(plan.configurations[j] for j in part))
     untaken: set[str] = set()
     if store is not None:
@@ -203,14 +245,13 @@ def _measure_part(
 
 def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:
     """Write the features of all parts as one file, and delete the parts."""
-    store = _store(out, plan.contents, config)
-    state = out / "state"
+    store = _store(out, plan, config)
     _collect(model, store, plan, {key for key in plan.contents if key not in store})
     store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
-    for folder in state.glob("features-*"):
-        shard = folder.name.rpartition("-")[2]
+    for folder in (out / "state").glob("features-*"):
+        log = folder.with_name(folder.name.replace("features", "measured") + ".jsonl")
         # a process that is still at work holds its log, and merges its own part
-        with suppress(InputError), appended(state / f"measured-{shard}.jsonl"):
+        with suppress(InputError), appended(log):
             shutil.rmtree(folder)
 
 
@@ -225,62 +266,18 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
     store.flush()
 
 
+def _store(out: Path, plan: Plan, config: VLMProfileConfig) -> FeatureStore:
+    """Open this process's features, and read those of the other processes."""
+    state = out / "state"
+    known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
+    return FeatureStore(state / f"features-{config.shard}", plan.contents, known)
+
+
 def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:
     """Return the command that repeats a profile, with every setting that is not the default.
 
     A model with questions of its own (`own_questions`) needs no data file.
     """
-    parts = [f"knobwise profile model={model}"]
-    if not own_questions:
-        parts.append("data=FILE")
-    parts.append("out=DIR")
-    parts += changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
-    return " ".join(parts)
-
-
-def chosen_configurations(
-    knobs: tuple[KnobSupport, ...],
-    config: VLMProfileConfig,
-    usual: Mapping[str, Sequence[Any]] | None = None,
-) -> tuple[dict[str, Any], ...]:
-    """Return the configurations to measure, with a value for every knob.
-
-    The values of a knob come from the settings, else from the `usual` ones of the model, else they
-    are its default alone.
-
-    Raises:
-        InputError: a knob that the model lacks, or that is named like a column of the table; a
-            value that a knob does not take; a grid that `sample_grid` refuses.
-    """
-    for knob in knobs:
-        if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
-            raise InputError(
-                f"knob {knob.name!r}: is the name of a measurement in a profile; rename it"
-            )
-    names = {*(config.values or {}), *(name for name in KNOBS if getattr(config, name))}
-    check_configuration(knobs, dict.fromkeys(names - {knob.name for knob in knobs}))
-    values = {knob.name: (knob.default,) for knob in knobs} | dict(usual or {})
-    values |= {name: chosen for name in values if (chosen := config.measured_values(name))}
-    for name, knob_values in values.items():
-        for value in knob_values:
-            check_configuration(knobs, {name: value})
-    return tuple(sample_grid(values, config.count, config.seed))
-
-
-def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
-    """Draw the samples to measure; they keep their order."""
-    if config.samples is None:
-        count = len(items)
-    else:
-        count = config.samples
-    if count > len(items):
-        raise InputError(f"knobs.samples={count}: the data hold only {len(items)} samples")
-    drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
-    return tuple(items[i] for i in sorted(drawn))
-
-
-def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> FeatureStore:
-    """Open this process's features, and read those of the other processes."""
-    state = out / "state"
-    known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
-    return FeatureStore(state / f"features-{config.shard}", contents, known)
+    data = "" if own_questions else " data=FILE"
+    settings = changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
+    return " ".join([f"knobwise profile model={model}{data} out=DIR", *settings])

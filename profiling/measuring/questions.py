@@ -5,37 +5,25 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
 from knobwise.envs.readers.frames import read_frame
-from knobwise.profiling.measuring.answer_metrics import NUMBERS
+from knobwise.profiling.measuring.answer_metrics import normalised
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def plain_answer(answer: str) -> str:
-    """Simplify an answer for comparison: lower case, no punctuation or articles, digits up to ten.
-
-    A short form of the normalisation of VQA evaluation (Antol et al. 2015), without its table of
-    contractions. An answer that would be left empty, such as "A" or "?", only loses its case.
-    """
-    text = re.sub(r"(?<=\d),(?=\d)", "", answer.lower().replace("'", ""))
-    words = re.findall(r"\d+\.\d+|\w+", text)
-    return (
-        " ".join(NUMBERS.get(word, word) for word in words if word not in ("a", "an", "the"))
-        or answer.lower()
-    )
+Rows = list[Any] | dict[str, list[Any]]
+"""Rows of a file, or of its `queries` and its `bank`."""
 
 
 def soft_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -48,8 +36,8 @@ def soft_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def agreeing(answer: str, references: Sequence[str]) -> int:
-    """Count the reference answers that agree with an answer."""
-    return sum(plain_answer(answer) == plain_answer(reference) for reference in references)
+    """Count the reference answers that agree with an answer, all of them `normalised`."""
+    return list(map(normalised, references)).count(normalised(answer))
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class VQAItem:
     id: str
     image: Any
     """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes
-    such."""
+    such; or what draws a picture by `convert(mode)`, and has its `digest`."""
     question: str
     answers: tuple[str, ...]
     """At least one; data sets like VQA have ten, repeats included."""
@@ -67,6 +55,10 @@ class VQAItem:
     """Identifies the image, so that a query's own image is never among its demonstrations."""
     choices: tuple[str, ...] = ()
     """The possible answers, where the data name them; at least one is right."""
+    question_type: str = ""
+    """The kind of the question, for figures by kind."""
+    metric: str = "exact"
+    """The metric of an item without choices and with fewer than three answers."""
 
     @cached_property
     def answer(self) -> str:
@@ -77,19 +69,17 @@ class VQAItem:
     def picture(self) -> Any:
         """Return the image in RGB; a tensor or array as it is. Raises InputError for a file that is
         no image."""
-        if isinstance(self.image, Image.Image):
-            return self.image.convert("RGB")
-        if not isinstance(self.image, Path | bytes):
-            return self.image
-        where: str | Path
-        if isinstance(self.image, bytes):
-            source: Any = io.BytesIO(self.image)
-            where = "its bytes"
-        else:
-            source = where = self.image
+        image = self.image
+        where = "its bytes"
         try:
-            with Image.open(source) as image:
+            if isinstance(image, Path):
+                where = str(image)
+                image = Image.open(image)
+            elif isinstance(image, bytes):
+                image = Image.open(io.BytesIO(image))
+            if hasattr(image, "convert"):
                 return image.convert("RGB")
+            return image
         except (OSError, Image.DecompressionBombError) as error:
             raise InputError(
                 f"image of item {self.id!r} cannot be read: {where} ({error})"
@@ -111,18 +101,18 @@ class VQAData:
         They are all its `choices`, where the data name some. Else they are at most `most` of: its
         reference answers; the bank's answers to questions that begin with the same two words ("How
         many", "What color"); the bank's other answers. Each group begins with the most common.
-        Spellings with the same `plain_answer` count once.
+        Spellings that are `normalised` alike count once.
         """
         item = self.queries[row]
         if item.choices:
             return tuple(sorted(most_common(item.choices)))
         alike = self._answers_by_start.get(_start(item.question), ())
-        others = self._answers_by_start[None]
         spelling: dict[str, str] = {}
-        for answer in (*most_common(item.answers), *alike, *others):
+        for answer in (*most_common(item.answers), *alike, *self._answers_by_start[None]):
             if len(spelling) == most:
                 break
-            spelling.setdefault(plain_answer(answer), answer)
+            # the first spelling of an answer stays
+            spelling.setdefault(normalised(answer), answer)
         return tuple(sorted(spelling.values()))
 
     @cached_property
@@ -140,9 +130,9 @@ def most_common(answers: Sequence[str]) -> tuple[str, ...]:
 
     Equally common ones keep their order.
     """
-    counts = Counter(plain_answer(answer) for answer in answers)
-    spelling = {plain_answer(answer): answer for answer in reversed(answers)}
-    return tuple(spelling[key] for key, _ in counts.most_common())
+    counts = Counter(map(normalised, answers))
+    spelling = {normalised(answer): answer for answer in reversed(answers)}
+    return tuple(spelling[plain] for plain, _ in counts.most_common())
 
 
 def _start(question: str) -> str:
@@ -172,7 +162,7 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     """
     path = Path(path)
     content = _rows(path)
-    if isinstance(content, Mapping):
+    if isinstance(content, dict):
         if bank is not None:
             raise InputError(
                 f"{path}: holds queries and a bank already; leave out the other bank, {bank}"
@@ -183,30 +173,34 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     if bank is None:
         return VQAData(queries, queries)
     rows = _rows(Path(bank))
-    if isinstance(rows, Mapping):
+    if isinstance(rows, dict):
         raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
     return VQAData(queries, _items(Path(bank), rows, "row"))
 
 
-def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
+def _rows(path: Path) -> Rows:
     """Read the rows of a file, or of a JSON file with queries and bank both lists of rows."""
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
-        frame = read_frame(path)
-        return [_without_nulls(row) for row in frame.iter_rows(named=True)]
+        return read_frame(path).to_dicts()
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
-    if path.suffix == ".json":
-        return _queries_and_bank(path, text)
-    lines = [line for line in text.split("\n") if line.strip()]
-    return [_json(line, f"{path}, row {number}") for number, line in enumerate(lines, 1)]
-
-
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if value is not None}
+    if path.suffix != ".json":
+        lines = [line for line in text.split("\n") if line.strip()]
+        return [_json(line, f"{path}, row {row}") for row, line in enumerate(lines, 1)]
+    # a list serves as queries and as bank
+    content = _json(text, str(path))
+    parts = content
+    if isinstance(content, list):
+        parts = {"queries": content, "bank": content}
+    if not (isinstance(parts, dict) and set(parts) == {"queries", "bank"}) or not all(
+        isinstance(part, list) for part in parts.values()
+    ):
+        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
+    return content
 
 
 def _json(text: str, where: str) -> Any:
@@ -216,74 +210,61 @@ def _json(text: str, where: str) -> Any:
         raise InputError(f"{where}: is not JSON ({error})") from error
 
 
-def _queries_and_bank(path: Path, text: str) -> list[Any] | Mapping[str, list[Any]]:
-    """Read a JSON file: a list of items, or queries and bank."""
-    content = _json(text, str(path))
-    if isinstance(content, dict):
-        parts = content
-    else:
-        parts = {"queries": content, "bank": content}
-    if set(parts) != {"queries", "bank"} or not all(
-        isinstance(part, list) for part in parts.values()
-    ):
-        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-    return cast("list[Any] | Mapping[str, list[Any]]", content)
-
-
 def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
     """Read items from rows; `what` names a row in messages, such as "bank, row"."""
     if not rows:
         raise InputError(f"{path}: holds no items ({what.partition(',')[0]})")
     items: dict[str, VQAItem] = {}
-    for number, row in enumerate(rows, 1):
-        item = _item(path, row, f"{path}, {what} {number}")
+    for index, row in enumerate(rows, 1):
+        where = f"{path}, {what} {index}"
+        item = _item(path, row, where)
         if items.setdefault(item.id, item) is not item:
-            raise InputError(
-                f"{path}, {what} {number}: the id {item.id!r} occurs twice; ids must be unique"
-            )
+            raise InputError(f"{where}: the id {item.id!r} occurs twice; ids must be unique")
     return tuple(items.values())
 
 
-def _item(path: Path, row: object, where: str) -> VQAItem:
+def _item(path: Path, row: Any, where: str) -> VQAItem:
     """Read one item from a row of a file; `where` names the row in messages."""
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: must be an object with id, image, question and answers")
 
-    def value(*spellings: str) -> object:
+    def value(*spellings: str) -> Any:
         for key in spellings:
             if row.get(key) not in (None, "", []):
                 return row[key]
+        # null counts as missing, as Parquet has it
+        columns = [str(key) for key in row if row[key] is not None]
         raise InputError(
-            f"{where}: has no {' or '.join(spellings)}; it has "
-            f"{', '.join(map(str, row)) or 'nothing'}"
+            f"{where}: has no {' or '.join(spellings)}; it has {', '.join(columns) or 'nothing'}"
         )
 
+    # the required columns
     item_id = value("id", "question_id")
     question = value("question")
     source = value("image", "image_path")
+    # as datasets of Hugging Face hold images
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
         source = path.parent / source
         if not source.is_file():
             raise InputError(f"{where}: no image file {source}")
-    if (
-        not isinstance(item_id, (str, int))
-        or not isinstance(question, str)
-        or not isinstance(source, (bytes, Path))
+    for key, part, kind in (
+        ("id", item_id, str | int),
+        ("question", question, str),
+        ("image", source, bytes | Path),
     ):
-        raise InputError(
-            f"{where}: id must be a text or a whole number, question a text, image a path"
-        )
+        if not isinstance(part, kind):
+            raise InputError(f"{where}: {key} is of type {type(part).__name__}")
+    # answers and choices are compared as scorers compare them
     answers = _texts(value("answers", "answer"), where, "answers")
+    choices: tuple[str, ...] = ()
     if row.get("choices"):
         choices = _texts(row["choices"], where, "choices")
-    else:
-        choices = ()
-    if choices and not {plain_answer(c) for c in choices} & {plain_answer(a) for a in answers}:
-        raise InputError(
-            f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}"
-        )
+        if not any(agreeing(choice, answers) for choice in choices):
+            raise InputError(
+                f"{where}: none of its choices {[*choices]} is one of its answers {[*answers]}"
+            )
     image_id = row.get("image_id")
     if image_id is None:  # the same file, or the same bytes, is the same image
         if isinstance(source, Path):
@@ -293,14 +274,13 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
     return VQAItem(str(item_id), source, question, answers, str(image_id), choices)
 
 
-def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
+def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:
     """Read a text, a list of texts, or a list of {"answer": …}; `what` names them in messages."""
-    if isinstance(value, list):
-        values = value
-    else:
+    values = value
+    if not isinstance(value, list):
         values = [value]
     texts = [v.get("answer") if isinstance(v, Mapping) else v for v in values]
-    if not all(isinstance(text, (str, int, float)) and str(text).strip() for text in texts):
+    if not all(isinstance(text, str | int | float) and str(text).strip() for text in texts):
         raise InputError(f"{where}: {what} must be texts, and none of them empty")
     return tuple(str(text).strip() for text in texts)
 
@@ -314,11 +294,10 @@ def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_ba
         num_queries: the number of queries.
         num_bank: the number of items in the bank.
     """
-    if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
-        shapes = tuple(queries.shape), tuple(demonstrations.shape)
+    if demonstrations.ndim != 2 or len(queries) != len(demonstrations):
         raise InputError(
-            f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], "
-            "[n, T]"
+            f"queries and demonstrations have shapes {tuple(queries.shape)} and "
+            f"{tuple(demonstrations.shape)}, expected [n], [n, T]"
         )
     for what, rows, least, count in (
         ("query", queries, 0, num_queries),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.questions import VQAItem
+
+PROMPT = "{question}{choices}"
 
 
 class Requests(Protocol):
@@ -49,7 +52,7 @@ class Questions:
     """
 
     def __init__(
-        self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = "{question}{choices}"
+        self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = PROMPT
     ) -> None:
         self._items = {item.id: item for item in items}
         self._prompt = prompt
@@ -57,6 +60,7 @@ class Questions:
         self._function = None
         if ":" in metric:
             self._function = imported(self._key, metric, "function", "my_module:accuracy")
+        # a metric that does not fit is refused here, before anything is measured
         self.metrics = {item.id: metric_of(item, metric) for item in items}
         """The name of each sample's metric."""
         for item in items:
@@ -74,24 +78,62 @@ class Questions:
 
     def score(self, sample_id: str, answer: str) -> float:
         item = self._items[sample_id]
+        sample = f"sample {sample_id!r}"
         if self._function is None:
             try:
                 return answer_accuracy(self.metrics[sample_id], answer, item.answers, item.choices)
             except InputError as error:
-                raise InputError(
-                    f"sample {sample_id!r}: {error}; choose another knobs.metric=…"
-                ) from error
+                raise InputError(f"{sample}: {error}; choose another knobs.metric=…") from error
         try:
+            # code of the user's own may raise anything
             accuracy = float(self._function(answer, item.answers))
         except Exception as error:
-            raise InputError(
-                f"{self._key}: raises {in_a_line(error)} for sample {sample_id!r}"
-            ) from error
+            raise InputError(f"{self._key}: raises {in_a_line(error)} for {sample}") from error
         if not 0 <= accuracy <= 1:
-            raise InputError(
-                f"{self._key}: gives {accuracy} for sample {sample_id!r}; must be between 0 and 1"
-            )
+            raise InputError(f"{self._key}: gives {accuracy} for {sample}; must be between 0 and 1")
         return accuracy
+
+
+class DrawnQuestions(Sequence[VQAItem]):
+    """Questions without end, each drawn by its number, which is its id: `Requests`, and the
+    sequence of the first `length` items, which are measured."""
+
+    length = 2000
+
+    def __init__(self) -> None:
+        self._items: dict[int, VQAItem] = {}
+
+    def draw(self, row: int) -> VQAItem:
+        """Draw the item with this number, always the same."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, row: Any) -> Any:
+        if row >= self.length:
+            raise IndexError(row)
+        return self.item(row)
+
+    def item(self, row: int | str) -> VQAItem:
+        """Return the item with this number, drawn once."""
+        if int(row) not in self._items:
+            self._items[int(row)] = self.draw(int(row))
+        return self._items[int(row)]
+
+    def ids(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __contains__(self, sample_id: object) -> bool:
+        return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+
+    def request(self, sample_id: str) -> Request:
+        item = self.item(sample_id)
+        return Request(item.picture(), item.question)
+
+    def score(self, sample_id: str, answer: str) -> float:
+        item = self.item(sample_id)
+        return answer_accuracy(metric_of(item), answer, item.answers)
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:
@@ -100,14 +142,15 @@ def metric_of(item: VQAItem, metric: str = "auto") -> str:
         return metric
     if item.choices:
         return "choice"
-    return "vqa" if len(item.answers) >= 3 else "exact"
+    if len(item.answers) >= 3:
+        return "vqa"
+    return item.metric
 
 
-def question_text(item: VQAItem, prompt: str = "{question}{choices}") -> str:
+def question_text(item: VQAItem, prompt: str = PROMPT) -> str:
     """Return the question of one sample as the model reads it."""
-    options = [
-        f"\n{letter}. {text}"
-        for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)
-    ]
-    parts = {"{question}": item.question, "{choices}": "".join(options)}
-    return re.sub(r"{question}|{choices}", lambda match: parts[match[0]], prompt)
+    pairs = zip(string.ascii_uppercase, item.choices, strict=False)
+    options = "".join(f"\n{letter}. {text}" for letter, text in pairs)
+    # both at once, since a question may contain {choices} itself
+    parts = {"{question}": item.question, "{choices}": options}
+    return re.sub("|".join(parts), lambda match: parts[match[0]], prompt)

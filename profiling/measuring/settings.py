@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from knobwise.common.checks import at_least, one_of
@@ -68,6 +68,7 @@ class VLMProfileConfig:
     """Compute all features anew, even those on disk; nothing is measured again."""
 
     def __post_init__(self) -> None:
+        # numbers and names
         for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1, "shards": 1}.items():
             at_least(f"knobs.{name}", getattr(self, name), least)
         if self.samples is not None:
@@ -83,6 +84,7 @@ class VLMProfileConfig:
         one_of("knobs.clock", self.clock, CLOCKS)
         if "{question}" not in self.prompt:
             raise InputError(f"knobs.prompt={self.prompt!r} must contain {{question}}")
+        # knobs: those of the elastic model by their names, any others in `values`
         for knob in KNOBS:
             setattr(self, knob, tuple(int(value) for value in getattr(self, knob)))
         if not isinstance(self.values or {}, dict):
@@ -90,35 +92,35 @@ class VLMProfileConfig:
         for name, values in (self.values or {}).items():
             if isinstance(values, str) or not isinstance(values, Collection):
                 raise InputError(f"knobs.values.{name}={values}: must be a list of values")
-            if name in KNOBS and getattr(self, name):
+            if getattr(self, name, ()) and name in KNOBS:
                 raise InputError(
                     f"knobs.values.{name}: knobs.{name} is set too; give the values once"
                 )
 
-    def measured_values(self, knob: str) -> tuple[Any, ...]:
-        """Return the values of a knob to measure; empty for its default alone."""
-        values = (self.values or {}).get(knob) or (getattr(self, knob) if knob in KNOBS else ())
-        # a column of a table has one type
-        if any(isinstance(value, float) for value in values):
-            return tuple(map(float, values))
-        return tuple(values)
+    def chosen_values(self) -> dict[str, tuple[Any, ...]]:
+        """Return the values to measure of each knob that has some here; a column of a table has one
+        type, so whole numbers among others become floats too."""
+        chosen = {knob: getattr(self, knob) for knob in KNOBS} | (self.values or {})
+        for name, values in chosen.items():
+            if any(isinstance(value, float) for value in values):
+                # such as 1 in [1, 0.5]
+                chosen[name] = map(float, values)
+        return {name: tuple(values) for name, values in chosen.items() if values}
 
 
 def changed_settings(prefix: str, settings: Any, leave_out: Collection[str] = ()) -> list[str]:
-    """Return every setting that is not the default, as key=value on the command line; settings
-    within settings too."""
+    """Return every setting that is not the default, as key=value on the command line."""
     usual = type(settings)()
     arguments = []
     for f in fields(settings):
         value = getattr(settings, f.name)
+        # the command names what differs from the defaults, no more
         if f.name in leave_out or value == getattr(usual, f.name):
             continue
-        if is_dataclass(value):
-            arguments += changed_settings(f"{prefix}{f.name}.", value)
-        else:
-            argument = f"{prefix}{f.name}={_written(value)}"
-            quoted = isinstance(value, str | dict)
-            arguments.append(shlex.quote(argument) if quoted else argument)
+        argument = f"{prefix}{f.name}={_written(value)}"
+        if isinstance(value, str | dict):
+            argument = shlex.quote(argument)
+        arguments.append(argument)
     return arguments
 
 

@@ -1,2 +1,2 @@
-"""Reading text in pictures with RapidOCR, a third-party model: scenes, the model behind knobs, its
-profile."""
+"""Reading text in pictures with RapidOCR, a third-party model: scenes, and the model behind
+knobs."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ASPECTS = ("title", "phone", "code", "total", "beside", "below")
-"""What a question can be about."""
+"""What a question can ask for."""
 _CUES = {
     "phone": "phone|call",
     "code": "code",
@@ -28,13 +28,15 @@ _PATTERNS = {
 _LENGTHS = {"phone": 6.5, "code": 4.5, "total": 2.5}
 """Width of such a text divided by its height, roughly."""
 _SIMILAR = 0.6
+"""How much the beginning of a line must read like the name that is looked for, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Line:
     """A detected box of text, with what was read in it."""
 
-    number: int
+    box: int
+    """The index of its box."""
     text: str | None
     """None where it was not read."""
     x: float
@@ -45,11 +47,11 @@ class Line:
 
 
 def aspect_of(question: str) -> str:
-    """Return what a question is about, one of `ASPECTS`, by the words in it; `title` if by none."""
-    return next(
-        (aspect for aspect, cues in _CUES.items() if re.search(cues, question, re.IGNORECASE)),
-        "title",
-    )
+    """Return what a question asks for, one of `ASPECTS`, by the words in it; `title` if by none."""
+    for aspect, cues in _CUES.items():
+        if re.search(cues, question, re.IGNORECASE):
+            return aspect
+    return "title"
 
 
 def shapes(boxes: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -69,17 +71,19 @@ def reading_order(question: str, boxes: NDArray[np.float64]) -> NDArray[np.int64
     width = boxes[:, 2]
     height = boxes[:, 3].clip(1)
     aspect = aspect_of(question)
+    unlike = -width * height
     if aspect == "title":
-        return np.argsort(-height, kind="stable")
-    if aspect in _LENGTHS:
-        return np.argsort(np.abs(np.log(width.clip(1) / height / _LENGTHS[aspect])), kind="stable")
-    return np.argsort(-width * height, kind="stable")
+        unlike = -height
+    elif aspect in _LENGTHS:
+        unlike = np.abs(np.log(width.clip(1) / height / _LENGTHS[aspect]))
+    return np.argsort(unlike, kind="stable")
 
 
 def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]) -> str:
     """Return the answer to a question among the texts that were read; empty where there is none.
-    What stands beside or below a text is read if it was not, by `read` with the number of its
+    What stands beside or below a text is read if it was not, by `read` with the index of its
     box."""
+    # unread boxes have no text, and some that were read have none either
     lines = [line for line in boxes if line.text and line.text.strip()]
     if not lines:
         return ""
@@ -92,6 +96,7 @@ def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]
         return _neighbour(sought, lines, unread, aspect, read)
     if aspect == "total" and (total := _neighbour("total", lines, unread, "beside", read)):
         return _matched(_PATTERNS["total"], total) or total
+    # by their form: a number with a point, capitals with digits
     matches = [match for line in lines if (match := _matched(_PATTERNS[aspect], str(line.text)))]
     if aspect == "total":
         return max(matches, key=lambda text: float(re.sub(r"[^\d]", "", text)), default="")
@@ -100,6 +105,7 @@ def find_answer(question: str, boxes: Sequence[Line], read: Callable[[int], str]
 
 def _title(lines: Sequence[Line]) -> str:
     """Return the tallest line, with what stands in the same row and is nearly as tall."""
+    # a heading may be split into several boxes
     tallest = max(lines, key=lambda line: line.height)
     row = [
         n
@@ -121,25 +127,25 @@ def _neighbour(
     if likeness[best] < _SIMILAR:
         return ""
     anchor = lines[best]
-    places = [*lines, *unread]
+    candidates = [*lines, *unread]
     if where == "beside":
         rest = texts[best][len(name) :].strip(" :.-")
         if rest and len(texts[best]) > len(name) + 2:  # one box holds both
             return rest
-        row = [n for n in places if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x]
-        line = min(row, key=lambda n: n.x, default=None)
+        # the nearest to the right in the same row
+        row = [n for n in candidates if abs(n.y - anchor.y) < 0.6 * anchor.height]
+        right = [n for n in row if n.x > anchor.x]
+        line = min(right, key=lambda n: n.x, default=None)
     else:
-        start = anchor.x - anchor.width / 2
-        column = [n for n in places if abs(n.x - n.width / 2 - start) < anchor.width]
-        line = min(
-            (n for n in column if n.y > anchor.y + 0.5 * anchor.height),
-            key=lambda n: n.y,
-            default=None,
-        )
+        # the nearest below that begins at the same margin
+        margin = anchor.x - anchor.width / 2
+        column = [n for n in candidates if abs(n.x - n.width / 2 - margin) < anchor.width]
+        below = [n for n in column if n.y > anchor.y + 0.5 * anchor.height]
+        line = min(below, key=lambda n: n.y, default=None)
     if line is None:
         return ""
     if line.text is None:
-        return read(line.number)
+        return read(line.box)
     return line.text
 
 

@@ -7,99 +7,93 @@ Serif Pro (OFL-1.1) and Pillow's own.
 
 from __future__ import annotations
 
+import hashlib
 import io
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.measuring.answer_metrics import answer_accuracy
+from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.requests import DrawnQuestions
 
 SEED = 1
 INSTALL = "pip install 'knobwise[ocr]'"
 WIDTH = 960
 HEIGHT = 720
 """Pixels of a picture."""
-_FONTS = {
+FONTS = {
     "font_source_sans_pro": tuple(
         f"SourceSansPro-{face}" for face in ("Regular", "Bold", "Light", "It", "Black")
     ),
     "font_source_serif_pro": ("SourceSerifPro-Regular", "SourceSerifPro-Bold", "SourceSerifPro-It"),
 }
+Colour = tuple[int, ...]
 
-
-_Colour = tuple[int, ...]
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_FIRST = _words(
-    "Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little "
-    "North Crystal"
-)
-_SECOND = _words(
-    "Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist "
-    "Studio Diner"
-)
-_ITEMS = _words(
-    "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk "
-    "Pepper Sugar Lemon "
-    "Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries Candles Umbrella Notebook"
-)
-_CLUTTER = _words(
-    "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed "
-    "Station Way Avenue Street "
-    "Please Wait Here Tickets Express Daily Fresh Original Quality Since Special Offer"
+# the words on the signs: the first and the second of a title, what is sold, and what hangs around
+FIRST, SECOND, ITEMS, CLUTTER = map(
+    str.split,
+    (
+        "Golden Silver Green River Harbor Old Royal Sunny Blue Maple Corner Central Grand Little "
+        "North Crystal",
+        "Bakery Garage Market Books Garden Kitchen Hotel Pharmacy Cinema Tailor Museum Florist "
+        "Studio Diner",
+        "Coffee Tea Bread Cheese Apples Honey Butter Salad Soup Juice Olives Pasta Rice Cake Milk "
+        "Pepper Sugar Lemon Onion Garlic Salmon Yogurt Waffles Noodles Ticket Poster Batteries "
+        "Candles Umbrella Notebook",
+        "SALE OPEN EXIT NEW Welcome Parking Push Pull Taxi Bus Stop Free Today Only Menu Closed "
+        "Station Way Avenue Street Please Wait Here Tickets Express Daily Fresh Original Quality "
+        "Since Special Offer",
+    ),
 )
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A picture, a question about it, and the right answer."""
+class Scene(NamedTuple):
+    """A picture, a question about it, the right answer, and what the question asks for: title,
+    phone, code, total, price, below."""
 
     image: Image.Image
     question: str
     answer: str
     kind: str
-    """What the question asks for: title, phone, code, total, price, below."""
 
 
-class Scenes:
-    """All scenes, as `Requests` whose ids are their numbers: those of the shipped profile, and
-    beyond them fresh ones without end."""
+@lru_cache(maxsize=1)
+def draw_scene(row: int) -> Scene:
+    """Draw a scene. Raises InputError if the packages that ship fonts are missing."""
+    return _Drawing(np.random.default_rng((SEED, row))).scene()
 
-    def __init__(self) -> None:
-        self._answers = dict[int, str]()  # of the scenes that were drawn
 
-    def __getitem__(self, row: int) -> Scene:
-        """Draw a scene. Raises InputError if the packages that ship fonts are missing."""
-        scene = _Drawing(np.random.default_rng((SEED, row))).scene()
-        self._answers[row] = scene.answer
-        return scene
+class DrawnPicture(NamedTuple):
+    """The picture of a scene, drawn when it is converted: 2,000 pictures are more than memory
+    holds."""
 
-    def ids(self) -> Iterator[str]:
-        return map(str, itertools.count())
+    row: int
+    digest: str
 
-    def __contains__(self, sample_id: object) -> bool:
-        return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+    def convert(self, mode: str) -> Image.Image:
+        """Return the picture in a mode of PIL."""
+        return draw_scene(self.row).image.convert(mode)
 
-    def request(self, sample_id: str) -> Request:
-        scene = self[int(sample_id)]
-        return Request(scene.image, scene.question)
 
-    def score(self, sample_id: str, answer: str) -> float:
-        """Return the ANLS of an answer, in [0, 1]."""
-        row = int(sample_id)
-        return answer_accuracy("anls", answer, (self._answers.get(row) or self[row].answer,))
+class Scenes(DrawnQuestions):
+    """All scenes by their numbers: the first 2,000 are those of the shipped profile."""
+
+    def draw(self, row: int) -> VQAItem:
+        """Return a scene as an item that is judged by ANLS."""
+        scene = draw_scene(row)
+        picture = DrawnPicture(row, hashlib.sha256(scene.image.tobytes()).hexdigest())
+        return VQAItem(
+            str(row),
+            picture,
+            scene.question,
+            (scene.answer,),
+            question_type=scene.kind,
+            metric="anls",
+        )
 
 
 @cache
@@ -111,41 +105,43 @@ def photographs() -> tuple[Image.Image, ...]:
 
 
 @cache
-def _font_files() -> tuple[bytes | None, ...]:
+def font_files() -> tuple[bytes | None, ...]:
     """Read every font as the bytes of its file; None stands for Pillow's own."""
-    files = []
+    contents: list[bytes | None] = [None]
     try:
-        for package, names in _FONTS.items():
+        for package, names in FONTS.items():
             folder = resources.files(package) / "files"
-            files += [folder / f"{name}.ttf" for name in names]
+            contents += [(folder / f"{name}.ttf").read_bytes() for name in names]
     except ModuleNotFoundError as error:
         raise InputError(f"model=ocr: {error.name} is not installed; {INSTALL}") from error
-    return None, *(file.read_bytes() for file in files)
+    return tuple(contents)
 
 
 @cache
-def _font(number: int, size: int) -> Any:
-    content = _font_files()[number]
+def load_font(index: int, size: int) -> Any:
+    """Load the font of `font_files` with this index, at a size in pixels."""
+    content = font_files()[index]
     if content is None:
         return ImageFont.load_default(size)
     return ImageFont.truetype(io.BytesIO(content), size)
 
 
 class _Drawing:
-    """Draws one scene from a random generator."""
+    """Draws one scene from a random generator. The order of its draws decides what every scene
+    shows, so it must stay."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-        self.fonts = len(_font_files())
 
     def scene(self) -> Scene:
+        """Draw a photograph with clutter and a sign, seen through a bad camera."""
         rng = self.rng
         picture = self._photograph()
-        for _ in range(int(rng.integers(0, 7))):
+        for _ in range(rng.integers(0, 7)):
             self._clutter(picture)
-        size = int(np.exp(rng.uniform(np.log(13), np.log(44))))  # of the body, in pixels
-        sign, facts = self._sign(size)
+        sign, facts = self._sign(self._log_uniform(13, 44))
         self._paste(picture, sign)
+        # upside down, blurred, noisy
         if rng.random() < 0.12:
             picture = picture.rotate(180)
         if rng.random() < 0.35:
@@ -155,90 +151,87 @@ class _Drawing:
         kind = str(rng.choice(sorted(facts)))
         return Scene(picture, *facts[kind], kind)
 
-    def _choice(self, *words: str) -> str:
-        return words[int(self.rng.integers(len(words)))]
+    def _choice(self, *texts: str) -> str:
+        return texts[self.rng.integers(len(texts))]
+
+    def _log_uniform(self, low: int, high: int) -> int:
+        return int(np.exp(self.rng.uniform(np.log(low), np.log(high))))
+
+    def _typeface(self) -> int:
+        return int(self.rng.integers(len(font_files())))
 
     def _photograph(self) -> Image.Image:
         """Draw a part of a photograph, mirrored or not, in other light."""
         rng = self.rng
-        photo = photographs()[int(rng.integers(len(photographs())))]
+        photo = photographs()[rng.integers(len(photographs()))]
         width = int(rng.uniform(0.5, 1.0) * min(photo.width, photo.height * WIDTH / HEIGHT))
         height = width * HEIGHT // WIDTH
         left = int(rng.integers(photo.width - width + 1))
         top = int(rng.integers(photo.height - height + 1))
-        part = photo.crop((left, top, left + width, top + height)).resize(
-            (WIDTH, HEIGHT), Image.Resampling.BICUBIC
-        )
+        part = photo.crop((left, top, left + width, top + height))
+        part = part.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
         if rng.random() < 0.5:
             part = ImageOps.mirror(part)
         return ImageEnhance.Brightness(part).enhance(rng.uniform(0.6, 1.3))
 
-    def _colours(self) -> tuple[_Colour, _Colour]:
+    def _colours(self) -> tuple[Colour, Colour]:
         """Draw the colours of paper and ink, light on dark or dark on light."""
-        dark, light = (
-            tuple(self.rng.integers(*limits, 3).tolist()) for limits in ((0, 110), (165, 256))
-        )
+        dark = tuple(self.rng.integers(0, 110, 3).tolist())
+        light = tuple(self.rng.integers(165, 256, 3).tolist())
         if self.rng.random() < 0.7:
-            return (light, dark)
-        return (dark, light)
+            return light, dark
+        return dark, light
 
     def _clutter(self, picture: Image.Image) -> None:
-        """Draw a word somewhere, on the photograph itself or on a plate."""
+        """Draw a word or two somewhere, on the photograph itself or on a plate."""
         rng = self.rng
         paper, ink = self._colours()
-        font = _font(
-            int(rng.integers(self.fonts)), int(np.exp(rng.uniform(np.log(14), np.log(60))))
-        )
-        text = " ".join(self._choice(*_CLUTTER) for _ in range(int(rng.integers(1, 3))))
-        box = font.getbbox(text)
-        plate = Image.new(
-            "RGBA", (int(box[2]) + 12, int(box[3]) + 12), (*paper, 255 if rng.random() < 0.6 else 0)
-        )
+        font = load_font(self._typeface(), self._log_uniform(14, 60))
+        text = " ".join(self._choice(*CLUTTER) for _ in range(rng.integers(1, 3)))
+        _, _, right, bottom = map(int, font.getbbox(text))
+        opacity = 255 * (rng.random() < 0.6)
+        plate = Image.new("RGBA", (right + 12, bottom + 12), (*paper, opacity))
         ImageDraw.Draw(plate).text((6, 4), text, font=font, fill=(*ink, 255))
-        plate = plate.rotate(float(rng.normal(0, 6)), Image.Resampling.BICUBIC, expand=True)
-        at = (
-            int(rng.uniform(0, max(1, WIDTH - plate.width))),
-            int(rng.uniform(0, max(1, HEIGHT - plate.height))),
-        )
-        picture.paste(plate, at, plate)
+        plate = plate.rotate(rng.normal(0, 6), Image.Resampling.BICUBIC, expand=True)
+        left = int(rng.uniform(0, max(1, WIDTH - plate.width)))
+        top = int(rng.uniform(0, max(1, HEIGHT - plate.height)))
+        picture.paste(plate, (left, top), plate)
 
     def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, str]]]:
         """Draw a sign whose body has letters of this size; and by kind a question that it answers,
         with the answer."""
         rng = self.rng
         paper, ink = self._colours()
-        body = _font(int(rng.integers(self.fonts)), size)
-        heading = _font(int(rng.integers(self.fonts)), int(min(64, size * rng.uniform(1.3, 2.4))))
-        title = f"{self._choice(*_FIRST)} {self._choice(*_SECOND)}"
+        body = load_font(self._typeface(), size)
+        heading = load_font(self._typeface(), int(min(64, size * rng.uniform(1.3, 2.4))))
+        title = f"{self._choice(*FIRST)} {self._choice(*SECOND)}"
         if rng.random() < 0.3:
             title = title.upper()
-        facts = {
-            "title": (
-                self._choice("What does the title say?", "What is the name on the sign?"),
-                title,
-            )
-        }
-        names = [str(name) for name in rng.choice(_ITEMS, int(rng.integers(2, 8)), replace=False)]
+        question = self._choice("What does the title say?", "What is the name on the sign?")
+        facts = {"title": (question, title)}
+        # a list of prices
+        names = rng.choice(ITEMS, rng.integers(2, 8), replace=False).tolist()
         prices = [f"{rng.integers(1, 40)}.{rng.integers(0, 100):02}" for _ in names]
-        rows: list[tuple[str, str]] = list(zip(names, prices, strict=True))
-        i = int(rng.integers(len(rows)))
-        ask = self._choice(f"What is the price of {names[i]}?", f"What stands next to {names[i]}?")
-        facts["price"] = ask, prices[i]
-        j = int(rng.integers(len(rows) - 1))
+        rows = list(zip(names, prices, strict=True))
+        i = rng.integers(len(rows))
+        question = self._choice(
+            f"What is the price of {names[i]}?", f"What stands next to {names[i]}?"
+        )
+        facts["price"] = question, prices[i]
+        j = rng.integers(len(rows) - 1)
         facts["below"] = f"What stands below {names[j]}?", names[j + 1]
+        # lines that not every sign has
         if rng.random() < 0.6:
-            total = f"{sum(float(price) for price in prices):.2f}"
+            total = f"{sum(map(float, prices)):.2f}"
             rows.append((self._choice("Total", "TOTAL", "Total:"), total))
             facts["total"] = self._choice("What is the total?", "How much is it in total?"), total
         if rng.random() < 0.6:
             phone = f"{rng.integers(200, 999)}-{rng.integers(200, 999)}-{rng.integers(0, 10000):04}"
             rows.append((self._choice("Tel. ", "Call ", "") + phone, ""))
-            facts["phone"] = (
-                self._choice("What is the phone number?", "Which number can be called?"),
-                phone,
-            )
+            question = self._choice("What is the phone number?", "Which number can be called?")
+            facts["phone"] = question, phone
         if rng.random() < 0.6:
-            letters = "".join(chr(ord("A") + int(k)) for k in rng.integers(0, 26, 2))
+            letters = "".join(chr(ord("A") + k) for k in rng.integers(0, 26, 2))
             code = f"{letters}-{rng.integers(1000, 10000)}"
             rows.append((self._choice("Code ", "Ref. ", "No. ") + code, ""))
             facts["code"] = self._choice("What is the code?", "Which code is given?"), code
@@ -250,43 +243,39 @@ class _Drawing:
         rows: list[tuple[str, str]],
         heading: Any,
         body: Any,
-        paper: _Colour,
-        ink: _Colour,
+        paper: Colour,
+        ink: Colour,
     ) -> Image.Image:
         """Draw the sign: title, then rows of two columns; the second one may be empty."""
         step = int(body.size * self.rng.uniform(1.3, 1.8))
         left = max(int(body.getlength(first)) for first, second in rows if second)
         left += int(body.size * self.rng.uniform(1.5, 5))
-        widths = [
-            int(body.getlength(second or first)) + (left if second else 0) for first, second in rows
-        ]
-        inner = max(*widths, int(heading.getlength(title)))
+        # of the title, and of each row up to its last letter
+        widths = [int(heading.getlength(title))]
+        for first, second in rows:
+            widths.append(int(body.getlength(second or first)) + left * bool(second))
         margin = body.size
         top = margin + int(heading.size * 1.5)
-        sign = Image.new(
-            "RGBA", (inner + 2 * margin, top + step * len(rows) + margin), (*paper, 255)
-        )
+        size = (max(widths) + 2 * margin, top + step * len(rows) + margin)
+        sign = Image.new("RGBA", size, (*paper, 255))
         draw = ImageDraw.Draw(sign)
         draw.text((margin, margin // 2), title, font=heading, fill=ink)
-        for number, (first, second) in enumerate(rows):
-            draw.text((margin, top + number * step), first, font=body, fill=ink)
-            draw.text((margin + left, top + number * step), second, font=body, fill=ink)
+        for row, (first, second) in enumerate(rows):
+            draw.text((margin, top + row * step), first, font=body, fill=ink)
+            draw.text((margin + left, top + row * step), second, font=body, fill=ink)
         return sign
 
     def _paste(self, picture: Image.Image, sign: Image.Image) -> None:
         """Put the sign somewhere on the picture, often tilted, smaller if it does not fit."""
-        if self.rng.random() < 0.5:
-            angle = float(self.rng.normal(0, 8))
-        else:
-            angle = 0.0
+        rng = self.rng
+        angle = 0.0
+        if rng.random() < 0.5:
+            angle = rng.normal(0, 8)
         sign = sign.rotate(angle, Image.Resampling.BICUBIC, expand=True)
         fits = min(1.0, WIDTH / sign.width, HEIGHT / sign.height)
         if fits < 1:
-            sign = sign.resize(
-                (int(sign.width * fits), int(sign.height * fits)), Image.Resampling.LANCZOS
-            )
-        at = (
-            int(self.rng.integers(WIDTH - sign.width + 1)),
-            int(self.rng.integers(HEIGHT - sign.height + 1)),
-        )
-        picture.paste(sign, at, sign)
+            size = int(sign.width * fits), int(sign.height * fits)
+            sign = sign.resize(size, Image.Resampling.LANCZOS)
+        left = int(rng.integers(WIDTH - sign.width + 1))
+        top = int(rng.integers(HEIGHT - sign.height + 1))
+        picture.paste(sign, (left, top), sign)

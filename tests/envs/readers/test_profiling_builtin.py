@@ -21,9 +21,9 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.experiments.report.inspection import inspect_table
 from knobwise.profiling.elastic.adapter import ElasticAdaptive
-from knobwise.profiling.elastic.model import shipped_model
 from knobwise.profiling.elastic.scenes import END, SEED, draw_samples
 from knobwise.profiling.elastic.settings import Configuration
+from knobwise.profiling.measuring.adaptive_model import Request
 
 FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
 KNOBS = list(Configuration._fields)
@@ -116,7 +116,8 @@ def test_the_description_of_the_run_is_the_default_configuration() -> None:
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(
     arrays: dict[str, Any],
 ) -> None:
-    model = shipped_model()
+    adapter = ElasticAdaptive()
+    model = adapter.model
     samples = draw_samples(12, SEED)
     agree = []
     for i, sample in enumerate(samples):
@@ -130,9 +131,7 @@ def test_the_shipped_model_still_gives_the_recorded_answers_and_features(
                 (message == answer[: answer.index(END) + 1]) == bool(arrays["accuracy"][i, j])
             )
         with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
-            for name, block in zip(
-                ("image_features", "language_features"), model.features(image, prompt), strict=True
-            ):
-                assert np.allclose(file[name][i], block[0].numpy(), atol=5e-3, rtol=5e-3)
+            for name, block in adapter.first_stage(Request(image, prompt)).features.items():
+                assert np.allclose(file[name][i], block, atol=5e-3, rtol=5e-3)
     # other processors round differently, which may turn a close call
     assert np.mean(agree) > 0.95

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import main, mistake
 from safetensors.torch import save_file
 from test_beam_search import HandScorer
 
-from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
@@ -22,7 +22,6 @@ from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask, no_beams, vlm_task
-from knobwise.profiling.measuring.settings import changed_settings
 
 BEAM, _, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
 CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, random=2, chunk=2)
@@ -53,19 +52,25 @@ def backwards(rows, count):
     return sequences
 
 
-def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path):
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(out):
     whole = task()
-    table = profile_beams(tmp_path / "out", whole, CONFIG)
+    table = profile_beams(out, whole, CONFIG)
     for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
-        found = table.found_by[query]
-        counts = [int((found == method).sum()) for method in (BEAM, RETRIEVAL)]
-        possible = size * (size - 1) if size > 1 else 1
-        assert counts == [min(3, possible), max(1, min(2, size - 1))]
-        assert 1 <= int((found == RANDOM).sum()) <= 2
+        counts = table.found_by[query].clamp_min(0).bincount(minlength=len(METHODS))
+        possible = size * (size - 1) or 1
+        assert [counts[RETRIEVAL], counts[BEAM] >= min(3, possible)] == [
+            max(1, min(2, size - 1)),
+            True,
+        ]
+        assert 1 <= counts[RANDOM] <= 2
         assert set(table.lengths[query].tolist()) <= {min(2, size), 0}
-        best = table.fields["logprob_score"][query].nan_to_num(-9)
-        assert best[0] == best.max()
     log_prob = table.fields["logprob_score"]
+    assert (log_prob[:, 0] == log_prob.nan_to_num(-9).amax(1)).all()
     for query, beam in table.beam_mask.nonzero().tolist():
         rows = table.pool[query, [p for p in table.sequences[query, beam].tolist() if p >= 0]]
         worth = sum(whole.scorer.worth[query, row] / t for t, row in enumerate(rows.tolist(), 1))
@@ -74,116 +79,105 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
     assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
 
 
-def test_what_is_written_fits_together(tmp_path, capsys):
-    out = tmp_path / "out"
+def read_back(out):
+    names = ("beams.json", "embeddings.safetensors", "query_embeddings.safetensors")
+    return read_beam_data(*(out / name for name in names))
+
+
+def info_of(out):
+    return json.loads((out / "beams-info.json").read_text())
+
+
+def test_what_is_written_fits_together(out, capsys):
     table = profile_beams(out, task(), CONFIG)
     assert BeamTable.load(out / "beams.safetensors").digest == table.digest
-    again = read_beam_data(
-        out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
-    )
-    assert torch.equal(again.sequences, table.sequences)
-    assert torch.equal(again.found_by, table.found_by)
-    assert torch.equal(again.candidates, table.candidates)
+    again = read_back(out)
+    for name in ("sequences", "found_by", "candidates"):
+        assert torch.equal(getattr(again, name), getattr(table, name))
     assert json.loads((out / "beams.json").read_text())["_meta"]["query_ids"] == list("abcdefg")
-
-    info = json.loads((out / "beams-info.json").read_text())
-    assert info["command"] == (
-        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.random=2 "
-        "beams.chunk=2"
-    )
+    info = info_of(out)
+    options = "beams.width=3 beams.retrieved=2 beams.random=2 beams.chunk=2"
+    assert info["command"] == f"knobwise profile model=hand out=DIR {options}"
     for name, digest in info["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     (row,) = [r for r in info["figures"]["found"] if (r["found_by"], r["shots"]) == ("beam", 2)]
     of = (table.found_by == BEAM) & (table.lengths == 2)
-    assert row["sequences"] == int(of.sum())
-    assert row["correct"] == pytest.approx(float(table.fields["vqa_correct"][of].mean()), abs=1e-6)
-    right = [bool(table.fields["vqa_correct"][q][of[q]].any()) for q in range(6)]
-    assert row["any_correct"] == pytest.approx(sum(right) / 6, abs=1e-6)
+    correct = table.fields["vqa_correct"]
+    right = [bool(correct[q][of[q]].any()) for q in range(6)]
+    wanted = {
+        "sequences": int(of.sum()),
+        "correct": float(correct[of].mean()),
+        "any_correct": sum(right) / 6,
+    }
+    assert {name: row[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
     assert f"{row['correct']:.1%}" in capsys.readouterr().out
     assert not list(out.rglob(".*"))
-    assert (
-        profile_beams(out, task(), replace(CONFIG, json=False)).digest == table.digest
-    )  # no other run
+    without = profile_beams(out, task(), replace(CONFIG, json=False))
+    assert without.digest == table.digest  # no other run
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
-def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, at):
+def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, out, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
-    in_all = len(whole.scorer.scored)  # in four chunks of some four calls
-
     stopped = HandScorer(whole.scorer.worth, at)
     with pytest.raises(KeyboardInterrupt):
-        profile_beams(tmp_path / "out", task(stopped), CONFIG)
-    assert not (tmp_path / "out" / "beams.safetensors").exists()
-    saved = {
-        int(path.stem) for path in (tmp_path / "out" / "state" / "search").glob("*.safetensors")
-    }
+        profile_beams(out, task(stopped), CONFIG)
+    assert not (out / "beams.safetensors").exists()
+    saved = [int(path.stem) for path in (out / "state" / "search").glob("*.safetensors")]
     second = task()
-    assert profile_beams(tmp_path / "out", second, CONFIG).digest == wanted.digest
+    assert profile_beams(out, second, CONFIG).digest == wanted.digest
     # nothing of a chunk that was finished is scored again
     finished = {query for start in saved for query in (start, start + 1)}
+    before = [row for row in stopped.scored if row[0] in finished]
     assert not {query for query, *_ in second.scorer.scored} & finished
-    assert (
-        len([row for row in stopped.scored if row[0] in finished]) + len(second.scorer.scored)
-        == in_all
-    )
+    assert len(before) + len(second.scorer.scored) == len(whole.scorer.scored)
     third = task()
-    assert profile_beams(tmp_path / "out", third, CONFIG).digest == wanted.digest
+    assert profile_beams(out, third, CONFIG).digest == wanted.digest
     assert third.scorer.scored == []
 
 
-def test_rounds_of_a_policy_are_added_once_each(tmp_path):
-    out, config = tmp_path / "out", replace(CONFIG, draws=4)
+def test_rounds_of_a_policy_are_added_once_each(out):
+    config = replace(CONFIG, draws=4)
     base = profile_beams(out, task(), config)
     adding = task()
     first = profile_beams(out, adding, config, backwards, "one")
-    drawn = (first.round == 1).sum(1)
-    assert drawn.tolist() == [4] * 7
-    assert torch.equal(
-        first.sequences[:, : base.num_beams][base.beam_mask], base.sequences[base.beam_mask]
-    )
+    assert (first.round == 1).sum(1).tolist() == [4] * 7
+    kept = first.sequences[:, : base.num_beams]
+    assert torch.equal(kept[base.beam_mask], base.sequences[base.beam_mask])
+    assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
     # each different sequence once, and none that had been recorded
-    recorded = {
-        (query, *base.pool[query, [p for p in row if p >= 0]].tolist())
-        for query in range(7)
-        for row in base.sequences[query].tolist()
-        if row[0] >= 0
-    }
-    scored = [tuple(number for number in row if number >= 0) for row in adding.scorer.scored]
+    recorded = set()
+    for query, beam in base.beam_mask.nonzero().tolist():
+        sequence = base.sequences[query, beam]
+        recorded.add((query, *base.pool[query, sequence[sequence >= 0]].tolist()))
+    scored = [tuple(row for row in rows if row >= 0) for rows in adding.scorer.scored]
     assert len(scored) == len(set(scored))
     assert not set(scored) & recorded
-    assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
 
     unused = task()
-    assert (
-        profile_beams(out, unused, config, backwards, "one").digest == first.digest
-    )  # the same command: nothing new
+    # the same command: nothing new
+    assert profile_beams(out, unused, config, backwards, "one").digest == first.digest
     second = profile_beams(out, task(), replace(config, draws=2), backwards, "two")
-    assert [(second.round == number).sum().item() for number in (1, 2)] == [28, 14]
-    assert (
-        profile_beams(out, unused, config).digest == second.digest
-    )  # without a policy: all there is
+    assert [int((second.round == index).sum()) for index in (1, 2)] == [28, 14]
+    # without a policy: all there is
+    assert profile_beams(out, unused, config).digest == second.digest
     assert unused.scorer.scored == []
-    info = json.loads((out / "beams-info.json").read_text())
-    assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
+    info = info_of(out)
+    assert [beginning["policy"] for beginning in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
-    again = read_beam_data(
-        out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
-    )
-    assert again.round.max() == 2
+    assert read_back(out).round.max() == 2
 
 
-def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path):
+def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path, out):
     wanted = profile_beams(tmp_path / "whole", task(), CONFIG, backwards, "one")
-    out = tmp_path / "out"
     like = task()
     profile_beams(out, like, CONFIG)
     with pytest.raises(KeyboardInterrupt):
         profile_beams(out, task(HandScorer(like.scorer.worth, 2)), CONFIG, backwards, "one")
-    for draw, by in ((None, ""), (backwards, "two")):
-        with pytest.raises(InputError, match=r"round-1: is not finished; give the checkpoint"):
-            profile_beams(out, task(), CONFIG, draw, by)
+    for policy in ((), (backwards, "two")):
+        with pytest.raises(InputError, match="round-1"):
+            profile_beams(out, task(), CONFIG, *policy)
     assert profile_beams(out, task(), CONFIG, backwards, "one").digest == wanted.digest
 
 
@@ -195,43 +189,33 @@ TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.
 def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *TINY]) == 0
-    printed = capsys.readouterr()
-    assert "12 queries with pools of 48 out of 300 candidates" in printed.out
-    assert "search: 12/12, done in " in printed.err
+    assert "12 queries with pools of 48 out of 300 candidates" in capsys.readouterr().out
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
-    by = {
-        row["found_by"]: row
-        for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]
-    }
+    by = {row["found_by"]: row for row in info_of(Path("out"))["figures"]["found"]}
     assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
     assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
 
     # a selector's own draws
     selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)
     save_checkpoint("policy.pt", selector, table, {})
-    assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
-    with_draws = BeamTable.load("out/beams.safetensors")
+    digests = []
+    for _ in range(2):
+        assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
+        with_draws = BeamTable.load("out/beams.safetensors")
+        digests.append(with_draws.digest)
+    assert digests[0] == digests[1]
     assert int((with_draws.found_by == POLICY).sum()) == 36
     assert (with_draws.lengths[with_draws.round == 1] == 2).all()
-    assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
-    assert BeamTable.load("out/beams.safetensors").digest == with_draws.digest
     # another setting in the same folder
     assert main(["profile", *TINY, "beams.random=1"]) == 2
-    assert "other settings (random: 4 → 1)" in capsys.readouterr().err
+    assert "random: 4 → 1" in capsys.readouterr().err
 
 
 def test_the_built_in_task_with_pools_by_similarity(tmp_path):
-    words = [
-        *TINY[:3],
-        f"out={tmp_path}",
-        "pool.sampler=image_similarity",
-        "pool.size=9",
-        "beams.json=false",
-    ]
-    assert main(["profile", *words]) == 0
+    options = ["pool.sampler=image_similarity", "pool.size=9", "beams.json=false"]
+    assert main(["profile", *TINY[:3], *options, f"out={tmp_path}"]) == 0
     table = BeamTable.load(tmp_path / "beams.safetensors")
-    assert table.pool.shape == (12, 9)
     image = slice(*table.blocks["image"])
     cosines = torch.nn.functional.cosine_similarity(
         table.queries[:, None, image], table.candidates[None, :, image], 2
@@ -250,30 +234,24 @@ def vlm_files(tmp_path_factory):
     saved(folder / "model", *tiny_model("llava"))
     (folder / "empty").mkdir()
     lines = []
-    for number in range(6):
-        name = f"{number % 4}.png"
-        Image.new("RGB", (8, 8), (40 * number, 90, 10)).save(folder / name)
-        item = {
-            "id": f"q{number}",
-            "image": name,
-            "question": "How many dogs ?",
-            "answers": [str(1 + number % 3)],
-        }
-        lines.append(json.dumps(item | {"choices": ["1", "2", "3"]}))
+    for row in range(6):
+        name = f"{row % 4}.png"
+        Image.new("RGB", (8, 8), (40 * row, 90, 10)).save(folder / name)
+        item = {"id": f"q{row}", "image": name, "question": "How many dogs ?"}
+        item |= {"answers": [str(1 + row % 3)], "choices": ["1", "2", "3"]}
+        lines.append(json.dumps(item))
     (folder / "items.jsonl").write_text("\n".join(lines))
     embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    save_file({"embeddings": embeddings}, folder / "e.safetensors")
-    save_file({"embeddings": embeddings[:, :3].contiguous()}, folder / "narrow.safetensors")
-    save_file({"embeddings": embeddings[:4]}, folder / "short.safetensors")
+    parts = {"e": embeddings, "narrow": embeddings[:, :3].contiguous(), "short": embeddings[:4]}
+    for name, part in parts.items():
+        save_file({"embeddings": part}, folder / f"{name}.safetensors")
     return folder
 
 
 def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(vlm_files)
-    words = (
-        f"{VLM} vlm.image_columns=2 vlm.device=cpu pool.size=4 "
-        f"beams.width=2 beams.random=1 out={tmp_path}"
-    )
+    options = "vlm.image_columns=2 vlm.device=cpu pool.size=4 beams.width=2 beams.random=1"
+    words = f"{VLM} {options} out={tmp_path}"
     assert main(["profile", *words.split()]) == 0, capsys.readouterr().err
     table = BeamTable.load(tmp_path / "beams.safetensors")
     assert table.query_ids == tuple(f"q{i}" for i in range(6))
@@ -289,34 +267,35 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "fault"),
     [
-        ("model=gpt", "vlm.data"), ("model=gpt vlm.data=items.jsonl", "vlm.embeddings"),
+        ("model=gpt", "vlm.data"),
+        ("model=gpt vlm.data=items.jsonl", "vlm.embeddings"),
         ("model=model vlm.data=none.jsonl vlm.embeddings=e.safetensors", "none.jsonl"),
         (f"{ITEMS} vlm.embeddings=none.npz", "none.npz"),
-        (f"{ITEMS} vlm.embeddings=short.safetensors", "4 rows for 6 items"),
-        (f"{VLM} " "vlm.bank=items.jsonl", "query_emb"), (f"{VLM} " "vlm.image_columns=5", "image_columns=5"),
-        (f"{VLM} vlm.bank=items.jsonl vlm.query_embeddings=narrow.safetensors", "3 wide"),
-        (f"{VLM} pool.sampler=covers", "covers"), (f"{VLM} model=empty", "empty: cannot be loaded"),
-        ("model=learner learner.variant=lazy", "no variant 'lazy'; there are careless, careful"),
-        ("model=learner learner.part=validation", "no part 'validation'; there are train, test"),
-        ("model=learner " "learner.queries=0", "at least one query"), ("model=learner " "pool.size=0", "pool.size"),
-        ("model=learner pool.sampler=nearest", "pool.sampler=nearest"),
-        ("model=learner beams.shots=0", "beams.shots=0: must be at least 1"),
-        ("model=learner beams.random=-1", "beams.random=-1: must be at least 0"),
-        ("model=learner beams.width=0 beams.retrieved=0 beams.random=0", "nothing to record"),
+        (f"{ITEMS} vlm.embeddings=short.safetensors", "short"),
+        (f"{VLM} vlm.bank=items.jsonl", "query_embeddings"),
+        (f"{VLM} vlm.image_columns=5", "image_columns=5"),
+        (f"{VLM} vlm.bank=items.jsonl vlm.query_embeddings=narrow.safetensors", "narrow"),
+        (f"{VLM} pool.sampler=covers", "covers"),
+        (f"{VLM} model=empty", "empty"),
+        ("model=learner learner.variant=lazy", "lazy"),
+        ("model=learner learner.part=validation", "validation"),
+        ("model=learner learner.queries=0", "query"),
+        ("model=learner pool.size=0", "pool.size"),
+        ("model=learner pool.sampler=nearest", "nearest"),
+        ("model=learner beams.shots=0", "beams.shots"),
+        ("model=learner beams.random=-1", "beams.random"),
+        ("model=learner beams.width=0 beams.retrieved=0 beams.random=0", "width"),
         ("model=learner learner.queries=3 learner.candidates=99 checkpoint=none.pt", "none.pt"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files, tmp_path, monkeypatch, capsys, words, message
+    vlm_files, out, monkeypatch, capsys, words, fault
 ):
     monkeypatch.chdir(vlm_files)
-    assert main(["profile", *words.split(), f"out={tmp_path / 'out'}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("knobwise: ")
-    assert message in error
-    assert not (tmp_path / "out").exists()
+    assert fault in mistake(["profile", *words.split(), f"out={out}"], capsys)
+    assert not out.exists()
 
 
 def test_a_bank_of_its_own_and_fewer_queries(vlm_files, monkeypatch):
@@ -330,11 +309,4 @@ def test_a_bank_of_its_own_and_fewer_queries(vlm_files, monkeypatch):
     assert not set(found.table.pool[0].tolist()) & {0, 4}
     assert not set(found.table.pool[1].tolist()) & {1, 5}
     assert set(found.sources) == {"items.jsonl"}
-    assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.words)
-
-
-def test_only_what_is_not_the_default_is_named():
-    assert changed_settings("beams.", BeamProfileConfig()) == []
-    assert changed_settings("beams.", BeamProfileConfig(json=False, width=2), ("width",)) == [
-        "beams.json=false"
-    ]
+    assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.options)

@@ -16,7 +16,7 @@ from knobwise.profiling.demonstrations.canvases import (
     draw_bank,
     draw_queries,
 )
-from knobwise.profiling.demonstrations.learner import WIDTH, Learner
+from knobwise.profiling.demonstrations.learner import WIDTH
 from knobwise.profiling.demonstrations.scorers import LearnerScorer
 from knobwise.profiling.demonstrations.tasks import builtin_learner
 
@@ -27,46 +27,6 @@ QUERIES, BANK = (
 )
 LEARNER = builtin_learner()
 SCORER = LearnerScorer(LEARNER, QUERIES, BANK)
-
-
-def tokens(n, shots, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    asked, shown = (
-        torch.randn(n, WIDTH, generator=generator),
-        torch.randn(n, shots, WIDTH, generator=generator),
-    )
-    return asked, shown, torch.randint(10, (n, shots), generator=generator)
-
-
-def test_padding_changes_nothing_and_what_stands_in_it_is_not_seen():
-    torch.manual_seed(0)
-    learner = Learner().eval()
-    asked, shown, labels = tokens(6, 4)
-    labels[:3, 2:] = -1
-    with torch.inference_mode():
-        together = learner(asked, shown, labels)
-        two, four = (
-            learner(asked[:3], shown[:3, :2], labels[:3, :2]),
-            learner(asked[3:], shown[3:], labels[3:]),
-        )
-        none = learner(asked, shown, torch.full_like(labels, -1))
-        empty = learner(asked, shown[:, :0], labels[:, :0])
-        shown[:3, 2:] += 100
-        assert torch.equal(learner(asked, shown, labels), together)
-    torch.testing.assert_close(together, torch.cat([two, four]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(none, empty, rtol=0, atol=1e-5)
-    assert (none - together).abs().max() > 0.1
-
-
-def test_the_order_of_demonstrations_does_not_matter_but_their_labels_do():
-    learner = Learner().eval()
-    asked, shown, labels = tokens(5, 3)
-    order = torch.tensor([2, 0, 1])
-    with torch.inference_mode():
-        one, same = learner(asked, shown, labels), learner(asked, shown[:, order], labels[:, order])
-        other = learner(asked, shown, labels[:, order])
-    torch.testing.assert_close(one, same, rtol=0, atol=1e-5)
-    assert (one - other).abs().max() > 0.01
 
 
 def test_the_learner_that_comes_with_knobwise_answers_by_its_demonstrations():
@@ -105,21 +65,17 @@ def prompts(n, shots=4, seed=0):
 def by_hand(query, demonstrations):
     """ln P of each label, [10], for each question asked, and the right label."""
     answers = []
+    shown = torch.zeros(1, len(demonstrations), WIDTH)
+    labels = torch.zeros(1, len(demonstrations), dtype=torch.int64)
+    for i, m in enumerate(demonstrations):
+        shown[0, i] = LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m]))
+        labels[0, i] = int(QUERIES.labels[query, BANK.question[m], BANK.value[m]])
     for part in QUERIES.questions[query][QUERIES.questions[query] >= 0]:
         asked = LEARNER.see(torch.from_numpy(QUERIES.images[query]), torch.tensor(part))
-        seen = [
-            LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m]))
-            for m in demonstrations
-        ]
-        labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in demonstrations]
-        shape = torch.stack([torch.zeros(64), *seen])[1:]
-        logits = LEARNER(asked[None], shape[None], torch.tensor([labels], dtype=torch.int64))[
-            0
-        ].tolist()
-        total = math.log(sum(math.exp(x) for x in logits))
-        answers.append(
-            ([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]])
-        )
+        logits = LEARNER(asked[None], shown, labels)[0].tolist()
+        total = math.log(sum(map(math.exp, logits)))
+        right = QUERIES.labels[query, part, QUERIES.values[query, part]]
+        answers.append(([x - total for x in logits], right))
     return answers
 
 
@@ -200,14 +156,17 @@ def test_votes_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("queries", "demonstrations", "message"),
+    ("queries", "demonstrations", "fault"),
     [
-        ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"), ([0], [0], r"shapes \(1,\) and \(1,\)"),
-        ([20], [[0]], "query 20 does not exist; there are 20"), ([-1], [[0]], "query -1"),
-        ([0], [[50]], "demonstration 50 does not " "exist; there are 50"), ([0], [[-2]], "demonstration -2"),
+        ([0, 1], [[0]], "shapes"),
+        ([0], [0], "shapes"),
+        ([20], [[0]], "query 20"),
+        ([-1], [[0]], "query -1"),
+        ([0], [[50]], "demonstration 50"),
+        ([0], [[-2]], "demonstration -2"),
     ],
-)  # fmt: skip
-def test_rows_that_do_not_exist_are_named(queries, demonstrations, message):
+)
+def test_rows_that_do_not_exist_are_named(queries, demonstrations, fault):
     for call in (SCORER, SCORER.vote):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=fault):
             call(torch.tensor(queries), torch.tensor(demonstrations))

@@ -257,15 +257,15 @@ def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_wi
 
 
 @pytest.mark.parametrize(
-    ("settings", "prompts", "message"),
+    ("settings", "prompts", "fault"),
     [
-        ({}, [(3, [0])], "query 3 does not exist; there are 3"),
-        ({}, [(0, [4])], "demonstration 4 does not exist; there are 4"),
-        ({"batch_size": 0}, MIXED, "batch_size must be ≥ 1"),
-        ({"max_choices": 1}, MIXED, "max_choices ≥ 2"),
-        ({"data": LONELY}, [(0, [])], "query '0' has one candidate answer, '2'"),
+        ({}, [(3, [0])], "query 3"),
+        ({}, [(0, [4])], "demonstration 4"),
+        ({"batch_size": 0}, MIXED, "batch_size"),
+        ({"max_choices": 1}, MIXED, "max_choices"),
+        ({"data": LONELY}, [(0, [])], "'0' has one candidate"),
     ],
 )
-def test_rows_sizes_and_choices_that_make_no_sense_are_refused(llava, settings, prompts, message):
-    with pytest.raises(InputError, match=message):
+def test_rows_sizes_and_choices_that_make_no_sense_are_refused(llava, settings, prompts, fault):
+    with pytest.raises(InputError, match=fault):
         VLMScorer(*llava, **{"data": DATA} | settings)(*rows(prompts))
