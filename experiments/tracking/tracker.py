@@ -74,7 +74,7 @@ def _check_names(settings: TrackingSettings) -> None:
 
     project = settings.project or os.environ.get("WANDB_PROJECT") or ""
     source = "tracking.project" if settings.project else "WANDB_PROJECT"
-    checks = {
+    checks: dict[str, Any] = {
         f"{source}={project}": {"project": project},
         f"tracking.tags={settings.tags}": {"run_tags": tuple(settings.tags)},
     }

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.actor import make_actor
-from knobwise.agents.controller.networks import OutcomeNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.knob_policy import KnobPolicy
@@ -67,23 +66,6 @@ def chosen_at(agent: Any, table: ProfileTable, worths: list[float]) -> Tensor:
     """Its choices for all rows under the same pair."""
     pairs = np.broadcast_to(np.array(worths), (table.num_samples, 2))
     return torch.from_numpy(agent.choose(arrays(table), pairs, table.mask.numpy()))
-
-
-def test_the_score_by_hand_and_one_prediction_for_all_worths() -> None:
-    torch.manual_seed(0)
-    network = OutcomeNetwork(4, 12, TAUGHT, bins=False, weighs=True)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    outcomes = network(torch.randn(2, 3, 4))
-    assert outcomes.log_cost is not None
-    worths = torch.tensor([[5.0, 2.0], [50.0, 9.0], [1e9, 1e9]]).expand(2, 3, 2)
-    predicted = outcomes.predicted()
-    of_ms = predicted.latency_ms / worths[..., :1]
-    accuracy = outcomes.accuracy_logits.sigmoid()
-    wanted = accuracy - of_ms - outcomes.log_cost.exp() / worths[..., 1:]
-    score = predicted.score(worths, "weights")
-    torch.testing.assert_close(score, wanted)
-    torch.testing.assert_close(score[:, 2], accuracy[:, 2])
 
 
 def test_an_untrained_teacher_expects_the_mean_costs_of_each_configuration() -> None:

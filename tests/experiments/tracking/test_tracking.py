@@ -457,16 +457,6 @@ def values_of(row: dict[str, str]) -> dict[str, float]:
     }
 
 
-def fill(path: Path, *seeds: int) -> None:
-    """Three steps of each seed, in two rows each."""
-    for seed in seeds:
-        file = MetricsFile(path, seed)
-        assert file.earlier == []
-        for step in range(3):
-            file.append(step, {"Val/Loss": float(seed)})
-            file.append(step, {"Train/Loss": step / 2})
-
-
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(rows=ROWS)
 def test_metrics_file_gives_back_what_was_written(
@@ -500,28 +490,6 @@ def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
         "0,1,3.0,4.0,",
         ",0,,,5.0",
     ]
-
-
-def test_a_seed_that_goes_on_drops_its_own_later_rows_alone_and_has_all_at_hand(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "metrics.csv"
-    fill(path, 0, 1, 10)
-    again = MetricsFile(path, seed=1, resume_step=0)
-    assert again.earlier == [
-        row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))
-    ]
-    assert again.kept == again.earlier[:2]
-    steps = [str(step) for step in range(3) for _ in range(2)]
-    expected = [
-        *(("0", step) for step in steps),
-        ("1", "0"),
-        ("1", "0"),
-        *(("10", step) for step in steps),
-    ]
-    assert [(row["seed"], row["step"]) for row in written(tmp_path)] == expected
-    MetricsFile(path, seed=1)
-    assert {row["seed"] for row in written(tmp_path)} == {"0", "10"}
 
 
 def append_many(path: Path, seed: int, rows: int) -> None:
