@@ -334,10 +334,8 @@ def _without_infinity(value: Any) -> Any:
 
 def code_digest() -> str:
     """Return a digest of the code that runs, edits that are not committed included."""
-    files = list[Path]()
-    for part in Path(knobwise.__file__).parent.iterdir():
-        if part.is_dir():
-            files += part.resolve().rglob("*.py")
+    parts = Path(knobwise.__file__).parent.iterdir()
+    files = [path for part in parts if part.is_dir() for path in part.resolve().rglob("*.py")]
     content = b"\0".join(path.read_bytes() for path in sorted(files))
     return hashlib.sha256(content).hexdigest()[:12]
 
