@@ -150,23 +150,23 @@ def test_a_flipped_bit_is_noticed(taught: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "mutation"),
     [
-        (("controller", "state", "network.layers.0.weight"), lambda x: x * torch.nan),
-        (("controller", "state", "network.layers.0.weight"), lambda x: x[:, :3]),
-        (("teacher", "network", "layers.0.weight"), lambda x: x * torch.nan),
-        (("teacher", "weights"), lambda x: x * torch.nan),
-        (("static", "latency_ms"), lambda x: x[:3]),
-        (("static", "running"), lambda x: x[:3]),
-        (("latency", "weight"), lambda x: x[:3]),
-        (("guard",), lambda rows: [*rows[:1], {}]),
+        ("controller/state/network.layers.0.weight", lambda x: x * torch.nan),
+        ("controller/state/network.layers.0.weight", lambda x: x[:, :3]),
+        ("teacher/network/layers.0.weight", lambda x: x * torch.nan),
+        ("teacher/weights", lambda x: x * torch.nan),
+        ("static/latency_ms", lambda x: x[:3]),
+        ("static/running", lambda x: x[:3]),
+        ("latency/weight", lambda x: x[:3]),
+        ("guard", lambda rows: [*rows[:1], {}]),
     ],
-    ids=["NaN", "other width", "teacher", "weights", "static", "running", "latency", "guard"],
 )
 def test_what_cannot_decide_is_refused_on_loading(
-    taught: Path, tmp_path: Path, place: tuple[str, ...], mutation: Callable[[Any], Any]
+    taught: Path, tmp_path: Path, place: str, mutation: Callable[[Any], Any]
 ) -> None:
     content = torch.load(taught, weights_only=True)
-    part = functools.reduce(operator.getitem, place[:-1], content["controller"])
-    part[place[-1]] = mutation(part[place[-1]])
+    *path, last = place.split("/")
+    part = functools.reduce(operator.getitem, path, content["controller"])
+    part[last] = mutation(part[last])
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(InputError, match=r"c\.pt: ") as refused:
         load_checkpoint(tmp_path / "c.pt")

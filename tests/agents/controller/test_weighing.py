@@ -159,10 +159,9 @@ def test_decide_takes_a_pair_or_many() -> None:
     first = {name: block[0] for name, block in features.items()}
     assert policy.decide(first, [4.0, 3.0]) == wanted[0]
     for wrong in (4.0, [1.0, 2.0, 3.0], [[1.0, -2.0]]):
-        with pytest.raises(InputError, match=r"a pair of worths, in ms and of .*, or \[n, 2\]"):
+        with pytest.raises(InputError, match="worths"):
             policy.decide(features, wrong)
-    refusal = "explanations and drifts are for controllers without a further cost"
-    with pytest.raises(InputError, match=refusal):
+    with pytest.raises(InputError, match="explanations"):
         policy.decide(features, worths, explain=True)
 
 
