@@ -47,10 +47,8 @@ class _FromBlocks(nn.Module):
         if limit is None:
             key = controller.limit_key
             raise InputError(f"the tensordict lacks {key!r}, each request's limit in ms")
-        blocks = {}
-        for name, x in zip(controller.normaliser.sizes, features, strict=True):
-            if x is not None:
-                blocks[name] = x
+        named = zip(controller.normaliser.sizes, features, strict=True)
+        blocks = {name: x for name, x in named if x is not None}
         # a limit [*, 1] has as many axes as features [*, d]
         alike = any(x is not None and x.ndim == limit.ndim for x in others)
         if alike:
@@ -82,10 +80,7 @@ class _FromRows(nn.Module):
         super().__init__()
         self.controller = controller
         self.register_buffer("offsets", offsets, persistent=False)
-        if members:
-            self.members = controller.config.members_trained
-        else:
-            self.members = 0
+        self.members = controller.config.members_trained if members else 0
         device = controller.configurations.device
         # features of all samples, normalised once
         blocks = {name: block.to(device) for name, block in table.features.items()}

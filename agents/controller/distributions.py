@@ -43,10 +43,7 @@ class ConfigurationCategorical(Distribution):
         index: ActionIndex | None = None,
         normalised: bool = False,
     ) -> None:
-        if normalised:
-            self.log_probs = log_probs
-        else:
-            self.log_probs = log_probs.log_softmax(-1)
+        self.log_probs = log_probs if normalised else log_probs.log_softmax(-1)
         self.configurations = configurations
         self.group_size = group_size
         self.index = index or self._match
@@ -144,10 +141,7 @@ class KnobCategoricals(CompositeDistribution):
         self.names = names
         self.joint = ConfigurationCategorical(log_probs, group_size=group_size, **joint)
         self.log_probs = self.joint.log_probs
-        if group_size is None:
-            self.group: tuple[int, ...] = ()
-        else:
-            self.group = (group_size,)
+        self.group = torch.Size(() if group_size is None else (group_size,))
         self._batch_shape = self.joint.batch_shape + self.group
 
     @cached_property
@@ -181,13 +175,9 @@ class KnobCategoricals(CompositeDistribution):
     def log_prob_composite(
         self, sample: TensorDictBase, *, include_sum: bool | None = None
     ) -> TensorDictBase:
-        if self.group:
-            log_probs = self.log_probs.unsqueeze(-2)
-        else:
-            log_probs = self.log_probs
-        return self._each(
-            "log_prob", self._conditionals(log_probs, self._action(sample)), include_sum
-        )
+        log_probs = self.log_probs.unsqueeze(-2) if self.group else self.log_probs
+        by_knob = self._conditionals(log_probs, self._action(sample))
+        return self._each("log_prob", by_knob, include_sum)
 
     def entropy(self, samples_mc: int = 1, **options: Any) -> Any:
         """Return entropies in nats, by knob.

@@ -68,10 +68,7 @@ class KnobHeads(nn.Module):
         super().__init__()
         count = len(configurations)
         self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
-        if self.by_knobs:
-            places = torch.from_numpy(places_of(configurations.numpy()))
-        else:
-            places = None
+        places = torch.from_numpy(places_of(configurations.numpy())) if self.by_knobs else None
         self.register_buffer("places", places, persistent=False)
         # one logit for each knob value, or for each configuration
         outputs = count if places is None else len(places)

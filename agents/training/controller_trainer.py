@@ -255,8 +255,9 @@ class ControllerTrainer(JudgedTrainer):
             patience=settings.warmup_patience,
         )
         if agent.teacher is not None:
-            imitation = {"loss": self._imitate, "begin": self._begin_imitation}
-            warm_up = replace(warm_up, name="imitation", **imitation)
+            warm_up.name = "imitation"
+            warm_up.loss = self._imitate
+            warm_up.begin = self._begin_imitation
         last = Stage(
             "GRPO",
             self.grpo.__call__,
@@ -267,7 +268,8 @@ class ControllerTrainer(JudgedTrainer):
             patience=settings.patience,
         )
         if self.critic is not None:
-            last = replace(last, name="PPO", loss=self._with_advantages)
+            last.name = "PPO"
+            last.loss = self._with_advantages
         elif self.loss.objective == "exact":
             last.loss = self._with_rewards(self.grpo)
         if self.loss.kl_band:

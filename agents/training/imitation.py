@@ -44,32 +44,27 @@ class Lessons:
         judged: Tensor,
         draws: int,
         seed: int,
-        size: float = 0.0,
+        size: float,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         # each network learns from the teacher that saw the same samples
         teachers = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
         cells = len(teachers) * LIMITS * table.num_configurations
         count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
-        x = []
-        limits = []
-        worths = []
-        offsets: list[Tensor] = []
+        lessons = []
         drift = Drift(table.configurations, size)
         with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
             for finished, (teacher, held_out) in enumerate(teachers, 1):
                 rows = _rows_without(fitted.rows, held_out)
-                x.append(composed_of(table, fitted.teacher.normaliser, rows, count, generator))
-                limits.append(drawn_limits(judged, (count, LIMITS), generator))
-                drifts = drift.draw((count, LIMITS), generator)
-                if drifts is not None:
-                    offsets.append(drifts)
-                worths.append(teacher.teach(x[-1], limits[-1], drifts))
+                x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
+                limits = drawn_limits(judged, (count, LIMITS), generator)
+                offsets = drift.draw((count, LIMITS), generator)
+                lesson = x, limits, teacher.teach(x, limits, offsets), offsets
+                lessons.append([part for part in lesson if part is not None])
                 tick(finished, "teachers")
-        self.x = torch.stack(x)
-        self.limits = torch.stack(limits)
-        self.worths = torch.stack(worths)
-        self.offsets = torch.stack(offsets) if offsets else None
+        parts = [torch.stack(networks) for networks in zip(*lessons, strict=True)]
+        self.x, self.limits, self.worths = parts[:3]
+        self.offsets = parts[3] if parts[3:] else None
 
     def draw(
         self,
@@ -82,17 +77,13 @@ class Lessons:
             Features [M, n, width], limits [M, n], worths [M, n, C], and offsets of ln ms [M, n, C],
             None without drift.
         """
-        members, requests, limits_each = self.limits.shape[:3]
+        members, requests, count = self.limits.shape[:3]
         member = torch.arange(members).unsqueeze(1)
         row = torch.randint(requests, (members, contexts))
-        limit = torch.randint(limits_each, (members, contexts))
-        lesson = member, row, limit
-        offset = None
-        if self.offsets is not None:
-            offset = self.offsets[lesson].to(device)
+        lesson = member, row, torch.randint(count, (members, contexts))
         parts = self.x[member, row], self.limits[lesson], self.worths[lesson]
-        x, limits, worths = (part.to(device) for part in parts)
-        return x, limits, worths, offset
+        offset = None if self.offsets is None else self.offsets[lesson].to(device)
+        return *(part.to(device) for part in parts), offset  # type: ignore[return-value]
 
 
 def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:
@@ -155,13 +146,13 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
     """
     first = _mixed(x, widths, count, generator)
     second = _mixed(x, widths, count, generator)
-    share = 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
+    share = _half_or_less(count, generator)
     return torch.where(_uniform(count, x.shape[1], generator) < share, second, first)
 
 
 def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
     """Return crossed samples, half of them as a mean with another one."""
-    share = 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
+    share = _half_or_less(count, generator)
     first = _crossed(x, widths, count, generator)
     second = _crossed(x, widths, count, generator)
     return torch.lerp(first, second, share)
@@ -174,9 +165,12 @@ def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
     others = torch.randint(n, (count, len(widths)), generator=generator)
     rows = torch.where(_uniform(count, 1, generator) < 0.5, others, rows)
     blocks = [block[rows[:, index]] for index, block in enumerate(x.split(widths, 1))]
-    if blocks:
-        return torch.cat(blocks, 1)
-    return x.new_zeros(count, 0)
+    return torch.cat([x.new_zeros(count, 0), *blocks], 1)
+
+
+def _half_or_less(count: int, generator: torch.Generator) -> Tensor:
+    """Return 0 for half of the requests, and a share of up to a half for the others: [count, 1]."""
+    return 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
 
 
 def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -13,17 +13,14 @@ from knobwise.agents.training.settings import OptimiserConfig
 
 def adamw(module: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """Return a fresh AdamW for the parameters that learn; biases do not decay."""
-    weights: list[nn.Parameter] = []
-    biases: list[nn.Parameter] = []
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name.endswith("bias"):
-            biases.append(parameter)
-        else:
-            weights.append(parameter)
-    decayed: dict[str, Any] = {"params": weights, "weight_decay": weight_decay}
-    return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
+        if parameter.requires_grad:
+            groups[name.endswith("bias")]["params"].append(parameter)
+    return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
 
 def learning_rate(highest: float, share: float, settings: OptimiserConfig) -> float:

@@ -316,7 +316,7 @@ class SelectorTrainer(Trainer):
     def _recorded(self) -> BeamTable:
         """The records of the validation queries; scores stand in for unknown answers."""
         fields = self.table.fields
-        outcome = fields.get("vqa_correct", fields.get("beam_score"))
+        outcome: Any = fields.get("vqa_correct", fields.get("beam_score"))
         return replace(self.table, fields={"vqa_correct": outcome}).select(self.split.validation)
 
     @functools.cached_property

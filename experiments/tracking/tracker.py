@@ -74,7 +74,7 @@ def _check_names(settings: TrackingSettings) -> None:
 
     project = settings.project or os.environ.get("WANDB_PROJECT") or ""
     source = "tracking.project" if settings.project else "WANDB_PROJECT"
-    checks = {
+    checks: dict[str, Any] = {
         f"{source}={project}": {"project": project},
         f"tracking.tags={settings.tags}": {"run_tags": tuple(settings.tags)},
     }
@@ -334,10 +334,8 @@ def _without_infinity(value: Any) -> Any:
 
 def code_digest() -> str:
     """Return a digest of the code that runs, edits that are not committed included."""
-    files = list[Path]()
-    for part in Path(knobwise.__file__).parent.iterdir():
-        if part.is_dir():
-            files += part.resolve().rglob("*.py")
+    parts = Path(knobwise.__file__).parent.iterdir()
+    files = [path for part in parts if part.is_dir() for path in part.resolve().rglob("*.py")]
     content = b"\0".join(path.read_bytes() for path in sorted(files))
     return hashlib.sha256(content).hexdigest()[:12]
 

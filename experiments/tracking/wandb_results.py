@@ -118,9 +118,8 @@ def log_results(
     logged = _tables(results, folder) | _curves(results)
     if (folder / "report.html").exists():
         logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
-    logged |= {
-        f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()
-    }
+    for name, png in (images or {}).items():
+        logged[f"Charts/{name}"] = wandb.Image(Image.open(io.BytesIO(png)))
     run.log(logged)
     log_profile(run, results.get("profile", {}))
     if model is not None and not run.offline:
@@ -161,11 +160,8 @@ def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Any:
     import wandb
 
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns |= dict.fromkeys(row)
-    cells = [list(map(row.get, columns)) for row in rows]
-    return wandb.Table(columns=list(columns), data=cells)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return wandb.Table(columns=columns, data=[list(map(row.get, columns)) for row in rows])
 
 
 def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:

@@ -199,7 +199,7 @@ class WandbRun:
             sweep_id=sweep,
         )
         online = self.mode == "online"
-        joins = "allow" if resumes and online else None
+        joins: Any = "allow" if resumes and online else None
         try:
             run = wandb.init(**self.about, id=identity, resume=joins, settings=settings)
         except wandb.Error as error:

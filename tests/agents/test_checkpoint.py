@@ -79,13 +79,8 @@ def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path: 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no")
     torch.save({"state": {}}, tmp_path / "other.pt")
-    messages = {
-        "none": "no such checkpoint",
-        "text": "not a checkpoint",
-        "other": "not a checkpoint of knobwise",
-    }
-    for name, message in messages.items():
-        with pytest.raises(InputError, match=message):
+    for name in ("none", "text", "other"):
+        with pytest.raises(InputError, match="checkpoint"):
             load_checkpoint(tmp_path / f"{name}.pt")
 
 
@@ -93,21 +88,13 @@ def test_a_setting_that_was_removed_is_named(tmp_path: Path) -> None:
     table = small_table(20)
     save_checkpoint(tmp_path / "c.pt", heads(table), table, {})
     content = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert content["format"] == "knobwise.Controller/3"
+    torch.save(content | {"format": "knobwise.Controller/2"}, tmp_path / "c.pt")
+    with pytest.raises(InputError, match="Controller/3"):
+        load_checkpoint(tmp_path / "c.pt")
     content["controller"]["controller"]["policy"]["budget_encoding"] = "fourier"
     torch.save(content, tmp_path / "c.pt")
-    message = r"c\.pt: cannot be used any more: policy\.budget_encoding='fourier': .*; train again$"
-    with pytest.raises(InputError, match=message):
-        load_checkpoint(tmp_path / "c.pt")
-
-
-def test_a_checkpoint_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
-    table = small_table(20)
-    save_checkpoint(tmp_path / "c.pt", heads(table), table, {})
-    content = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert content["format"] == "knobwise.Controller/3"
-    content["format"] = "knobwise.Controller/2"
-    torch.save(content, tmp_path / "c.pt")
-    with pytest.raises(InputError, match=r"c\.pt: .*expected format knobwise\.Controller/3"):
+    with pytest.raises(InputError, match=r"policy\.budget_encoding='fourier'"):
         load_checkpoint(tmp_path / "c.pt")
 
 
@@ -163,23 +150,23 @@ def test_a_flipped_bit_is_noticed(taught: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "mutation"),
     [
-        (("controller", "state", "network.layers.0.weight"), lambda x: x * torch.nan),
-        (("controller", "state", "network.layers.0.weight"), lambda x: x[:, :3]),
-        (("teacher", "network", "layers.0.weight"), lambda x: x * torch.nan),
-        (("teacher", "weights"), lambda x: x * torch.nan),
-        (("static", "latency_ms"), lambda x: x[:3]),
-        (("static", "running"), lambda x: x[:3]),
-        (("latency", "weight"), lambda x: x[:3]),
-        (("guard",), lambda rows: [*rows[:1], {}]),
+        ("controller/state/network.layers.0.weight", lambda x: x * torch.nan),
+        ("controller/state/network.layers.0.weight", lambda x: x[:, :3]),
+        ("teacher/network/layers.0.weight", lambda x: x * torch.nan),
+        ("teacher/weights", lambda x: x * torch.nan),
+        ("static/latency_ms", lambda x: x[:3]),
+        ("static/running", lambda x: x[:3]),
+        ("latency/weight", lambda x: x[:3]),
+        ("guard", lambda rows: [*rows[:1], {}]),
     ],
-    ids=["NaN", "other width", "teacher", "weights", "static", "running", "latency", "guard"],
 )
 def test_what_cannot_decide_is_refused_on_loading(
-    taught: Path, tmp_path: Path, place: tuple[str, ...], mutation: Callable[[Any], Any]
+    taught: Path, tmp_path: Path, place: str, mutation: Callable[[Any], Any]
 ) -> None:
     content = torch.load(taught, weights_only=True)
-    part = functools.reduce(operator.getitem, place[:-1], content["controller"])
-    part[place[-1]] = mutation(part[place[-1]])
+    *path, last = place.split("/")
+    part = functools.reduce(operator.getitem, path, content["controller"])
+    part[last] = mutation(part[last])
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(InputError, match=r"c\.pt: ") as refused:
         load_checkpoint(tmp_path / "c.pt")
@@ -271,56 +258,27 @@ def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "difference"),
     [
-        (
-            {"policy": PolicyConfig(hidden=8)},
-            r"policy\.hidden is 16 in the checkpoint and 8 in this training",
-        ),
-        (
-            {"policy": PolicyConfig(hidden=16, layers=3)},
-            r"policy\.layers is 2 in the checkpoint and 3",
-        ),
-        (
-            {"policy": PolicyConfig(hidden=16, members=2)},
-            r"policy\.members is 1 in the checkpoint and 2",
-        ),
-        (
-            {
-                "policy": POLICIES["taught"],
-                "budget": BudgetConfig(sense="mean"),
-                "init_from": "taught.pt",
-            },
-            "the limit of a request is budget_ms in the checkpoint and worth_ms",
-        ),
-        (
-            {"table": small_table(60, features=False)},
-            "the width of feature block image_features is 4 in the checkpoint and None",
-        ),
-        (
-            {"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)},
-            r"knob size is None .* and \(0, 1\)",
-        ),
-        (
-            {"table": FEWER},
-            r"the number of configurations .* is \(12, \d+\) in the checkpoint and \(11, \d+\)",
-        ),
-        ({"init_from": "selector.pt"}, "holds a selector"),
-        ({"init_from": "none.pt"}, "no such checkpoint"),
-        ({"init_from": "RCE/last.pt"}, "does not say what it was trained on; use a best.pt"),
-        (
-            {"split": TABLE.split(seed=7)},
-            r"was trained on \d+ of the test samples of profile 'small'",
-        ),
+        ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden"),
+        ({"policy": PolicyConfig(hidden=16, layers=3)}, r"policy\.layers"),
+        ({"policy": PolicyConfig(hidden=16, members=2)}, r"policy\.members"),
+        ({"budget": BudgetConfig(sense="mean")}, "worth_ms"),
+        ({"table": small_table(60, features=False)}, "image_features"),
+        ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, "knob size"),
+        ({"table": FEWER}, r"\(12, .*\(11, "),
+        ({"init_from": "selector.pt"}, "selector"),
+        ({"init_from": "none.pt"}, "no such"),
+        ({"init_from": "RCE/last.pt"}, "best.pt"),
+        ({"split": TABLE.split(seed=7)}, "test samples"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_started_from_is_refused(
-    starts: Path, settings: dict[str, Any], message: str
+    starts: Path, settings: dict[str, Any], difference: str
 ) -> None:
     settings = {"init_from": "RCE/best.pt"} | settings
     settings["init_from"] = starts / settings["init_from"]
-    with pytest.raises(InputError, match=message) as refused:
+    with pytest.raises(InputError, match=difference) as refused:
         trainer("RCE", **settings)
     assert str(settings["init_from"]) in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -334,24 +292,22 @@ def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> 
     assert equal_states(selector, loaded.selector)
     assert not equal_states(selector, fresh)
     assert selector.config.dropout == 0.5
-    with pytest.raises(
-        InputError, match="the width of the embeddings is 4 in the checkpoint and 5 in this"
-    ):
-        started_from(path, loaded, Selector(config, 5))
-    with pytest.raises(InputError, match=r"selector\.width is 16 in the checkpoint and 32 in this"):
-        started_from(path, loaded, Selector(replace(config, width=32), 4))
-    with pytest.raises(InputError, match="holds a controller"):
-        started_from(path, load_checkpoint(starts / "taught.pt"), fresh)
+    refusals = {
+        "embeddings": (loaded, Selector(config, 5)),
+        r"selector\.width": (loaded, Selector(replace(config, width=32), 4)),
+        "controller": (load_checkpoint(starts / "taught.pt"), fresh),
+    }
+    for difference, (start, wanted) in refusals.items():
+        with pytest.raises(InputError, match=difference):
+            started_from(path, start, wanted)
 
 
 def test_a_training_that_began_with_other_weights_is_not_resumed(
     starts: Path, tmp_path: Path
 ) -> None:
+    last = tmp_path / "last.pt"
     trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).run()
-    assert trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).resume(
-        tmp_path / "last.pt"
-    )
-    with pytest.raises(InputError, match="from other weights"):
-        trainer("RCE", folder=tmp_path).resume(tmp_path / "last.pt")
-    with pytest.raises(InputError, match="from other weights"):
-        trainer("RCE", init_from=tmp_path / "best.pt", folder=tmp_path).resume(tmp_path / "last.pt")
+    assert trainer("RCE", init_from=starts / "RCE" / "best.pt").resume(last)
+    for other in (None, tmp_path / "best.pt"):
+        with pytest.raises(InputError, match="weights"):
+            trainer("RCE", init_from=other).resume(last)

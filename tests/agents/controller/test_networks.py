@@ -89,20 +89,6 @@ def test_a_teachers_network_by_hand() -> None:
     assert not torch.equal(net.train()(x).log_latency, out.log_latency)
 
 
-def test_what_it_predicts_under_a_deadline_and_at_a_price_by_hand() -> None:
-    net = network()
-    latency_ms = torch.tensor([4.0, 8.0, 16.0]).expand(9, 3)
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), latency_ms, everyone(1, 9))
-    out = net(torch.randn(1, 1, 2))
-    predicted = out.predicted()
-    normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
-    wanted = 0.5 * normal.cdf(torch.tensor(8.0).log())
-    torch.testing.assert_close(predicted.score(torch.tensor([[8.0]]))[0, 0], wanted)
-    mean = torch.distributions.LogNormal(out.log_latency[0, 0], out.spread[0, 0]).mean
-    at_price = predicted.score(torch.tensor([[100.0]]), "mean")[0, 0]
-    torch.testing.assert_close(at_price, 0.5 - mean / 100)
-
-
 def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
     torch.manual_seed(0)
     config = PolicyConfig(hidden=8, layers=2, dropout=0.5)

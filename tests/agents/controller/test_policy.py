@@ -59,21 +59,6 @@ def chosen_by(controller: Controller, table: ProfileTable, data: TensorDict) -> 
 
 
 @every_head
-@with_and_without_holes
-def test_what_is_deployed_takes_the_best_inside_the_mask(by_knobs: bool, holes: float) -> None:
-    table = table_with(by_knobs, holes)
-    controller = small_controller(table).eval()
-    assert controller.network.head.by_knobs == by_knobs
-    data = contexts(table)
-    chosen = chosen_by(controller, table, data)
-    assert data["mask"].gather(1, chosen[:, None]).all()
-    actor = make_actor(controller, table)
-    assert torch.equal(chosen, actor.get_dist(data).log_probs.argmax(-1))
-    # TorchRL's default is deterministic
-    assert torch.equal(table.configurations[chosen], actor(data)["action"])
-
-
-@every_head
 @pytest.mark.parametrize("features", [True, False])
 def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs: bool, features: bool) -> None:
     table = table_with(by_knobs, features=features)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ctrl_c, same
 from helpers import Lines, equal_states, small_table
 from tensordict import TensorDict
 
@@ -110,42 +111,24 @@ def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:
 def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: int) -> None:
     whole, first, again = (trainer(folder=tmp_path / name, seed=3) for name in "abb")
     whole.run()
-    learn = first._learn
-
-    def killed(data: Any) -> Any:
-        if first.iteration == stopped:
-            raise KeyboardInterrupt
-        return learn(data)
-
-    first._learn = killed  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(lambda student: student.iteration == stopped), pytest.raises(KeyboardInterrupt):
         first.run()
     assert again.resume(tmp_path / "b" / "last.pt")
     assert again.iteration == stopped - 2
     again.run()
-    assert whole.critic is not None
-    assert again.critic is not None
-    assert equal_states(whole.critic, again.critic)
-    assert whole.critic.state_dict()["module.controller.network.head.weight"].abs().sum() > 0
-    states = [load_checkpoint(tmp_path / name / "last.pt") for name in "ab"]
-    assert equal_states(*(loaded.controller for loaded in states))
-    assert whole.scores == again.scores
-    moments = [loaded.extra["training"]["optimiser"]["state"] for loaded in states]
-    assert len(moments[0]) == len(list(whole.learned.parameters()))
-    for number, moment in moments[0].items():
-        assert all(torch.equal(values, moments[1][number][name]) for name, values in moment.items())
+    states = [load_checkpoint(tmp_path / name / "last.pt").extra["training"] for name in "ab"]
+    assert same(*states)
+    assert states[0]["critic"]["module.controller.network.head.weight"].abs().sum() > 0
+    assert len(states[0]["optimiser"]["state"]) == len(list(whole.learned.parameters()))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "name"),
     [
-        ({"kl_to_ref_coeff": 0.1}, r"loss\.kl_to_ref_coeff=0\.1: PPO has no reference policy"),
-        (
-            {"advantage": "unnormalised"},
-            r"loss\.advantage='unnormalised': must be one of centred, zscore",
-        ),
+        ({"kl_to_ref_coeff": 0.1}, "kl_to_ref_coeff"),
+        ({"advantage": "unnormalised"}, "advantage"),
     ],
 )
-def test_what_ppo_does_not_have_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_what_ppo_does_not_have_is_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError, match=name):
         LossConfig(objective="ppo", **settings)

@@ -100,23 +100,23 @@ def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing()
     """Trap 5: one surviving candidate made a standard deviation, and then every weight, NaN."""
     table, scorer = small_beams(12)
     sequences, pool = table.sequences.clone(), table.pool.clone()
-    sequences[:4, 1:], sequences[4:8] = -1, -1
+    sequences[:4, 1:] = -1
+    sequences[4:8] = -1
     pool[8:10, 1:] = -1  # one candidate
-    sequences[8:10, :, 0], sequences[8:10, :, 1], sequences[8:10, 1:] = 0, -1, -1
+    sequences[8:10] = -1
+    sequences[8:10, 0, 0] = 0
     none = sequences[..., 0] < 0
     found_by = table.found_by.masked_fill(none, -1)
     fields = {name: values.masked_fill(none, torch.nan) for name, values in table.fields.items()}
     holed = replace(table, sequences=sequences, found_by=found_by, fields=fields, pool=pool)
     split = Split(torch.arange(10), torch.arange(10, 12), torch.arange(0))
     for stage, live in (("sft", False), ("rce", False), ("grpo", False), ("grpo", True)):
-        student = SelectorTrainer(
-            stage, holed, split, fresh(holed), scorer=scorer, live=live, config=SHORT
-        )
+        options = {"scorer": scorer, "live": live, "config": SHORT}
+        student = SelectorTrainer(stage, holed, split, fresh(holed), **options)
+        before = copy.deepcopy(student.agent)
         assert all(p.isfinite().all() for p in student.run().parameters())
-    only_poor = SelectorTrainer("grpo", holed, split, fresh(holed), config=SHORT)
-    before = copy.deepcopy(only_poor.agent)
-    only_poor.run()
-    assert equal_states(before, only_poor.agent)
+        if stage == "grpo" and not live:  # of one recorded sequence nothing is learned
+            assert equal_states(before, student.agent)
 
 
 def test_more_ids_than_64() -> None:

@@ -102,24 +102,21 @@ def ends_as_without_a_stop(
     return first
 
 
-@pytest.mark.parametrize("objective", ["exact", "sampled"])
-@pytest.mark.parametrize("name", ["one", "taught"])
-def test_learns_more_than_budget_aware_static(objective: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "objective"),
+    [
+        (PolicyConfig(hidden=64), "exact"),
+        (PolicyConfig(teacher=True, members=3, hidden=32, dropout=0.2), "sampled"),
+    ],
+    ids=["one", "taught"],
+)
+def test_learns_more_than_budget_aware_static(policy: PolicyConfig, objective: str) -> None:
     table = small_table(1500, holes=0.2)
-    policies = {
-        "one": PolicyConfig(hidden=64),
-        "taught": PolicyConfig(teacher=True, members=3, hidden=32, dropout=0.2),
-    }
     optimiser = OptimiserConfig(
-        teacher_iterations=40,
-        warmup_iterations=60,
-        iterations=200,
-        contexts=128,
-        minibatch=128,
-        lr=1e-3,
+        teacher_iterations=40, warmup_iterations=60, iterations=200, contexts=128, minibatch=128
     )
     loss = LossConfig(objective=objective)
-    student = trainer(table, optimiser=optimiser, policy=policies[name], loss=loss)
+    student = trainer(table, optimiser=optimiser, policy=policy, loss=loss)
     data = table, student.split.test, student.limits, student.env.rewards
     static = judge(static_of(table, student.split.train), *data).utility.mean()
     before = judge(student.agent, *data).utility.mean()

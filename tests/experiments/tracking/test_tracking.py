@@ -165,27 +165,21 @@ def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(
 def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> None:
     assert set(logged) == {"lr-0.003 s0", "lr-0.003 s1", "lr-0.003"}
     session = logged["lr-0.003 s1"]
-    about = {
+    assert session.about == {
         "displayName": "lr-0.003 s1",
         "groupName": "controller",
         "jobType": "train",
         "project": "knobwise",
-    }
-    assert session.about == about | {
         "tags": ["nightly", "theirs", "small"],
         "notes": "Is a low learning rate better?",
     }
     assert session.config["run"] == logged["lr-0.003"].config["run"] == "controller/lr-0.003"
-    assert session.config["optimiser"] == {"lr": 0.003}
-    assert session.config["loss"] == {
-        "ends": ["inf", 1.0]
-    }  # as on the command line; JSON has no infinity
-    assert (session.config["seed"], session.config["profile_digest"]) == (1, DIGEST)
-    steps = {
-        m.get("step_metric")
-        for m in of_kind(session, "metric")
-        if m.get("name", "").startswith("Train/")
-    }
+    # as on the command line; JSON has no infinity
+    wanted = {"optimiser": {"lr": 0.003}, "loss": {"ends": ["inf", 1.0]}}
+    wanted |= {"seed": 1, "profile_digest": DIGEST}
+    assert session.config.items() >= wanted.items()
+    metrics = of_kind(session, "metric")
+    steps = {m.get("step_metric") for m in metrics if m.get("name", "").startswith("Train/")}
     assert steps == {"step"}
     rewards = [numbers(1, step)["Train/Reward_Mean"] for step in STEPS]
     assert session.summary["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
@@ -196,20 +190,19 @@ def test_test_scores_are_in_the_runs_that_trained(run: Path, logged: Sessions) -
     what they were."""
     for seed in (0, 1):
         summary = logged[f"lr-0.003 s{seed}"].summary
-        assert {
-            name: value for name, value in summary.items() if name.startswith("Test/")
-        } == SCORES[seed]
+        assert summary.items() >= SCORES[seed].items()
         assert summary["Train/Loss"] == {"min": 1 / (23 + seed), "last": 1 / (23 + seed)}
-    assert not {"Test/Utility", "Test/On_Time_Feasible"} & logged["lr-0.003"].summary.keys()
-    models = {
-        name: [a for a in of_kind(one, "artifact") if a["type"] == "model"]
-        for name, one in logged.items()
-    }
-    assert [name for name, found in models.items() if found] == ["lr-0.003 s1"]
-    (model,) = models["lr-0.003 s1"]
+    assert not SCORES[0].keys() & logged["lr-0.003"].summary.keys()
+    models = [
+        (name, artifact)
+        for name, session in logged.items()
+        for artifact in of_kind(session, "artifact")
+        if artifact["type"] == "model"
+    ]
+    ((name, model),) = models
+    assert (name, model["name"]) == ("lr-0.003 s1", f"controller-{run.name}")
     metadata = model["metadata"]
     assert (metadata if isinstance(metadata, dict) else json.loads(metadata)) == SCORES[1]
-    assert model["name"] == f"controller-{run.name}"
 
 
 def test_results_are_logged_inside_the_run_and_in_few_keys(run: Path, logged: Sessions) -> None:
@@ -293,20 +286,15 @@ def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path: Path) -> Non
 
 
 def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
-    ends = {
-        "crash": (ValueError("broken"), 1),
-        "ctrl-c": (KeyboardInterrupt(), 130),
-        "exit": (SystemExit(0), 0),
-    }
-    for name, (error, _) in ends.items():
-        log = tracker(tmp_path / name, name=name)
+    ends = {130: KeyboardInterrupt(), 1: ValueError("broken"), 0: SystemExit(0)}
+    for code, error in ends.items():
+        log = tracker(tmp_path / str(code))
         with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
             log.log({"Train/Loss": 1.0}, 0)
             raise error
-    sessions = [session for name in ends for session in offline_runs(tmp_path / name)]
-    assert all(session.history == [{"step": 0, "Train/Loss": 1.0}] for session in sessions)
-    codes = {session.about["displayName"]: session.exit_code for session in sessions}
-    assert codes == {name: status for name, (_, status) in ends.items()}
+        (session,) = offline_runs(tmp_path / str(code))
+        assert session.history == [{"step": 0, "Train/Loss": 1.0}]
+        assert session.exit_code == code
 
 
 def test_resuming_drops_what_was_logged_after_the_checkpoint(
@@ -457,16 +445,6 @@ def values_of(row: dict[str, str]) -> dict[str, float]:
     }
 
 
-def fill(path: Path, *seeds: int) -> None:
-    """Three steps of each seed, in two rows each."""
-    for seed in seeds:
-        file = MetricsFile(path, seed)
-        assert file.earlier == []
-        for step in range(3):
-            file.append(step, {"Val/Loss": float(seed)})
-            file.append(step, {"Train/Loss": step / 2})
-
-
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(rows=ROWS)
 def test_metrics_file_gives_back_what_was_written(
@@ -500,28 +478,6 @@ def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
         "0,1,3.0,4.0,",
         ",0,,,5.0",
     ]
-
-
-def test_a_seed_that_goes_on_drops_its_own_later_rows_alone_and_has_all_at_hand(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "metrics.csv"
-    fill(path, 0, 1, 10)
-    again = MetricsFile(path, seed=1, resume_step=0)
-    assert again.earlier == [
-        row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))
-    ]
-    assert again.kept == again.earlier[:2]
-    steps = [str(step) for step in range(3) for _ in range(2)]
-    expected = [
-        *(("0", step) for step in steps),
-        ("1", "0"),
-        ("1", "0"),
-        *(("10", step) for step in steps),
-    ]
-    assert [(row["seed"], row["step"]) for row in written(tmp_path)] == expected
-    MetricsFile(path, seed=1)
-    assert {row["seed"] for row in written(tmp_path)} == {"0", "10"}
 
 
 def append_many(path: Path, seed: int, rows: int) -> None:
