@@ -52,10 +52,11 @@ def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> 
         Places int64 [Q, T], by the name of the way.
     """
     ways = {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
-    if parts_of(table) is not None:
-        ways["part_similarity"] = part_similarity(table, shots)
+    parts = parts_of(table)
+    if parts is not None:
+        ways["part_similarity"] = part_similarity(table, parts, shots)
         if trusted is not None:
-            ways["careful_rule"] = part_similarity(table, shots, trusted)
+            ways["careful_rule"] = part_similarity(table, parts, shots, trusted)
     return ways
 
 
@@ -124,25 +125,25 @@ def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
     return wanted.bool(), answered.bool()
 
 
-def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None) -> Tensor:
+def part_similarity(
+    table: BeamTable,
+    parts: tuple[Tensor, Tensor],
+    shots: int,
+    trusted: Tensor | None = None,
+) -> Tensor:
     """Choose for each part of the question in turn the demonstration with the most similar image.
 
     If no candidate is left that answers the part, the most similar image of all is chosen.
 
     Args:
-        table: the queries and their pools; it must have parts.
+        table: the queries and their pools.
+        parts: of the queries and of the candidates, see `parts_of`.
         shots: T; with more shots than parts the turns start over.
         trusted: bool [M], candidates that come before all others; None for no difference.
 
     Returns:
         Places int64 [Q, T].
     """
-    parts = parts_of(table)
-    if parts is None:
-        raise ValueError(
-            f"beam table {table.name!r}: lacks blocks image and question, or question is not 0 "
-            "and 1 only"
-        )
     wanted, answered = parts
     # cosines differ by at most 2: +4 for trust outweighs them, +8 for the part outweighs both
     scores = cosines(table, "image_similarity")

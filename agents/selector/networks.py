@@ -127,11 +127,8 @@ class CausalTransformer(PointerNetwork):
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
-        if config.version == "v3":
-            pool_layers = config.depth
-        else:
-            pool_layers = 0
-        super().__init__(replace(config, version="v2", layers=pool_layers), features)
+        layers = config.depth if config.version == "v3" else 0
+        super().__init__(replace(config, version="v2", layers=layers), features)
         del self.advance_by
         self.positions = nn.Parameter(0.02 * torch.randn(POSITIONS, config.width))
         block = nn.TransformerEncoderLayer(

@@ -160,7 +160,6 @@ class RewardModel:
         self.answered = answered
         optimiser = torch.optim.AdamW(self.weights.values(), lr=LR)
         count = len(answered.right)
-        loss = torch.zeros(())
         for epoch in range(epochs):
             # each member sees the answers in an order of its own
             order = torch.stack([torch.randperm(count) for _ in range(self.config.members)])

@@ -47,8 +47,8 @@ class StoredEmbeddings(nn.Module):
 
 def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
     """Return rows of a table, and zeros for row −1."""
-    features = nn.functional.embedding(rows.clamp_min(0).to(table.device), table)
-    return features.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
+    rows = rows.to(table.device)
+    return table[rows.clamp_min(0)].masked_fill((rows < 0).unsqueeze(-1), 0.0)
 
 
 class Selector(nn.Module):

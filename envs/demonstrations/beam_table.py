@@ -277,7 +277,7 @@ class BeamTable:
         new = {**fields, "sequences": sequences, "found_by": found_by, "round": round}
         # beams of both sides, [Q, B] and [Q, B']
         masks = (self.beam_mask, (sequences >= 0).any(-1))
-        sides = (self.beams, new)
+        sides: tuple[dict[str, Any], ...] = (self.beams, new)
         shots = max(self.shots, sequences.shape[2])
         # put them side by side, padding what one side lacks
         joined = {}
@@ -303,7 +303,7 @@ class BeamTable:
         fields = {
             name: closed_up(x, mask, PADDING.get(name, torch.nan)) for name, x in beams.items()
         }
-        integers = {name: fields.pop(name) for name in PADDING}
+        integers: dict[str, Any] = {name: fields.pop(name) for name in PADDING}
         return replace(self, fields=fields, **integers)
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:

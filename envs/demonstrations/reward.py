@@ -45,19 +45,19 @@ def demonstration_reward(
     # [*, G, K], 0 where there is no sequence
     signals = [known[name].float() for name in config.signal_names]
     values = torch.stack(signals, -1).where(exists, 0.0)
-    weights = _weights(values, config)
+
+    def factors(shots: int | None = None) -> Tensor:
+        # [K], for sequences of so many demonstrations
+        signals = config.signals(shots)
+        return values.new_tensor([signals[name] for name in config.signal_names])
+
+    weights = factors().expand_as(values)
     # sequences of some lengths have weights of their own
     for shots in config.by_shots:
-        weights = _weights(values, config, shots).where((lengths == shots).unsqueeze(-1), weights)
+        weights = factors(shots).where((lengths == shots).unsqueeze(-1), weights)
     if config.adaptive:
         weights = adapted(weights, values, exists)
     return (values * weights).sum(-1)
-
-
-def _weights(values: Tensor, config: DemonstrationRewardConfig, shots: int | None = None) -> Tensor:
-    """Return the factors of the signals, in the shape of their values, [*, G, K]."""
-    signals = config.signals(shots)
-    return values.new_tensor([signals[name] for name in config.signal_names]).expand_as(values)
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:

@@ -58,11 +58,12 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
         kept &= table.lengths == shots
     if not kept.any():
         lengths = table.lengths[table.beam_mask].unique().tolist()
-        methods = [METHODS[i] for i in table.found_by[table.beam_mask].unique().tolist()]
+        methods = table.found_by[table.beam_mask].unique().tolist()
+        found_by = ", ".join(METHODS[i] for i in methods)
         raise InputError(
-            f"beam table {table.name!r} has no sequence for groups.methods={groups.methods} and "
-            f"shots={shots}; it has sequences of {lengths} demonstrations, found by "
-            f"{methods}"
+            f"beam table {table.name!r} has no sequence for "
+            f"groups.methods={', '.join(groups.methods)} and shots={shots}; it has sequences of "
+            f"{lengths} demonstrations, found by {found_by or 'none'}"
         )
     longest = int(table.lengths[kept].max())
     return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)

@@ -57,7 +57,7 @@ def unseen(table: ProfileTable, split: Split) -> Split:
             f"profile {table.name!r}: all other samples show images of its test part, so none is "
             "left to fit on"
         )
-    return Split(*kept, split.test)
+    return Split(kept[0], kept[1], split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:

@@ -34,11 +34,6 @@ TINY = BeamTable(
 five."""
 
 
-def beams_of(*queries: list[list[int]]) -> torch.Tensor:
-    """Sequences int64 [3, 2, 2] of TINY's three queries, of which the last has none."""
-    return torch.tensor([*queries, [[X, X]] * 2])
-
-
 def test_sizes_and_masks() -> None:
     table = TINY
     assert (table.num_queries, table.num_beams, table.shots) == (3, 2, 2)
@@ -77,26 +72,11 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
         ({"query_images": ("a",)}, "query_images has shape"),
         *[({"blocks": {"image": columns}}, "block") for columns in ((0, 3), (1, 1), (-1, 1))],
         ({"candidate_images": ("a",)}, "candidate_images has shape"),
-        ({"pool": torch.tensor([[4, 0, 5], [1, 3, X], [X, X, X]])}, "1 × pool entries beyond"),
-        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × .*twice in a pool"),
-        ({"pool": torch.tensor([[4, 0, 2], [1, 3, -2], [X, X, X]])}, "1 × numbers below"),
-        ({"pool": torch.tensor([[4, 0, 2], [1, X, 3], [X, X, X]])}, "1 × padding inside a pool"),
-        ({"sequences": beams_of([[2, 0], [X, 1]], [[1, 0], [X, X]])}, "padding inside a seq"),
-        ({"sequences": beams_of([[2, 0], [1, X]], [[X, X], [1, 0]])}, "padding between"),
-        ({"sequences": beams_of([[2, 0], [1, X]], [[2, 0], [X, X]])}, "indices outside"),
-        ({"sequences": beams_of([[0, 0], [1, X]], [[1, 0], [X, X]])}, "twice in a seq"),
-        ({"found_by": torch.tensor([[0, 5], [3, X], [X, X]])}, "1 × found_by"),
-        ({"found_by": torch.tensor([[0, 4], [X, X], [X, X]])}, "1 × found_by"),
-        ({"found_by": torch.tensor([[0, 4], [3, 3], [X, X]])}, "1 × outcomes"),
-        ({"round": torch.tensor([[0, 0], [0, 0], [0, 0]])}, "1 × rounds"),
-        ({"round": torch.tensor([[1, 2], [0, 0], [0, 0]])}, "1 × rounds"),
-        ({"round": torch.tensor([[0, 2], [0, 1], [0, 0]])}, "1 × outcomes"),
         ({"fields": {"beam_score": torch.tensor([[1, 2], [3, 4], [NAN, NAN]])}}, "1 × outcomes"),
         (
             {"fields": {"beam_score": torch.tensor([[torch.inf, 2], [3, NAN], [NAN, NAN]])}},
             "1 × infinite",
         ),
-        ({"queries": torch.tensor([[NAN, 0], [0, 1], [NAN, NAN]])}, "2 × queries"),
         ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidates"),
         (
             {"query_images": ("b", "b", ""), "candidate_images": ("x", "a", "b", "", "b")},
@@ -107,6 +87,33 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
 def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
     with pytest.raises(InputError, match=f"'tiny'.*{what}"):
         replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "what"),
+    [
+        ("pool", (0, 2), 5, "1 × pool entries beyond"),
+        ("pool", (0, 2), 4, "1 × .*twice in a pool"),
+        ("pool", (1, 2), -2, "1 × numbers below"),
+        ("pool", (1, 0), X, "1 × padding inside a pool"),
+        ("sequences", (0, 1), [X, 1], "1 × padding inside a seq"),
+        ("sequences", 1, [[X, X], [1, 0]], "1 × padding between"),
+        ("sequences", (1, 0), [2, 0], "1 × indices outside"),
+        ("sequences", (0, 0), [0, 0], "1 × .*twice in a seq"),
+        ("found_by", (0, 1), 5, "1 × found_by"),
+        ("found_by", (1, 0), X, "1 × found_by"),
+        ("found_by", (1, 1), 3, "1 × outcomes"),
+        ("round", (0, 1), 0, "1 × rounds"),
+        ("round", (0, 0), 1, "1 × rounds"),
+        ("round", (1, 1), 1, "1 × outcomes"),
+        ("queries", (0, 0), NAN, "1 × queries"),
+    ],
+)
+def test_entries_that_are_refused(name: str, place: Any, value: Any, what: str) -> None:
+    changed = getattr(TINY, name).clone()
+    changed[place] = torch.tensor(value)
+    with pytest.raises(InputError, match=f"'tiny'.*{what}"):
+        replace(TINY, **{name: changed})
 
 
 def test_unknown_images_and_those_of_other_candidates_are_no_leak() -> None:
@@ -167,7 +174,7 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
     changed: list[dict[str, Any]] = [
         {"query_ids": ("10", "11", "13")},
         {"pool": torch.tensor([[4, 0, 1], [1, 3, X], [X, X, X]])},
-        {"sequences": beams_of([[2, 0], [0, X]], [[1, 0], [X, X]])},
+        {"sequences": torch.tensor([[[0, 2], [1, X]], [[1, 0], [X, X]], [[X, X]] * 2])},
         {"fields": {"beam_score": score}},
         {"fields": {"beam_score": score, "logprob_score": right}},
         {"found_by": torch.tensor([[1, 4], [3, X], [X, X]])},

@@ -102,19 +102,18 @@ def test_find_with_more_combinations_than_int64_can_number():
 def test_images_of_different_data_sets_are_different():
     table = replace(small_table(samples=6), image_ids=("1",) * 6, datasets=tuple("uvwxyz"))
     assert sum(len(part) for part in table.split()) == 6
-    with pytest.raises(InputError, match="leave a part of its 1 samples"):
+    with pytest.raises(InputError, match="1 samples"):
         replace(table, datasets=()).split()
 
 
 def test_a_fixed_split_without_validation_takes_it_out_of_train():
     parts, images = ("train",) * 8 + ("test",) * 4, tuple(str(i // 2) for i in range(12))
-    table = replace(small_table(samples=12), parts=parts, image_ids=images)
-    split = table.split()
+    split = replace(small_table(samples=12), parts=parts, image_ids=images).split()
     assert split.test.tolist() == [8, 9, 10, 11]
     assert len(split.train) == 6
-    assert torch.cat([split.train, split.validation]).sort().values.tolist() == list(range(8))
-    assert split.validation[0] % 2 == 0
-    assert split.validation[1] == split.validation[0] + 1
+    assert split.validation.tolist() == [first := int(split.validation[0]), first + 1]
+    assert first % 2 == 0
+    disjoint(split, 12)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +173,12 @@ def test_files_that_are_no_saved_table(tmp_path):
     path = tmp_path / "t.safetensors"
     with pytest.raises(InputError, match="no such file"):
         ProfileTable.load(path)
-    path.write_text("hello")
-    with pytest.raises(InputError, match="not a table"):
-        ProfileTable.load(path)
     heads = [torch.tensor([*head], dtype=torch.uint8) for head in (b"{}", b'{"name": "t"}')]
-    for content in ({"x": torch.zeros(1)}, *({"head": head} for head in heads)):
-        save_file(content, path)
-        with pytest.raises(InputError, match="not a table"):
+    for content in (None, {"x": torch.zeros(1)}, *({"head": head} for head in heads)):
+        path.write_text("hello") if content is None else save_file(content, path)
+        with pytest.raises(InputError, match="not a table") as refused:
             ProfileTable.load(path)
+        assert not isinstance(refused.value, Damaged)
 
 
 def test_fingerprints_know_an_input_again_by_its_features() -> None:
@@ -299,9 +296,9 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
     assert (
         len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
     )
-    unknown = {name: torch.full_like(block, torch.nan) for name, block in table.features.items()}
+    unknown = {name: torch.full_like(block, NAN) for name, block in table.features.items()}
     assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
-    with pytest.raises(InputError, match="so none is left to fit on"):
+    with pytest.raises(InputError, match="fit on"):
         leave_one_out(coco(ids, ids, 20))
 
 
@@ -363,7 +360,7 @@ def test_a_single_data_set_cannot_be_left_out() -> None:
         leave_one_out(three(12, 12), validation=0.0)
 
 
-def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file_is_not(
+def test_a_saved_table_that_was_changed_or_cut_short_is_damaged(
     tmp_path: Path,
 ) -> None:
     path, draw = tmp_path / "t.safetensors", random.Random(0)
@@ -380,10 +377,6 @@ def test_a_saved_table_that_was_changed_or_cut_short_is_damaged_and_another_file
         with pytest.raises(Damaged) as damaged:
             ProfileTable.load(path)
         assert str(pickle.loads(pickle.dumps(damaged.value))) == str(damaged.value)
-    path.write_text("another file")
-    with pytest.raises(InputError, match="not a table") as refused:
-        ProfileTable.load(path)
-    assert not isinstance(refused.value, Damaged)
 
 
 def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path: Path) -> None:
