@@ -148,7 +148,8 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
     """
     try:
         with safe_open(str(path), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # no dict, so it has to be asked for its keys
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = dict(file.metadata() or {})
     except SafetensorError as error:
         # after the 8 bytes of its length, the header of a safetensors file is JSON

@@ -172,7 +172,8 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     either = f"[A-{last}a-{last.lower()}]"
     for pattern in (
         rf"^\s*\(?({either})[).:,](?=\s|$)",
-        rf"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
+        r"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*"
+        rf"({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
         rf"\(({either})\)",
         rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s(?!(?:is|or|and|because|since)\b)[a-z]))",
     ):
