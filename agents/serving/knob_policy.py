@@ -222,6 +222,7 @@ class KnobPolicy:
         for i, knobs in enumerate(self.configurations):
             row = {name: float(values[0, i]) for name, values in numbers.items()}
             expected.append({"configuration": dict(knobs), **row})
+        # in the order of the configurations still
         decided = expected[choice]
         expected.sort(key=lambda row: -row["probability"])
         without_drift = None
@@ -294,6 +295,7 @@ class KnobPolicy:
             worths = torch.from_numpy(mean.worths[mean.groups(limits)])
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
+            # the teacher expects the drifted latencies
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
             slow = moments.log_latency + offset
             moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
