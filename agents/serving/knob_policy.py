@@ -112,17 +112,15 @@ class KnobPolicy:
                 further cost, a pair or [n, 2].
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
-            between_ms: the budgets that an explanation looks for flips between; None for a tenth of
-                each budget and ten times it.
+            between_ms: where an explanation looks for flips; None for a tenth of each budget and
+                ten times it.
 
         Returns:
-            The knob values by name, or an `Explanation`; a list of n if any argument is for n
-            inputs.
+            The knob values by name, or an `Explanation`; a list of n if any argument is for n.
 
         Raises:
             InputError: a block is missing, unknown, infinite or of another shape, a budget is not
-                positive and finite or, as a mean, not calibrated, or the drift is that of another
-                controller or for mean budgets.
+                positive, finite and calibrated, or the drift is that of another controller.
         """
         arrays = self._blocks(features)
         budgets, inputs = self._budgets(budget_ms)
