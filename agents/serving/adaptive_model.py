@@ -284,9 +284,9 @@ class AdaptiveModel(FirstStages):
         expected, drawn = self._decide_all(stages, limits, drift)
         decision_ms = _positive((self._now() - start) * 1e3)
 
-        decided = []
-        for facts in zip(prepared, budgets, moments, limits, expected, drawn, strict=True):
-            decided.append(Decided(*facts, drift))
+        drifts = [drift] * len(limits)
+        columns = prepared, budgets, moments, limits, expected, drawn, drifts
+        decided = [Decided(*facts) for facts in zip(*columns, strict=True)]
         # the group with the least time left comes first
         groups: dict[int, list[Decided]] = {}
         for request in sorted(decided, key=lambda request: request.limit_ms):

@@ -109,17 +109,15 @@ class KnobPolicy:
                 for.
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
-            between_ms: the budgets that an explanation looks for flips between; None for a tenth of
-                each budget and ten times it.
+            between_ms: where an explanation looks for flips; None for a tenth of each budget and
+                ten times it.
 
         Returns:
-            The knob values by name, or an `Explanation`; a list of n if any argument is for n
-            inputs.
+            The knob values by name, or an `Explanation`; a list of n if any argument is for n.
 
         Raises:
             InputError: a block is missing, unknown, infinite or of another shape, a budget is not
-                positive and finite or, as a mean, not calibrated, or the drift is that of another
-                controller or for mean budgets.
+                positive, finite and calibrated, or the drift is that of another controller.
         """
         arrays = self._blocks(features)
         budgets = _budgets(budget_ms)
@@ -202,6 +200,7 @@ class KnobPolicy:
         for i, knobs in enumerate(self.configurations):
             row = {name: float(values[0, i]) for name, values in numbers.items()}
             expected.append({"configuration": dict(knobs), **row})
+        # in the order of the configurations still
         decided = expected[choice]
         expected.sort(key=lambda row: -row["probability"])
         without_drift = None
@@ -274,6 +273,7 @@ class KnobPolicy:
             worths = torch.from_numpy(mean.worths[mean.groups(limits)])
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
+            # the teacher expects the drifted latencies
             offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
             slow = moments.log_latency + offset
             moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])

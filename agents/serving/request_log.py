@@ -164,6 +164,7 @@ def row_of(
         drawn: the chances that the configuration was drawn with; None if no other was possible.
         result: the answer with its times.
     """
+    # without exploration nothing else was possible
     drawn = drawn or Drawn({result.choice: 1.0}, result.choice)
     drift = None
     if result.drift is not None:

@@ -101,6 +101,7 @@ class Watched:
             state = self._path.stat()
             mark = state.st_ino, state.st_mtime_ns, state.st_size
         except OSError:
+            # a file that is missing is refused once, too
             mark = 0, 0, 0
         if mark == self._mark:
             return
