@@ -65,15 +65,11 @@ class ProfileTable:
     OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
     """Tensors that may be None."""
     AXES: ClassVar = {
-        "accuracy": "NC",
-        "latency_ms": "NC",
-        "mask": "NC",
+        **dict.fromkeys(("accuracy", "latency_ms", "mask", "first_look_ms"), "NC"),
+        **dict.fromkeys(("sample_ids", *WORDS), "N"),
         "knobs": "K",
         "configurations": "CK",
-        "sample_ids": "N",
         "repeats_ms": "NCR",
-        "first_look_ms": "NC",
-        **dict.fromkeys(WORDS, "N"),
     }
     """A letter for each axis of a field."""
     name: str
