@@ -51,6 +51,7 @@ class SingleStepEnv(EnvBase):
         """What `_step` returns: the observation before the step with what changed in it."""
         # every episode ends with its step
         done = torch.ones_like(reward[:, :1], dtype=torch.bool)
+        # what was observed before the step, and over it what has changed
         content = {key: before[key] for key in self.observation_keys if key in before}
         content |= {**observation, "reward": reward, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)

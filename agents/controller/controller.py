@@ -19,10 +19,8 @@ from knobwise.agents.controller.networks import KnobNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
+from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
-
-LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
-"""The key of a request's limit, by the sense of the budget."""
 
 
 class Controller(nn.Module):

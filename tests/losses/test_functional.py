@@ -125,15 +125,6 @@ def test_effective_sample_size_by_hand() -> None:
     assert effective_sample_size(torch.tensor([2000.0, 2000.0])).item() == 1  # no overflow
 
 
-@pytest.mark.parametrize("policy", [[0.5, 0.5], [0.1, 0.9]])
-def test_rce_by_hand(policy: list[float]) -> None:
-    # softmax([0, ln 3 · ½] / ½) = [¼, ¾]
-    found = reward_weighted_cross_entropy(
-        log(policy), torch.tensor([0.0, math.log(3) / 2], dtype=torch.float64), 0.5
-    )
-    assert found.item() == pytest.approx(-(0.25 * math.log(policy[0]) + 0.75 * math.log(policy[1])))
-
-
 def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
     mask = torch.tensor([True, True, False])
     log_probs = torch.tensor(
