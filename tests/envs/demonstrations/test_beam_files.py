@@ -361,8 +361,9 @@ def test_what_is_written_by_hand(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".pt"])
-def test_embeddings_of_every_kind(tmp_path, suffix: str) -> None:
-    path, matrix = tmp_path / f"e{suffix}", BANK.half()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> None:
+    path, matrix = tmp_path / f"e{suffix}", BANK.to(dtype)
     if suffix == ".safetensors":
         save_file({"anything": matrix}, path)
     elif suffix == ".npz":
