@@ -422,7 +422,9 @@ class Trainer(ABC):
         if loaded is None:
             return False
         state = loaded.extra.get("training", {})
-        if loaded.profile_digest != self.table.digest or not self._restore(loaded, state):
+        # an earlier version of knobwise left other keys
+        mine = loaded.profile_digest == self.table.digest and state.keys() >= {*STATE}
+        if not mine or not self._restore(loaded, state):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         for name in STATE:
             setattr(self, name, state[name])
