@@ -267,7 +267,7 @@ def _under_mean_budgets(results: Results) -> list[str]:
         f"configuration of equal mean latency ({latencies}); the oracle gains "
         f"{listed(list(map(points, most)))}.",
         f"The learned controller {COMPARED[sign_of(ci95)]} the static mix of equal mean latency: "
-        f"accuracy {difference_words(learned['over_static_mix'], ci95)}, mean over {len(budgets)} "
+        f"accuracy {points(learned['over_static_mix'])} points{span(ci95)}, mean over {len(budgets)} "
         f"mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap closed.",
     ]
     rivals = [row for name, row in policies.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
@@ -392,7 +392,7 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
         parts = []
         for other in ("rce", "sft"):
             if row := at.get((name, other)):
-                gap = difference_words(row["difference"], row["ci95"])
+                gap = difference_words(row)
                 shown = COMPARED[sign_of(row["ci95"])]
                 parts.append(f"{shown} {policy_name(other, results)}: {gap}")
         if parts:
@@ -425,7 +425,7 @@ def _against_simple(
         if signs[other] < 0:
             winners.append(f"{simple[other]}, by {points(-row['difference'], '')} points")
     strongest, row = next(iter(rivals.items()))
-    over = difference_words(row["difference"], row["ci95"])
+    over = difference_words(row)
     close = [simple[other] for other in rivals if signs[other] == 0]
     if winners:
         text = f"{len(winners)} of the {count} do better than {name}: {'; '.join(winners)}."
@@ -453,7 +453,7 @@ def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
             outcome = f"but {gain} against RCE, its start: no gain, as expected"
         else:
             outcome = "an unexpected gain: something other than the reward is at work"
-        gap = difference_words(row["difference"], row["ci95"])
+        gap = difference_words(row)
         lines.append(f"Control: shuffled rewards on {groups} against SFT: {gap}, {outcome}.")
     return lines
 
@@ -473,7 +473,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
         outcome = ": the gain shrinks, but part of it comes from elsewhere."
     else:
         outcome = f": the gain does not vanish, so it is not shown to come from the {features}."
-    gap = difference_words(hidden["difference"], hidden["ci95"])
+    gap = difference_words(hidden)
     return [
         f"Control: without the {features}, GRPO against SFT: {gap}; with it, "
         f"{points(real['difference'])}{outcome}"
