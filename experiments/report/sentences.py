@@ -268,7 +268,8 @@ def _under_mean_budgets(results: Results) -> list[str]:
         f"{listed(list(map(points, most)))}.",
         f"The learned controller {COMPARED[sign_of(ci95)]} the static mix of equal mean latency: "
         f"accuracy {points(learned['over_static_mix'])} points{span(ci95)}, mean over "
-        f"{len(budgets)} mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap closed.",
+        f"{len(budgets)} mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap "
+        "closed.",
     ]
     rivals = [row for name, row in policies.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
     if rivals:
