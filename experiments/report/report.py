@@ -178,9 +178,9 @@ def _tiles(results: Results) -> Tiles:
     added = results.get("grpo_gain") or {}
     if "test" in added:
         method = (results.get("training") or {}).get("method", "GRPO")
-        ends = " to ".join(map(words.hundredths, added["test_ci95"]))
+        bounds = " to ".join(map(words.hundredths, added["test_ci95"]))
         gained = f"{words.hundredths(added['test'], '+.2f')} points"
-        tiles.append((gained, f"of utility added by {method}", f"95% interval {ends}"))
+        tiles.append((gained, f"of utility added by {method}", f"95% interval {bounds}"))
     return [*tiles, *_decision_tile(results, learned)]
 
 

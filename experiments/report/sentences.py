@@ -314,9 +314,9 @@ def on_training(results: Results) -> list[str]:
     gains = []
     for key, samples in GAINED_ON.items():
         if key in gain:
-            ends = " to ".join(map(hundredths, gain[f"{key}_ci95"]))
+            bounds = " to ".join(map(hundredths, gain[f"{key}_ci95"]))
             gains.append(
-                f"by {hundredths(gain[key], '+.2f')} points (95% interval {ends}) {samples}"
+                f"by {hundredths(gain[key], '+.2f')} points (95% interval {bounds}) {samples}"
             )
     # where all weights are from before GRPO, it added nothing
     lines = []
@@ -394,8 +394,8 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
         for other in ("rce", "sft"):
             if row := at.get((name, other)):
                 gap = difference_words(row)
-                shown = COMPARED[sign_of(row["ci95"])]
-                parts.append(f"{shown} {policy_name(other, results)}: {gap}")
+                outcome = COMPARED[sign_of(row["ci95"])]
+                parts.append(f"{outcome} {policy_name(other, results)}: {gap}")
         if parts:
             lines.append(f"{policy_name(name, results)} {'; it '.join(parts)}.")
     # trainings that changed nothing
@@ -626,19 +626,19 @@ def _on_correlation(results: Results) -> str:
         static = number(row["static"], "+.2f")
         line += f"; with static, which treats all samples alike, it is {static}"
     sign = sign_of(row["setting_ci95"])
-    shown = {
+    outcome = {
         1: "easy samples get cheap settings, hard ones costly settings.",
         -1: "hard samples, which are often slow under every setting, get cheaper settings.",
         0: "it is not shown that easy samples get cheaper settings than hard ones.",
     }[sign]
     if sign < 0 and problem_of(results) is DEADLINE:
-        shown += (
+        outcome += (
             " A deadline makes this worthwhile: time that is left over is worth nothing, and a "
             "costly setting would be late."
         )
     return (
         f"{line}. With each setting at its mean latency it is {number(row['setting'], '+.2f')}"
-        f"{span(row['setting_ci95'], '+.2f')}: {shown}"
+        f"{span(row['setting_ci95'], '+.2f')}: {outcome}"
     )
 
 
