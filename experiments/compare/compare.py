@@ -165,7 +165,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     if differences:
         # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
-        shown = sum(difference.sign != 0 for difference in differences)
+        differing = sum(difference.sign != 0 for difference in differences)
         tiles += [
             (
                 f"{points(largest.difference)} points",
@@ -173,7 +173,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
                 span(largest.ci95).strip(" ()"),
             ),
             (
-                f"{shown} of {len(differences)}",
+                f"{differing} of {len(differences)}",
                 f"runs differ from {reference}",
                 "by more than chance",
             ),

@@ -67,10 +67,10 @@ def verdict(comparison: Comparison) -> list[str]:
             lines.append(f"{difference.run} got the same as {reference} on every sample.")
             continue
         gap = difference_cell(difference.difference, difference.ci95).replace("\n", " points ")
-        shown = COMPARED[difference.sign]
+        outcome = COMPARED[difference.sign]
         p = p_words(difference)
         lines.append(
-            f"{difference.run} {shown} {reference}: {gap}, p {p if '<' in p else f'= {p}'}."
+            f"{difference.run} {outcome} {reference}: {gap}, p {p if '<' in p else f'= {p}'}."
         )
     if not comparison.differences:
         lines.append(f"Nothing could be tested against {reference}.")

@@ -178,9 +178,9 @@ def _tiles(results: Results) -> Tiles:
     added = results.get("grpo_gain") or {}
     if "test" in added:
         method = (results.get("training") or {}).get("method", "GRPO")
-        ends = " to ".join(map(words.hundredths, added["test_ci95"]))
+        bounds = " to ".join(map(words.hundredths, added["test_ci95"]))
         gained = f"{words.hundredths(added['test'], '+.2f')} points"
-        tiles.append((gained, f"of utility added by {method}", f"95% interval {ends}"))
+        tiles.append((gained, f"of utility added by {method}", f"95% interval {bounds}"))
     return [*tiles, *_decision_tile(results, learned)]
 
 
@@ -386,8 +386,7 @@ GLOSSARY = {
         "configuration serves on time",
         "infeasible": "share of requests that no profiled configuration serves on time; every "
         "policy is late for them",
-        "brackets": "95% bootstrap interval over the test samples, and over seeds and splits if "
-        "there are several; a sample that several splits test counts as one",
+        "brackets": "95% bootstrap interval over the test samples, the seeds if there are several",
         "baselines that predict": "are fitted once, or once on each split: their settings are "
         "chosen with one division into folds, and with another one their numbers may differ",
         "decision time": "of the learned controller: median time of one decision for one request, "
@@ -426,6 +425,8 @@ def _glossary(results: Results) -> Folded:
     """Return the terms, and every policy in the tables."""
     problem = problem_of(results)
     terms = dict(GLOSSARY[problem.name])
+    if "split_seeds" in results:
+        terms["brackets"] += " and the splits; a sample that several splits test counts as one"
     hidden = words.listed(results.get("hidden") or ["information"])
     # only policies of the project have a description
     for row in problem.rows(results):

@@ -267,8 +267,9 @@ def _under_mean_budgets(results: Results) -> list[str]:
         f"configuration of equal mean latency ({latencies}); the oracle gains "
         f"{listed(list(map(points, most)))}.",
         f"The learned controller {COMPARED[sign_of(ci95)]} the static mix of equal mean latency: "
-        f"accuracy {difference_words(learned['over_static_mix'], ci95)}, mean over {len(budgets)} "
-        f"mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap closed.",
+        f"accuracy {points(learned['over_static_mix'])} points{span(ci95)}, mean over "
+        f"{len(budgets)} mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap "
+        "closed.",
     ]
     rivals = [row for name, row in policies.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
     if rivals:
@@ -313,9 +314,9 @@ def on_training(results: Results) -> list[str]:
     gains = []
     for key, samples in GAINED_ON.items():
         if key in gain:
-            ends = " to ".join(map(hundredths, gain[f"{key}_ci95"]))
+            bounds = " to ".join(map(hundredths, gain[f"{key}_ci95"]))
             gains.append(
-                f"by {hundredths(gain[key], '+.2f')} points (95% interval {ends}) {samples}"
+                f"by {hundredths(gain[key], '+.2f')} points (95% interval {bounds}) {samples}"
             )
     # where all weights are from before GRPO, it added nothing
     lines = []
@@ -392,9 +393,9 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
         parts = []
         for other in ("rce", "sft"):
             if row := at.get((name, other)):
-                gap = difference_words(row["difference"], row["ci95"])
-                shown = COMPARED[sign_of(row["ci95"])]
-                parts.append(f"{shown} {policy_name(other, results)}: {gap}")
+                gap = difference_words(row)
+                outcome = COMPARED[sign_of(row["ci95"])]
+                parts.append(f"{outcome} {policy_name(other, results)}: {gap}")
         if parts:
             lines.append(f"{policy_name(name, results)} {'; it '.join(parts)}.")
     # trainings that changed nothing
@@ -425,7 +426,7 @@ def _against_simple(
         if signs[other] < 0:
             winners.append(f"{simple[other]}, by {points(-row['difference'], '')} points")
     strongest, row = next(iter(rivals.items()))
-    over = difference_words(row["difference"], row["ci95"])
+    over = difference_words(row)
     close = [simple[other] for other in rivals if signs[other] == 0]
     if winners:
         text = f"{len(winners)} of the {count} do better than {name}: {'; '.join(winners)}."
@@ -453,7 +454,7 @@ def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
             outcome = f"but {gain} against RCE, its start: no gain, as expected"
         else:
             outcome = "an unexpected gain: something other than the reward is at work"
-        gap = difference_words(row["difference"], row["ci95"])
+        gap = difference_words(row)
         lines.append(f"Control: shuffled rewards on {groups} against SFT: {gap}, {outcome}.")
     return lines
 
@@ -473,7 +474,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
         outcome = ": the gain shrinks, but part of it comes from elsewhere."
     else:
         outcome = f": the gain does not vanish, so it is not shown to come from the {features}."
-    gap = difference_words(hidden["difference"], hidden["ci95"])
+    gap = difference_words(hidden)
     return [
         f"Control: without the {features}, GRPO against SFT: {gap}; with it, "
         f"{points(real['difference'])}{outcome}"
@@ -625,19 +626,19 @@ def _on_correlation(results: Results) -> str:
         static = number(row["static"], "+.2f")
         line += f"; with static, which treats all samples alike, it is {static}"
     sign = sign_of(row["setting_ci95"])
-    shown = {
+    outcome = {
         1: "easy samples get cheap settings, hard ones costly settings.",
         -1: "hard samples, which are often slow under every setting, get cheaper settings.",
         0: "it is not shown that easy samples get cheaper settings than hard ones.",
     }[sign]
     if sign < 0 and problem_of(results) is DEADLINE:
-        shown += (
+        outcome += (
             " A deadline makes this worthwhile: time that is left over is worth nothing, and a "
             "costly setting would be late."
         )
     return (
         f"{line}. With each setting at its mean latency it is {number(row['setting'], '+.2f')}"
-        f"{span(row['setting_ci95'], '+.2f')}: {shown}"
+        f"{span(row['setting_ci95'], '+.2f')}: {outcome}"
     )
 
 

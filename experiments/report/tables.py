@@ -181,8 +181,8 @@ def differences(
         for shots in results["shots"]:
             gap = at[shots].get(pair)
             line.append(difference_cell(gap["difference"], gap["ci95"]) if gap else "–")
-        shown = at[main].get(pair)
-        line.append(words.SIGN_WORDS[words.sign_of(shown["ci95"])] if shown else "")
+        gap = at[main].get(pair)
+        line.append(words.SIGN_WORDS[words.sign_of(gap["ci95"])] if gap else "")
         cells.append(line)
     return Table(["policy", *_shots(results), f"at {shots_words(main)}"], cells)
 

@@ -122,9 +122,9 @@ def sign_of(ci95: Sequence[float]) -> int:
     return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
 
 
-def difference_words(difference: float, ci95: Sequence[float]) -> str:
+def difference_words(row: Row) -> str:
     """Write a difference for a sentence: `+1.2 points (95% interval 0.3 to 2.1)`."""
-    return f"{points(difference)} points{span(ci95)}"
+    return f"{points(row['difference'])} points{span(row['ci95'])}"
 
 
 def difference_cell(difference: float, ci95: Sequence[float]) -> str:

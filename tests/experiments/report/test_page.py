@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
@@ -137,29 +135,6 @@ def test_facts_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert [c["label"] for c in facts["static_choices"]] == [by_hand().label(i) for i in range(3)]
     assert facts["feasible_share"] == [0.75, 0.75, 1.0]
-
-
-@pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_facts_agree_with_the_slow_way(holes: float) -> None:
-    table = small_table(40, seed=3, holes=holes)
-    facts, budgets = inspect_table(table), default_budgets(table).tolist()
-    mask = table.mask.numpy()
-    for k, knob in enumerate(table.knobs):
-        for v in range(len(knob.values)):
-            cells = mask & (table.configurations[:, k] == v).numpy()
-            for name in ("accuracy", "latency_ms"):
-                expected = getattr(table, name).numpy()[cells].mean()
-                assert facts["knobs"][knob.name][name][v] == pytest.approx(expected)
-    for b, budget in enumerate(budgets):
-        utility = (table.accuracy * (table.latency_ms <= budget)).numpy()
-        static = max(utility[mask[:, c], c].mean() for c in range(12))
-        oracle = np.mean([utility[i, mask[i]].max() for i in range(40)])
-        assert facts["headroom"]["budget_aware_static"][b] == pytest.approx(static)
-        assert facts["headroom"]["oracle"][b] == pytest.approx(oracle)
-    spread = [table.latency_ms[table.mask[:, c], c].numpy() for c in range(12)]
-    expected = np.mean([x.std() / x.mean() for x in spread])
-    assert facts["latency_cv_within_configuration"] == pytest.approx(expected, rel=1e-5)
-    assert json.loads(json.dumps(facts, allow_nan=False))["samples"] == 40
 
 
 def idle_knob() -> ProfileTable:
