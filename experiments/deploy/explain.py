@@ -137,19 +137,19 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
         str(explained["decision"]): "chosen",
         str((explained["runner_up"] or {}).get("configuration")): "runner-up",
     }
-    listed = [
-        row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked
-    ]
     # only a controller with a teacher expects more than probabilities
     known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
     keys = [key for key in known if key in expected[0]]
     rows = []
-    for row in listed:
+    for i, row in enumerate(expected):
+        mark = marked.get(str(row["configuration"]), "")
+        if i >= MOST and not mark:
+            continue
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
-        cells = [label, marked.get(str(row["configuration"]), "")]
-        numbers = [(key, row[key]) for key in keys]
         measured = row["measured"] or {}
+        numbers = [(key, row[key]) for key in keys]
         numbers += [(key, measured.get(key)) for key in ("accuracy", "latency_ms")]
+        cells = [label, mark]
         for key, value in numbers:
             cells.append(quantity(value, unit) if key == "latency_ms" else number(value, ".3f"))
         rows.append(cells)
@@ -157,6 +157,6 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
     strong = [i for i, cells in enumerate(rows) if cells[1] == "chosen"]
     console = Console()
-    facts = {"left_out": len(expected) - len(listed), "unit": unit, "config": config}
+    facts = {"left_out": len(expected) - len(rows), "unit": unit, "config": config}
     print_table(console, header, rows, range(len(header)), strong)
     print_lines(console, sentences("explain.txt.j2", explained=explained, **facts))
