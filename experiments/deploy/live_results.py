@@ -219,8 +219,9 @@ def _replayed_decisions(
         for (i, repeat), choice in np.ndenumerate(served["choice"]):
             row = stream.rows[i]
             features = {block: values[row].numpy() for block, values in table.features.items()}
-            drift: Drift | None = served["drift"][i, repeat]
-            same.append(controller.decide_index(features, limits[i, repeat], drift) == choice)
+            limit: Any = limits[i, repeat]
+            drift: Any = served["drift"][i, repeat]
+            same.append(controller.decide_index(features, float(limit), drift) == choice)
         shares[f"as_replayed_at_the_{name}"] = float(np.mean(same))
     return shares
 

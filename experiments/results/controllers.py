@@ -350,12 +350,14 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
             "reward": pl.mean("reward"),
             "utility_free": pl.mean("score_free"),
         }
-    # over samples, then over seeds, then over budgets: the sizes of all parts are equal
+    # over samples, then over seeds, then over budgets: the sizes of all parts are equal; rows keep
+    # their order, so that sums do not differ between two runs
     precise = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
-    of_seeds = precise.group_by("policy", "place", "seed").agg(**numbers)
-    at_budgets = of_seeds.group_by("policy", "place").agg(pl.col(*numbers).mean().fill_nan(None))
-    over_budgets = at_budgets.group_by("policy").agg(
-        pl.lit(None).alias("place"), pl.col(*numbers).mean()
+    of_seeds = precise.group_by("policy", "place", "seed", maintain_order=True).agg(**numbers)
+    means = pl.col(*numbers).mean().fill_nan(None)
+    at_budgets = of_seeds.group_by("policy", "place", maintain_order=True).agg(means)
+    over_budgets = at_budgets.group_by("policy", maintain_order=True).agg(
+        pl.lit(None).alias("place"), means
     )
     everything = pl.concat([at_budgets, over_budgets], how="vertical_relaxed")
     return everything.rows_by_key(["policy", "place"], named=True, unique=True)
