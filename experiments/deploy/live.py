@@ -107,6 +107,7 @@ def run_live(
         server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
+        # what is served before an error still counts
         stopped = server.serve()
     record = server.served
     if stopped is not None:
@@ -297,6 +298,7 @@ class Server:
 
     def by_configuration(self, choice: int, i: int) -> Served:
         """Serve the i-th request by a fixed configuration."""
+        # without a controller no features are needed
         vlm = self.model.model
         name = self.stream.ids[i]
         with clocked_by(self.config.clock):
