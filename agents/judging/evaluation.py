@@ -152,6 +152,7 @@ def outcomes_of(
         rewards = RewardTable(table, TRAINING_REWARD)
     if reads is None:
         reads = torch.ones(len(budgets_ms), dtype=torch.bool)
+    # the cell of each choice, [n, B]
     cells = rows.unsqueeze(1), chosen
     quick = table.without_first_look
     added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
@@ -159,10 +160,10 @@ def outcomes_of(
     device = rewards.accuracy.device
     # a request for each sample and deadline
     requests = cells[0].expand_as(chosen).flatten(), chosen.reshape(-1, 1), limits.flatten()
-    asked = [values.to(device) for values in requests]
-    reward = rewards.chosen(*asked).cpu().view_as(chosen)
+    on_device = [values.to(device) for values in requests]
+    reward = rewards.chosen(*on_device).cpu().view_as(chosen)
     if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(*asked).cpu().view_as(chosen)
+        unread = RewardTable(quick, rewards.config, device).chosen(*on_device).cpu().view_as(chosen)
         reward = reward.where(reads, unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
     fastest = []

@@ -142,6 +142,7 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
     with, and a controller without worths. Raises InputError."""
     if agent.sense == "mean" and not agent.settled.mean:
         raise InputError(f"{checkpoint}: its worths were not calibrated yet; let its training end")
+    # the same knobs, values and order of configurations
     network = agent.controller
     if table.knobs != network.knobs or not torch.equal(
         table.configurations, network.configurations

@@ -137,19 +137,19 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
         str(explained["decision"]): "chosen",
         str((explained["runner_up"] or {}).get("configuration")): "runner-up",
     }
-    listed = [
-        row for i, row in enumerate(expected) if i < MOST or str(row["configuration"]) in marked
-    ]
     # only a controller with a teacher expects more than probabilities
     known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
     keys = [key for key in known if key in expected[0]]
     rows = []
-    for row in listed:
+    for i, row in enumerate(expected):
+        mark = marked.get(str(row["configuration"]), "")
+        if i >= MOST and not mark:
+            continue
         label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
-        cells = [label, marked.get(str(row["configuration"]), "")]
-        numbers = [(key, row[key]) for key in keys]
         measured = row["measured"] or {}
+        numbers = [(key, row[key]) for key in keys]
         numbers += [(key, measured.get(key)) for key in ("accuracy", "latency_ms")]
+        cells = [label, mark]
         for key, value in numbers:
             cells.append(quantity(value, unit) if key == "latency_ms" else number(value, ".3f"))
         rows.append(cells)
@@ -158,7 +158,7 @@ def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -
     strong = [i for i, cells in enumerate(rows) if cells[1] == "chosen"]
     console = Console()
     print_table(console, header, rows, range(len(header)), strong)
-    left_out = len(expected) - len(listed)
+    left_out = len(expected) - len(rows)
     if left_out:
         are = " is" if left_out == 1 else "s are"
         where = " here" if config.json else "; json=FILE writes all"

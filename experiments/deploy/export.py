@@ -138,6 +138,7 @@ def _make(
         # with weights of 8 bits some decisions may differ
         exact = path.name == GRAPH
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
+    # all forms are timed on the same requests
     micros = _median_us(forms, table, budgets_ms)
     return {
         "graphs": graphs,

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,19 +102,21 @@ def run_live(
         if stream.timed:
             choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
-        stream = stream.scaled(speed)
+        stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
+        # what is served before an error still counts
         stopped = server.serve()
-    record = server.record
+    record = server.served
     if stopped is not None:
         stream, record = server.finished()
         if not len(stream.rows):
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
-    results = live_results(table, stream, record, served.controller, speed)
-    repeats = record.served["choice"].shape[2]
+    policies = list(server.policies)
+    results = live_results(table, stream, policies, record, served.controller, speed)
+    repeats = record["choice"].shape[2]
     results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
     results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
     _show(results, config)
@@ -258,9 +261,8 @@ class Server:
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
         shape = len(self.policies), len(stream.rows), config.repeats
-        fields = {name: np.zeros(shape, float) for name in Served._fields}
-        fields["drift"] = np.full(shape, None)
-        self.record = Record(list(self.policies), fields)
+        self.served: Record = {name: np.zeros(shape) for name in Served._fields}
+        self.served["drift"] = np.full(shape, None)
         # requests that every policy served, over all repeats
         self.done = 0
 
@@ -296,6 +298,7 @@ class Server:
 
     def by_configuration(self, choice: int, i: int) -> Served:
         """Serve the i-th request by a fixed configuration."""
+        # without a controller no features are needed
         vlm = self.model.model
         name = self.stream.ids[i]
         with clocked_by(self.config.clock):
@@ -332,9 +335,13 @@ class Server:
         repeats, n = divmod(self.done, len(self.stream.rows))
         if repeats:
             n = len(self.stream.rows)
-        fields = self.record.served.items()
-        served = {name: values[:, :n, : max(repeats, 1)] for name, values in fields}
-        return self.stream.first(n), Record(self.record.policies, served)
+        served = {name: values[:, :n, : max(repeats, 1)] for name, values in self.served.items()}
+        rows, budgets_ms, ids = (
+            self.stream.rows[:n],
+            self.stream.budgets_ms[:n],
+            self.stream.ids[:n],
+        )
+        return replace(self.stream, rows=rows, budgets_ms=budgets_ms, ids=ids), served
 
     def _serve_request(self, policy: str, i: int) -> Served:
         try:
@@ -347,6 +354,6 @@ class Server:
     def _serve_block(self, block: range, p: int, repeat: int) -> None:
         """Serve a block of requests by policy p, and record it."""
         for i in block:
-            served = self._serve_request(self.record.policies[p], i)
+            served = self._serve_request(list(self.policies)[p], i)
             for name, value in served._asdict().items():
-                self.record.served[name][p, i, repeat] = value
+                self.served[name][p, i, repeat] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,14 +43,6 @@ class Stream:
     timed: Mapping[int, Request]
     """Requests by row of the table. They are timed first, to find the speed of this machine."""
 
-    def scaled(self, speed: float) -> Stream:
-        """Return the stream with budgets for a machine that takes `speed` times as long."""
-        return replace(self, budgets_ms=self.budgets_ms * speed)
-
-    def first(self, n: int) -> Stream:
-        """Return the first n requests of the stream."""
-        return replace(self, rows=self.rows[:n], budgets_ms=self.budgets_ms[:n], ids=self.ids[:n])
-
 
 class Served(NamedTuple):
     """The decision of one policy for one request, and its times in ms."""
@@ -72,29 +64,28 @@ class Served(NamedTuple):
     """The drift of the machine that the decision allowed for."""
 
 
-@dataclass
-class Record:
-    """A record of what P policies served in n requests and R repeats."""
-
-    policies: list[str]
-    served: dict[str, Array]
-    """The fields of `Served`, [P, n, R] each."""
+Record = dict[str, Array]
+"""What P policies served in n requests and R repeats: the fields of `Served`, [P, n, R] each."""
 
 
 def live_results(
-    table: ProfileTable, stream: Stream, record: Record, controller: NumpyController, speed: float
+    table: ProfileTable,
+    stream: Stream,
+    policies: list[str],
+    served: Record,
+    controller: NumpyController,
+    speed: float,
 ) -> dict[str, Any]:
     """Return a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
-    served = record.served
     took_ms = (served["inference_ms"] + served["overhead_ms"])[..., None]
     live = _metrics(served["score"], took_ms, stream)
-    learned = record.policies.index(LEARNED)
+    learned = policies.index(LEARNED)
     rows = []
-    for p, name in enumerate(record.policies):
+    for p, name in enumerate(policies):
         row: dict[str, Any] = {"policy": name}
         for metric, values in live.items():
             row |= _mean(metric, values[p])
@@ -103,7 +94,7 @@ def live_results(
         rows.append(row | _mean("behind", live["utility"][learned] - live["utility"][p]))
     # a fixed configuration always made the same choice
     fixed = {}
-    for p, name in enumerate(record.policies):
+    for p, name in enumerate(policies):
         if name not in (LEARNED, FROZEN, STATIC):
             fixed[name] = table.configuration(int(served["choice"][p, -1, -1]))
     decided = {name: values[learned] for name, values in served.items()}
@@ -134,7 +125,7 @@ def _add_replay(
     results: dict[str, Any],
     table: ProfileTable,
     stream: Stream,
-    served: Mapping[str, Array],
+    served: Record,
     live: Metrics,
 ) -> None:
     """Look the live decisions up in the profile, and add how well they agree.
@@ -198,7 +189,7 @@ def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Metrics:
     }
 
 
-def _overhead(served: Mapping[str, Array]) -> dict[str, float]:
+def _overhead(served: Record) -> dict[str, float]:
     """Return what the controller adds to the model's time. Its parts are given as medians: a stall
     of the machine would count in only one of them."""
     inference_ms = float(served["inference_ms"].mean())
@@ -217,7 +208,7 @@ def _overhead(served: Mapping[str, Array]) -> dict[str, float]:
 
 
 def _replayed_decisions(
-    table: ProfileTable, stream: Stream, controller: NumpyController, served: Mapping[str, Array]
+    table: ProfileTable, stream: Stream, controller: NumpyController, served: Record
 ) -> dict[str, float]:
     """Return how often a replay that allows for the same drift decides as the controller did, whose
     `Served` are [n, R]: at its limits, and at whole budgets."""
@@ -228,13 +219,14 @@ def _replayed_decisions(
         for (i, repeat), choice in np.ndenumerate(served["choice"]):
             row = stream.rows[i]
             features = {block: values[row].numpy() for block, values in table.features.items()}
-            drift: Drift | None = served["drift"][i, repeat]
-            same.append(controller.decide_index(features, limits[i, repeat], drift) == choice)
+            limit: Any = limits[i, repeat]
+            drift: Any = served["drift"][i, repeat]
+            same.append(controller.decide_index(features, float(limit), drift) == choice)
         shares[f"as_replayed_at_the_{name}"] = float(np.mean(same))
     return shares
 
 
-def _timeline(stream: Stream, served: Mapping[str, Array]) -> list[dict[str, float]]:
+def _timeline(stream: Stream, served: Record) -> list[dict[str, float]]:
     """Return the first run of the controller, whose `Served` are [n, R], request by request, with
     residuals in units of the expected spread."""
     served = {name: values[:, 0] for name, values in served.items()}

@@ -157,6 +157,7 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
     A command that is given again, because it was killed or by mistake, finds the version that it
     made before.
     """
+    # equal facts mean an equal version
     text = json.dumps(facts, indent=1)
     for version in (out / VERSIONS).glob("[0-9]*"):
         if not (version / UPDATE).exists() or (version / UPDATE).read_text() != text:

@@ -64,7 +64,6 @@ def judge_deadlines(
         test: int64 [n], samples that nothing was fitted or chosen on.
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
-        seeds: of the controllers.
         baselines: `budget_aware_static` and `oracle` must be among them.
         charge: whether controllers pay for their decisions.
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
@@ -72,7 +71,6 @@ def judge_deadlines(
     deciders = [controller.decider for controller in controllers]
     costs = own_costs(deciders, table, test, budgets_ms)
     spent = {"controller": [cost.charged_ms * charge for cost in costs]}
-    # all that decide, by policy
     policies: dict[str, list[Any]] = {"controller": deciders}
     if all(controller.teacher is not None for controller in controllers):
         policies["teacher"] = [controller.guarded_teacher for controller in controllers]
@@ -81,22 +79,19 @@ def judge_deadlines(
     # only controllers pay for their decisions
     judged = judge_all(*problem, policies, spent)
 
-    # what only controllers have: the time of a decision, their score if it cost nothing, and the
-    # probability of being on time that their teachers predict
+    # what only controllers have, among it the probabilities that their teachers predict
     if_free = judge_all(*problem, {"controller": [each.if_free for each in controllers]}, {})
     further = []
     for i, controller in enumerate(controllers):
         left_ms = budgets_ms - spent["controller"][i]
         chosen = judged["controller"][i].chosen
-        further.append(
-            {
-                "decision_us": costs[i].decision_us,
-                "score_free": if_free["controller"][i].utility,
-                "expected_in_time": expected_in_time(controller, table, test, chosen, left_ms),
-            }
-        )
+        columns: dict[str, Any] = {
+            "decision_us": costs[i].decision_us,
+            "score_free": if_free["controller"][i].utility,
+        }
+        columns["expected_in_time"] = expected_in_time(controller, table, test, chosen, left_ms)
+        further.append(columns)
     decisions = decision_frame(table, test, judged, seeds, further)
-    # everything else is a summary of the decisions
     results = _results(DEADLINE, decisions, table, test, seeds)
 
     # the gain in utility by GRPO over seeds and test samples
@@ -308,6 +303,7 @@ def _configurations(
         utility = expected_utility(*measured, torch.tensor(budgets)).mean(-1)
         cells["utility"] = utility.where(table.mask[test], torch.nan)
     means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
+    # the rest was never measured
     rows = []
     for c, label in enumerate(_labels(table)):
         if table.mask[test, c].any():
@@ -350,12 +346,14 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
             "reward": pl.mean("reward"),
             "utility_free": pl.mean("score_free"),
         }
-    # over samples, then over seeds, then over budgets: the sizes of all parts are equal
+    # over samples, then over seeds, then over budgets: the sizes of all parts are equal; rows keep
+    # their order, so that sums do not differ between two runs
     precise = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
-    of_seeds = precise.group_by("policy", "place", "seed").agg(**numbers)
-    at_budgets = of_seeds.group_by("policy", "place").agg(pl.col(*numbers).mean().fill_nan(None))
-    over_budgets = at_budgets.group_by("policy").agg(
-        pl.lit(None).alias("place"), pl.col(*numbers).mean()
+    of_seeds = precise.group_by("policy", "place", "seed", maintain_order=True).agg(**numbers)
+    means = pl.col(*numbers).mean().fill_nan(None)
+    at_budgets = of_seeds.group_by("policy", "place", maintain_order=True).agg(means)
+    over_budgets = at_budgets.group_by("policy", maintain_order=True).agg(
+        pl.lit(None).alias("place"), means
     )
     everything = pl.concat([at_budgets, over_budgets], how="vertical_relaxed")
     return everything.rows_by_key(["policy", "place"], named=True, unique=True)

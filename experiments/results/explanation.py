@@ -207,6 +207,7 @@ def _groups(points: np.ndarray) -> Rows:
     Args:
         points: difficulty, latency of the policy's choice and of static's, [3, n].
     """
+    # equal difficulties stay in one group
     deciles = np.unique(np.quantile(points[0], np.arange(0.1, 1, 0.1)))
     group_of = np.digitize(points[0], deciles)
     rows = []
@@ -277,6 +278,7 @@ def importance(explained: Explained) -> Rows:
         worth = explained.worth(explained.decided(blocks, repeats), explained.reads)
         return (before - worth.view(repeats, n, -1).mean((0, 2))).numpy()
 
+    # whole blocks come first, then the columns of narrow ones
     parts: list[tuple[str, int | None]] = []
     columns: list[tuple[str, int | None]] = []
     for name, block in explained.features.items():
@@ -330,6 +332,7 @@ def distilled(explained: Explained) -> dict[str, Any]:
     names = ["budget"]
     for name, block in explained.features.items():
         names += [f"{name}[{i}]" for i in range(block.shape[1])]
+    # the share of agreeing knobs of each sample, over its budgets, [2, n]
     shares = alike.mean(2).reshape(2, n, count).mean(2)
     fidelity, by_budget_alone = shares.mean(1).tolist()
     return {

@@ -145,6 +145,7 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
                 row["accuracy_per_seed"] = right.mean(1).tolist()
             rows.append(row)
         differences += _differences(answers, shots)
+    # rows stand policy by policy
     order = decisions["policy"].unique(maintain_order=True).to_list()
     return sorted(rows, key=lambda row: order.index(row["policy"])), differences
 

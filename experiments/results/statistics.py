@@ -59,6 +59,7 @@ def resampled_means(
     Returns:
         float64 [D, K].
     """
+    # an array without seeds has one
     arrays = [np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in values]
     columns = np.concatenate(arrays).T  # [n, sum of S]
     generator = np.random.default_rng(seed)
@@ -148,8 +149,8 @@ def score_intervals(
     # [draws, cases · kinds] → [cases, draws] for each kind of array
     score, low, high, *differences = drawn.T.reshape(len(cases), -1, len(drawn)).swapaxes(0, 1)
     gap = (score - low) / np.where(high - low > 1e-9, high - low, np.nan)
-    ends = [ends_of(draws.T) for draws in (score, gap, *differences)]
-    return [list(intervals) for intervals in zip(*ends, strict=True)]
+    intervals = [ends_of(draws.T) for draws in (score, gap, *differences)]
+    return [list(case) for case in zip(*intervals, strict=True)]
 
 
 # -- differences -----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import SEED, TOKEN, draw_samples, to_words
 
+CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10, calibration=6, warm_up=1)
 
 
@@ -87,7 +88,7 @@ def stream_of(case: Case, config: LiveConfig) -> Stream:
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case: Case) -> None:
     stream, server = server_of(case, replace(SHORT, requests=30))
     assert server.serve() is None
-    fields = server.record.served.items()
+    fields = server.served.items()
     learned, frozen, static = ({key: values[p, :, 0] for key, values in fields} for p in range(3))
     for served in (learned, frozen):
         for i, row in enumerate(stream.rows):
@@ -146,13 +147,13 @@ def test_what_calls_take_beside_the_model_is_charged_too(
 
     monkeypatch.setattr(server.model, "answer", slow)
     assert server.serve() is None
-    assert (server.record.served["overhead_ms"][0] > 20).all()
+    assert (server.served["overhead_ms"][0] > 20).all()
 
 
 def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case: Case) -> None:
     stream, server = server_of(case, replace(SHORT, warm_up=0))
     assert server.serve() is None
-    served = server.record.served
+    served = server.served
     overhead, decision = served["overhead_ms"], served["decision_us"]
     # the controllers and static, then fixed configurations
     assert (overhead[:3] > decision[:3] / 1e3).all()
@@ -200,22 +201,21 @@ def by_hand(slower: float) -> tuple[Stream, Record]:
     `slower`."""
     table, _ = small()
     rows = np.array([0, 1])
-    choices = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
-    shape = (len(choices), 2, 1)
+    shape = (len(CHOICES), 2, 1)
     fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
     fields["drift"] = np.full(shape, None)
-    for p, chosen in enumerate(choices.values()):
+    for p, chosen in enumerate(CHOICES.values()):
         fields["choice"][p, :, 0] = chosen
         fields["score"][p, :, 0] = table.accuracy[rows, chosen]
         fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
     fields["overhead_ms"][0] = 0.5
     fields["limit_ms"][0, :, 0] = 30.0
-    return Stream(rows, np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), Record(list(choices), fields)
+    return Stream(rows, np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), fields
 
 
 def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
     table, controller = small()
-    return live_results(table, stream, record, controller, speed)
+    return live_results(table, stream, list(CHOICES), record, controller, speed)
 
 
 def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
@@ -244,15 +244,15 @@ def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> No
     stream.budgets_ms[:] = 3 * table.latency_ms.median()
     chosen = controller.choose(blocks, stream.budgets_ms / 3)
     assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
-    record.served["choice"][0, :, 0] = chosen
+    record["choice"][0, :, 0] = chosen
     for i in range(2):
-        record.served["drift"][0, i, 0] = (np.log(3), 1.0)
+        record["drift"][0, i, 0] = (np.log(3), 1.0)
     assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"] == 1
 
 
 def test_the_speed_is_known_as_well_as_the_answers_say() -> None:
     stream, record = by_hand(slower=1.0)
-    record.served["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2, 1)
+    record["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2, 1)
     speed = judged(stream, record, speed=1.0)["speed"]
     off = 1.96 * 1.25 * 0.5 / (1.35 * 6**0.5)
     assert speed["during"] == pytest.approx(1.5)
@@ -261,8 +261,8 @@ def test_the_speed_is_known_as_well_as_the_answers_say() -> None:
 
 def test_a_replay_that_is_wrong_is_found_out() -> None:
     stream, record = by_hand(slower=1.0)
-    record.served["score"][0] = 1 - record.served["score"][0]
-    record.served["inference_ms"][1] *= 2
+    record["score"][0] = 1 - record["score"][0]
+    record["inference_ms"][1] *= 2
     results = judged(stream, record, speed=1.0)
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
