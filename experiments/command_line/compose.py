@@ -148,9 +148,9 @@ def settings_of(config: DictConfig) -> Any:
 def with_variants(arguments: Iterable[str]) -> list[str]:
     """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
     and weights by shots. No other key can be added (`+key=value`)."""
-    own = re.compile(r"(?:variants|reward\.by_shots)[.=]")
+    chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
-    return [f"++{word}" if own.match(word) else word for word in words]
+    return [f"++{word}" if chosen.match(word) else word for word in words]
 
 
 def run_hydra(
