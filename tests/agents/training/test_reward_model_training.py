@@ -116,7 +116,7 @@ def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
 def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
     data = small_beams()
     trainer(data, folder=tmp_path, config=replace(SHORT, epochs=1)).run()
-    for other in (replace(TINY, members=3), replace(TINY, calls=10)):
+    for other in (replace(TINY, members=2), replace(TINY, calls=10)):
         with pytest.raises(InputError, match="choose another name"):
             trainer(data, other, config=replace(SHORT, epochs=1)).resume(tmp_path / "last.pt")
 
