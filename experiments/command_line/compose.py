@@ -78,6 +78,7 @@ def choices_of(group: str) -> list[str]:
 @cache
 def groups_of(verb: str) -> dict[str, str | None]:
     """Return the groups in the settings of a verb with their default choices."""
+    # the names of Hydra's own groups, such as hydra/launcher, have a slash
     choices = composed(verb, [], return_hydra_config=True).hydra.runtime.choices
     return {group: choice for group, choice in choices.items() if "/" not in group}
 
@@ -177,6 +178,7 @@ def run_hydra(
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    # `hydra.main` reads the words of this process
     sys.argv = ["knobwise", *with_variants(arguments)]
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
@@ -193,6 +195,7 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
     if "query=" in " ".join(arguments) and not is_whole:
         print(*(name for name in verbs if name.startswith(verb)))
         return
+    # Hydra knows programs without verbs
     os.environ["COMP_LINE"] = f"knobwise {rest}"
     schema = schema_of(verb or "train", rest.split())
     with explained(schema, (), ValueError):

@@ -130,6 +130,7 @@ def resolve(config: TrainRun) -> TrainRun:
     if sense == "deadline":
         return config
     policy = config.policy
+    # experts predict for budgets, and the guard falls back to static, which weights do not have
     if sense == "weights":
         policy = replace(policy, experts=(), guard=False)
     return replace(config, reward=RewardConfig(kind="priced"), policy=policy)
