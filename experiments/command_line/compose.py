@@ -78,6 +78,7 @@ def choices_of(group: str) -> list[str]:
 @cache
 def groups_of(verb: str) -> dict[str, str | None]:
     """Return the groups in the settings of a verb with their default choices."""
+    # the names of Hydra's own groups, such as hydra/launcher, have a slash
     choices = composed(verb, [], return_hydra_config=True).hydra.runtime.choices
     return {group: choice for group, choice in choices.items() if "/" not in group}
 
@@ -148,9 +149,9 @@ def settings_of(config: DictConfig) -> Any:
 def with_variants(arguments: Iterable[str]) -> list[str]:
     """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
     and weights by shots. No other key can be added (`+key=value`)."""
-    own = re.compile(r"(?:variants|reward\.by_shots)[.=]")
+    chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
-    return [f"++{word}" if own.match(word) else word for word in words]
+    return [f"++{word}" if chosen.match(word) else word for word in words]
 
 
 def run_hydra(
@@ -177,6 +178,7 @@ def run_hydra(
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    # `hydra.main` reads the words of this process
     sys.argv = ["knobwise", *with_variants(arguments)]
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
@@ -193,6 +195,7 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
     if "query=" in " ".join(arguments) and not is_whole:
         print(*(name for name in verbs if name.startswith(verb)))
         return
+    # Hydra knows programs without verbs
     os.environ["COMP_LINE"] = f"knobwise {rest}"
     schema = schema_of(verb or "train", rest.split())
     with explained(schema, (), ValueError):

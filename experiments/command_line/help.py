@@ -35,6 +35,7 @@ def help_lines(verb: str) -> list[Option]:
 def show_help(verb: str) -> None:
     """Print the options that people use most, then all others by section, then the experiments."""
     print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
+    # what people use most comes first, in the order of help.toml
     lines = help_lines(verb)
     common = COMMON.get(verb, " ".join(line.key for line in lines)).split()
     first = {line.key: line for line in reversed(lines) if line.key in common}

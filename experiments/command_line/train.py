@@ -29,6 +29,7 @@ def train(config: Any, words: list[str], once: bool = False) -> Path:
             f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading "
             "PyTorch and the data …"
         )
+    # imported here, since PyTorch takes seconds
     if isinstance(config, SelectorRun):
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:

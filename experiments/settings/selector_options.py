@@ -217,6 +217,7 @@ def resolve(config: SelectorRun, table: BeamTable) -> SelectorRun:
     """Return the settings with the reward's mode and the number of shots that follow from the
     beams."""
     lengths = recorded_lengths(table)
+    # pairs are what most beams hold
     usual = 2 if 2 in lengths else lengths[-1]
     reward = config.reward.resolved(table.fields)
     return replace(config, reward=reward, shots=config.shots or usual)

@@ -77,6 +77,7 @@ def run(config: StudyConfig) -> list[str]:
     sections = sections_of(config.study)
     if unknown := [name for name in config.sections if name not in sections]:
         raise InputError(f"sections={unknown}: must be some of {', '.join(sections)}")
+    # a part that fails does not keep the others from running
     names = config.sections or list(sections)
     failures = []
     with progress("sections", len(names)) as tick:

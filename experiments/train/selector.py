@@ -473,7 +473,7 @@ def _decided(
         chosen = [choices[:, :shots] for choices in whole]
         outcome = evaluation.judged_choices(test, scorer, chosen, rows)
         assert outcome.demonstrations is not None
-        votes = torch.stack([scorer.vote(rows, shown) for shown in outcome.demonstrations])
+        votes = torch.stack([scorer.vote(rows, sequences) for sequences in outcome.demonstrations])
         times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

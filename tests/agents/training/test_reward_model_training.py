@@ -100,6 +100,14 @@ def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
     assert same(*(state["reward_model"] for state in states))
 
 
+def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
+    data = small_beams()
+    trainer(data, folder=tmp_path, config=replace(SHORT, epochs=1)).run()
+    for other in (replace(TINY, members=2), replace(TINY, calls=10)):
+        with pytest.raises(InputError, match="choose another name"):
+            trainer(data, other, config=replace(SHORT, epochs=1)).resume(tmp_path / "last.pt")
+
+
 def test_true_calls_need_a_scorer() -> None:
     data = small_beams()
     with pytest.raises(InputError, match=r"reward_model\.calls=50: true calls need a scorer"):
