@@ -1,7 +1,8 @@
 """Measure a model sample by sample and configuration by configuration.
 
 A kill loses no measurement that was taken: each is a line appended to a file before the next one
-begins. It names the sample, its content (see `knobwise.profiling.measuring.feature_store`) and the
+begins, or before the next sample begins where a model answers all configurations of one together.
+It names the sample, its content (see `knobwise.profiling.measuring.feature_store`) and the
 configuration, so a later call may want more or less: what is on disk is never measured again, and a
 sample whose image or question changed is.
 """
