@@ -38,7 +38,6 @@ from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import number
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -293,12 +292,14 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
+    factors = offsets.mean.exp()
+    spread = offsets.variance.sqrt()
     facts = {
         "timed": timed.name,
         "digest": timed.digest,
         "cells": len(chosen),
-        "factors": offsets.mean.exp().tolist(),
-        "spread": offsets.variance.sqrt().tolist(),
+        "factors": factors.tolist(),
+        "spread": spread.tolist(),
         "one_factor": float(ratios.median().exp()),
     }
     agent: Any = loaded.controller
@@ -308,18 +309,12 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
         {name: block[rows] for name, block in table.features.items()}, len(rows)
     )
     _print_factors(table, offsets.mean)
-    low, high, common = (
-        number(factor, ".2f")
-        for factor in (min(facts["factors"]), max(facts["factors"]), facts["one_factor"])
+    line = (
+        f"{len(chosen)} timed cells: configurations take {factors.min():.2f} to "
+        f"{factors.max():.2f} times as long as in training (± {spread.mean():.1%} for a single "
+        f"request); one factor for all would be {facts['one_factor']:.2f}"
     )
-    spread = number(sum(facts["spread"]) / len(facts["spread"]), ".1%")
-    print_lines(
-        Console(),
-        [
-            f"{facts['cells']} timed cells: configurations take {low} to {high} times as long as "
-            f"in training (± {spread} for a single request); one factor for all would be {common}"
-        ],
-    )
+    print_lines(Console(), [line])
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
     updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
     return updated, {"better": True, **facts}

@@ -23,7 +23,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.serving.request_log import read_log
+from knobwise.agents.learning.logged import read_log
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.report.tables import Table, print_lines, print_table
