@@ -99,9 +99,7 @@ def profile_ocr(out_dir: str | Path, config: OCRProfileConfig | None = None) -> 
     return out
 
 
-def _measured(
-    model: RapidOCRModel, grid: _Dicts, rows: list[int]
-) -> Iterator[dict[str, Any]]:
+def _measured(model: RapidOCRModel, grid: _Dicts, rows: list[int]) -> Iterator[dict[str, Any]]:
     """What is written down of each of these scenes. Configurations come in random order."""
     scenes = Scenes()
     warm_up = [model.first_stage(scenes.request(str(row))) for row in rows[:1]]
