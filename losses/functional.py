@@ -301,10 +301,10 @@ def doubly_robust(
 ) -> Tensor:
     """Estimate the reward of every alternative c from the outcome of a single one, a.
 
-    The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011, "Doubly
-    Robust Policy Evaluation and Learning", equation 2. The mean over contexts of Σ_c π(c)·estimate
-    is the value of a policy π. It is unbiased if either q̂ or the probabilities are right, no weight
-    is clipped, and all that π chooses could have been drawn.
+    The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011,
+    "Doubly Robust Policy Evaluation and Learning", equation 2. The mean over contexts of
+    Σ_c π(c)·estimate is the value of a policy π. It is unbiased if either q̂ or the probabilities
+    are right, no weight is clipped, and all that π chooses could have been drawn.
 
     Args:
         expected: q̂, what a model that has not seen the outcomes expects, [n, C].

@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import get_original_cwd
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
 from knobwise.common.processes import end_with
@@ -142,6 +142,8 @@ def settings_of(config: DictConfig) -> Any:
     """
     try:
         return OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise InputError(f"{error.full_key}: must be given") from error
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 

@@ -95,9 +95,9 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     from knobwise.profiling.models import load_model, requests_of
 
     # the stream takes these from the evaluation, unless it sets its own
-    json_path = config.stream.json or config.json
-    budgets_ms = config.stream.budgets_ms or config.budgets_ms
-    stream = replace(config.stream, json=json_path, budgets_ms=budgets_ms)
+    stream = replace(config.stream, json=config.stream.json or config.json)
+    if stream.budgets_ms is None:
+        stream = replace(stream, budgets_ms=config.budgets_ms)
     table = read_profile(config.profile, loaded)
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)

@@ -65,7 +65,9 @@ def test_a_mistake_in_the_environment_is_said_by_its_name(
     name: str, value: str, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert f"{name}={value}" in refused(["train", *SIMULATED], capsys)
+    line = refused(["train", *SIMULATED], capsys)
+    assert name in line
+    assert value in line
 
 
 @pytest.mark.parametrize(

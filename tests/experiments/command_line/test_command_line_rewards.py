@@ -21,8 +21,6 @@ TRAIN = [
     "reward=function",
 ]
 MODULE = """
-from pathlib import Path
-
 import torch
 
 def fastest(accuracy, latency_ms, budget_ms, knobs):
@@ -33,9 +31,6 @@ def in_pairs(accuracy, latency_ms, budget_ms, knobs):
 
 def undefined(accuracy, latency_ms, budget_ms, knobs):
     return accuracy * torch.nan
-
-def reads(accuracy, latency_ms, budget_ms, knobs):
-    return accuracy * float(Path("weight.txt").read_text())
 
 def raises(accuracy, latency_ms, budget_ms, knobs):
     return accuracy * knobs["max_crop"]
@@ -86,7 +81,6 @@ MISTAKES = {
     "reward.function=my_rewards:undefined": "nan",
     # 60 samples, and four copies of each under drift
     "reward.function=my_rewards:in_pairs": "[300, 6]",
-    "reward.function=my_rewards:reads": "weight.txt",
     "reward.function=my_rewards:slowest": "slowest",
     "reward.function=your_rewards:fastest": "your_rewards",
     "reward.function=math:pi": "pi",

@@ -197,7 +197,7 @@ BOTH = ["runs/lean/size-0", "runs/lean/size-1"]
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ([], "give runs"),
+        ([], "runs"),
         (["html=x.html", "runs=[]"], "give runs"),
         (["nowhere"], "nowhere"),
         (BOTH[:1], "two runs"),

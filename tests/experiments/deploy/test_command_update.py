@@ -302,9 +302,9 @@ def test_a_killed_update_leaves_what_served(
         ("rollback=true out=nothing", "no version"),
         ("log=a learning.confidence=2", "learning.confidence=2.0"),
         ("log=a every=0", "every=0"),
-        ("log=a learning.steps=100", "learning.steps=100"),
+        ("log=a learning.steps=100", "learning.steps"),
         ("trained_on=builtin profile=builtin", "'builtin'"),
-        ("trained_on=a.csv", "trained_on.path=a.csv"),
+        ("trained_on=a.csv", "trained_on/a.csv"),
     ],
 )
 def test_mistakes_of_an_update_are_one_line(words: str, message: str, capsys: Capture) -> None:

@@ -130,12 +130,9 @@ def test_defaults_and_overrides() -> None:
 
 
 def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings() -> None:
-    settings = read_settings("train", ["budget=weights"])
-    resolved = resolve(settings)
-    assert settings.policy.experts
-    assert (resolved.reward.kind, resolved.policy.experts, resolved.policy.guard) == (
-        *("priced", (), False),
-    )
+    settings = read_settings("train", ["budget=mean"])
+    assert settings.reward.kind == "utility"
+    assert resolve(settings).reward.kind == "priced"
     assert resolve(read_settings("train", [])) == read_settings("train", [])
 
 
