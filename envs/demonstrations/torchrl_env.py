@@ -207,19 +207,24 @@ class DemonstrationBandit(SingleStepEnv):
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
-        # data on the device
+        self._set_data(device)
+        self._set_specs(batch_size, () if group_size is None else (int(group_size),))
+
+    def _set_data(self, device: torch.device | str | None) -> None:
+        """Copy what a step reads to the device."""
+        table = self.table
         self.queries = table.queries.to(device)
         self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)
-        if scorer is None:
+        if self.scorer is None:
             self.sequences = table.sequences.to(device)
             self.group_mask = table.beam_mask.to(device)
             self.rewards = self._recorded_rewards().to(device)
             unknown = torch.full(table.beam_mask.shape, torch.nan)
             self.correct = table.fields.get("vqa_correct", unknown).to(device)
         else:
+            # filled as soon as a reward asks for it
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
-        self._set_specs(batch_size, () if group_size is None else (int(group_size),))
 
     def _about(self) -> str:
         table = self.table
