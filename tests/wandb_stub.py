@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,8 +103,13 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
     for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime_ns):
         file = next(folder.glob("run-*.wandb"))
         words = [*command, str(file), str(folder)]
-        lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-        records = [json.loads(line) for line in lines.splitlines()]
+        # wandb's service may still be writing when `finish` returns; killed runs have no exit
+        for _ in range(5):
+            lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+            records = [json.loads(line) for line in lines.splitlines()]
+            if any(record["type"] == "exit" for record in records):
+                break
+            time.sleep(0.2)
         run = ReceivedRun(folder.name.split("-")[-1], records=records)
         for record in records:
             content = record.get(record["type"]) or {}
