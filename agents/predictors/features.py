@@ -50,14 +50,11 @@ class FeatureNormaliser(nn.Module):
         self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
         self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
+        joined = torch.zeros(1, 0)
         if blocks:
             joined = torch.cat([b.float() for b in blocks.values()], -1)
-        else:
-            joined = torch.zeros(1, 0)
-        if columns:
-            median = joined.nanmedian(0).values.nan_to_num()
-        else:
-            median = torch.zeros(0)
+        # a column without any value is 0
+        median = joined.nanmedian(0).values.nan_to_num()
         filled = torch.where(joined.isnan(), median, joined).double()
         centred = filled - filled.mean(0)
         heavy = centred.pow(4).mean(0) > HEAVY_TAILED * centred.square().mean(0).square()
@@ -107,8 +104,6 @@ class FeatureNormaliser(nn.Module):
         normaliser = cls(blocks)
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))
-        else:
-            normaliser.datasets = []
         if project:
             from sklearn.decomposition import PCA
 
@@ -155,10 +150,7 @@ class FeatureNormaliser(nn.Module):
             InputError: if a block is missing or has another width than in fitting.
         """
         for name, size in self.sizes.items():
-            if name in blocks:
-                width: Any = blocks[name].shape[-1]
-            else:
-                width = "nothing"
+            width = blocks[name].shape[-1] if name in blocks else "nothing"
             if width != size:
                 raise InputError(
                     f"features: block {name!r} must be {size} wide, got {width}; give the features "

@@ -37,7 +37,7 @@ class Targets:
         blocks = []
         centres = []
         scales = []
-        for measured, never_seen in ((accuracy, torch.zeros_like(slowest)), (log_latency, slowest)):
+        for measured, never_seen in ((accuracy, 0.0), (log_latency, slowest)):
             centre = measured.nanmean(0).where(seen, never_seen)
             deviation = (measured - centre).where(mask, 0.0)
             if not mask.all():
@@ -105,9 +105,7 @@ def rows_of_members(
     if len(folds) < members:
         raise InputError(
             f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or "
-            "images) outside its "
-            "test part; use fewer members"
+            "images) outside its test part; use fewer members"
         )
-    fitted_on = [rows[torch.from_numpy(fit)] for fit, _ in folds]
-    judged_on = [rows[torch.from_numpy(hold)] for _, hold in folds]
-    return fitted_on, judged_on
+    fitted_on, judged_on = zip(*folds, strict=True)
+    return [rows[fit] for fit in fitted_on], [rows[hold] for hold in judged_on]

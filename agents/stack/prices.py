@@ -10,7 +10,6 @@ instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 from knobwise.agents.judging.baselines import PredictThenChoose, averages
 from knobwise.agents.judging.paired import is_better, standard_error
 from knobwise.agents.judging.policy import Array, requests_of
-from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.experts import Experts, Fitted
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.stack.guard import verdict
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -103,14 +103,20 @@ def calibrate_prices(
         budgets: [B].
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
-    paid = cost.double().gather(1, corners)
-    falling, order = prices.flatten().sort(descending=True)
-    totals = torch.cat([paid[:, 0].sum().reshape(1), paid.diff(dim=1).flatten()[order]]).cumsum(0)
+    falling, order = prices.flatten().sort(descending=True, stable=True)
+    totals = _totals(corners, cost, order)
     # just above a breakpoint its steps are not taken, nor those of lower ones; at price 0 all are
     tried = torch.cat([falling * (1 + ROUNDING), falling.new_zeros(1)])
-    means = totals[torch.searchsorted(-falling, -tried)] / len(paid)
+    means = totals[torch.searchsorted(-falling, -tried)] / len(cost)
     keeps = means <= budgets.double().unsqueeze(1) * (1 + 1e-12)
     return tried[torch.arange(len(tried), device=tried.device).where(keeps, 0).amax(1)]
+
+
+def _totals(corners: Tensor, cost: Tensor, order: Tensor) -> Tensor:
+    """Return the total cost after each step along the hulls, from that of the cheapest choices:
+    float64 [n·H + 1], in the order (int64 [n·H]) in which the steps are taken."""
+    paid = cost.double().gather(1, corners)
+    return torch.cat([paid[:, :1].sum(0), paid.diff(dim=1).flatten()[order]]).cumsum(0)
 
 
 def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
@@ -124,10 +130,9 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     where not profiled.
     """
     corners, prices = _hull(accuracy, cost, mask)
-    paid = cost.double().gather(1, corners)
     order = prices.flatten().argsort(descending=True, stable=True)
-    totals = paid[:, 0].sum() + paid.diff(dim=1).flatten()[order].cumsum(0)
-    count = torch.searchsorted(totals, budgets.double() * len(paid) * (1 + 1e-12), right=True)
+    totals = _totals(corners, cost, order)[1:]
+    count = torch.searchsorted(totals, budgets.double() * len(cost) * (1 + 1e-12), right=True)
     rank = order.argsort().reshape(prices.shape)
     steps = (rank.unsqueeze(2) < count).sum(1)
     return corners.gather(1, steps)
@@ -159,33 +164,11 @@ def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
     return _hull(mean_accuracy.unsqueeze(0), mean_cost.unsqueeze(0), everything)[0].squeeze(0)
 
 
-def static_mix(
-    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best random mixture of two configurations at each mean budget.
-
-    The two are neighbours on the upper concave hull. Below the mean cost of the cheapest
-    configuration the mixture is this configuration alone.
-
-    Args:
-        mean_accuracy, mean_cost: averages [C].
-        budgets: [B].
-
-    Returns:
-        the cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the dearer,
-        float64 [B].
-    """
-    corners = static_hull(mean_accuracy, mean_cost)
-    cost = mean_cost.double()[corners]
-    budgets = budgets.double()
-    low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
-    high = (low + 1).clamp_max(len(cost) - 1)
-    share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
-    return corners[low], corners[high], share.where(low < high, 0.0)
-
-
 class StaticMix:
-    """`static_mix` of a table's averages, which a policy must beat at the same mean cost.
+    """The best random mixture of two configurations at each mean budget, for a policy to beat.
+
+    The two are neighbours on the upper concave hull of a table's averages. Below the mean cost of
+    the cheapest configuration the mixture is this configuration alone.
 
     If one of the two was not profiled for a request, the other replaces it; if neither was, the
     best single profiled configuration for this budget does. With many holes the mean latency can
@@ -194,11 +177,24 @@ class StaticMix:
     Args:
         mean_accuracy, mean_cost: [C], of each configuration.
         budgets: [B], of the mean latency, in ms.
+
+    Attributes:
+        first, second: the cheaper and the dearer, int64 [B].
+        share: of the requests that gets the dearer, float64 [B].
     """
 
     def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
         self._means = mean_accuracy, mean_cost, budgets
-        self.first, self.second, self.share = static_mix(*self._means)
+        corners = static_hull(mean_accuracy, mean_cost)
+        cost = mean_cost.double()[corners]
+        budgets = budgets.double()
+        # the neighbours on the hull whose mean costs enclose the budget
+        low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
+        high = (low + 1).clamp_max(len(cost) - 1)
+        share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
+        self.first = corners[low]
+        self.second = corners[high]
+        self.share = share.where(low < high, 0.0)
 
     @classmethod
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
@@ -207,14 +203,9 @@ class StaticMix:
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that `policy.mean_budgets.MeanBudgets` reads."""
+        arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
         accuracy, cost, _ = self._means
-        return {
-            "mean_accuracy": accuracy.numpy(),
-            "mean_cost": cost.numpy(),
-            "first": self.first.numpy(),
-            "second": self.second.numpy(),
-            "share": self.share.numpy(),
-        }
+        return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
 
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cheaper and the dearer configuration of each request at each budget:
@@ -228,11 +219,9 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        first, second = self.both(table.mask[rows])
-        first_accuracy, first_cost = outcomes_of(table, rows, first)
-        second_accuracy, second_cost = outcomes_of(table, rows, second)
-        accuracy = torch.lerp(first_accuracy, second_accuracy, self.share)
-        return accuracy, torch.lerp(first_cost, second_cost, self.share)
+        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
+        accuracy = torch.lerp(first[0], second[0], self.share)
+        return accuracy, torch.lerp(first[1], second[1], self.share)
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,10 +263,7 @@ class MeanBudgetPolicy:
         self._decide = decide
         self.budgets_ms = budgets_ms
         self.worths = worths.double()
-        if deployed is None:
-            self.deployed = torch.ones_like(worths, dtype=torch.bool)
-        else:
-            self.deployed = deployed
+        self.deployed = torch.ones_like(worths).bool() if deployed is None else deployed
         self.mix = mix
 
     @property
@@ -289,9 +275,8 @@ class MeanBudgetPolicy:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
         features, mask = requests_of(table, rows)
-        columns = []
-        for group in range(len(self.budgets_ms)):
-            columns.append(torch.from_numpy(self._decide(features, group, mask)))
+        groups = range(len(self.budgets_ms))
+        columns = [torch.from_numpy(self._decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)
 
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,13 +341,8 @@ def compared(
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        by = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} accuracy on held-out samples"
-        if row["deployed"]:
-            row["reason"] = f"deployed: better than the static mix by {by}"
-        elif kept:
-            sure = f"is not above 0 with {confidence:.0%} confidence"
-            row["reason"] = f"fell back to the static mix: {by} {sure}"
-        else:
+        row["reason"] = verdict(row, "the static mix", confidence)
+        if not kept:
             lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
         rows.append(row)
@@ -387,23 +367,21 @@ def make_priced_baselines(
     rows = torch.cat([split.train, split.validation])
     experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
     measured, normaliser, fitted = experts
-    named = [("latency_only", fitted[0])]
-    named += [(family.expert.name, family) for family in fitted]
-    baselines = []
-    for name, (expert, held_out, _) in named:
-        predictor = PredictThenChoose(name, expert, normaliser, name != "latency_only")
-        expected = predictor.counted(held_out)
+
+    def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
+        predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
+        expected = predictor.counted(family.out_of_fold)
         known = expected.accuracy, expected.latency_ms, measured.latency_ms, measured.mask
         prices = calibrate_prices(*known, budgets_ms)
-        decide = partial(_at_price, predictor, prices)
-        baselines.append(MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices))
-    return baselines
 
+        def decide(features: Features, group: int, mask: Array) -> Array:
+            hat = predictor.predict(features, len(mask))
+            allowed = torch.from_numpy(mask)
+            return choose_at_price(hat.accuracy, hat.latency_ms, prices[group], allowed).numpy()
 
-def _at_price(
-    predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array
-) -> Array:
-    """Choose by predictions, at the price for a budget; see `MeanBudgetPolicy`."""
-    expected = predictor.predict(features, len(mask))
-    allowed = torch.from_numpy(mask)
-    return choose_at_price(expected.accuracy, expected.latency_ms, prices[group], allowed).numpy()
+        return MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices)
+
+    return [
+        priced("latency_only", fitted[0]),
+        *(priced(family.expert.name, family) for family in fitted),
+    ]
