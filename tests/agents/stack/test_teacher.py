@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ from torch import Tensor
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.experts import Experts, Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.folds import folds_of, rows_of_members
+from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.teacher import Fitted, Mixture, Teacher, fit_teacher
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 
 FAST = ("ridge", "knn")
 
@@ -155,70 +156,39 @@ def test_it_is_fitted_whatever_the_table(name: str) -> None:
     assert sorted(torch.cat(folds).tolist()) == list(range(len(rows)))
 
 
-@pytest.mark.parametrize("name", TABLES)
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 2**20), low=st.floats(0.1, 1.0))
-def test_it_never_leaves_the_mask(name: str, seed: int, low: float) -> None:
-    table, _, (teacher, *_) = fitted(name)
-    generator = np.random.default_rng(seed)
-    n, c = table.mask.shape
-    mask = generator.random((n, c)) < 0.3
-    mask[np.arange(n), generator.integers(c, size=n)] = True
-    budgets = low + 60 * generator.random(n)
-    request = arrays(table), budgets, mask
-    chosen = teacher.choose(*request)
-    assert chosen.dtype == np.int64
-    assert mask[np.arange(n), chosen].all()
-    assert (chosen == teacher.choose(*request)).all()
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_restored_one_expects_the_same(name: str) -> None:
-    table, _, (teacher, *_) = fitted(name)
-    plain = teacher.plain()
-    about = teacher.normaliser, config_of(experts=EXPERTS), table.num_configurations, "deadline"
-    again = Teacher.restored(plain, *about)
-    assert equal_states(again, teacher)
-    x = normal(teacher, table, torch.arange(table.num_samples))
-    for part, wanted in zip(again.moments(x)[:3], teacher.moments(x)[:3], strict=True):
-        assert torch.equal(part, wanted)
-    assert again.chosen() == teacher.chosen()
-    assert again.held_out_worth == teacher.held_out_worth
-
-
 # -- what it computes ------------------------------------------------------------------------------
 
 
-def reweighted(teacher: Teacher, weights: list[float]) -> Teacher:
-    experts = list(teacher.experts)
-    return Teacher(teacher.network, teacher.normaliser, experts, torch.tensor(weights)).eval()  # type: ignore[arg-type]
+def reweighted(teacher: Teacher, *weights: float, sense: str = "deadline") -> Teacher:
+    experts: list[Any] = list(teacher.experts)
+    padded = [*weights, *[0.0] * (1 + len(experts) - len(weights))]
+    about = teacher.network, teacher.normaliser, experts, torch.tensor(padded)
+    return Teacher(*about, sense).eval()
 
 
+@pytest.mark.parametrize(("sense", "limit"), [("deadline", 11.0), ("mean", 40.0)])
 @torch.no_grad()
-def test_what_it_expects_is_the_weighted_mean_of_its_members() -> None:
-    table, rows, (teacher, *_) = fitted("complete")
+def test_what_it_expects_is_the_weighted_mean_of_its_members(sense: str, limit: float) -> None:
+    table, rows, (teacher, *_) = fitted("holes")
     x = normal(teacher, table, rows)
-    limits = torch.full((len(rows),), 11.0)
-    parts = [member_scores(teacher, x, 11.0).mean(0)]
-    parts += [expert(x).score(limits) for expert in teacher.experts]
-    other = reweighted(teacher, [0.2, 0.5, 0.0, 0.3, 0.0, 0.0])
+    limits = torch.full((len(rows),), limit)
+    other = reweighted(teacher, 0.2, 0.5, 0.0, 0.3, sense=sense)
+    parts = [member_scores(other, x, limit).mean(0)]
+    parts += [expert(x).score(limits, sense) for expert in teacher.experts]
     wanted = 0.2 * parts[0] + 0.5 * parts[1] + 0.3 * parts[3]
-    mixture = other.mixture(x)
-    torch.testing.assert_close(mixture.score(limits), wanted)
-    chosen = other.choose(arrays(table, rows), limits.numpy())
-    assert chosen.tolist() == wanted.argmax(1).tolist()
+    torch.testing.assert_close(other.mixture(x).score(limits), wanted)
     torch.testing.assert_close(other.teach(x, limits[:, None]).squeeze(1), wanted)
-    first = teacher.experts[0](x)
-    alone = reweighted(teacher, [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]).mixture(x)
-    (only,) = alone.predictions
-    torch.testing.assert_close(only.meets(limits), first.meets(limits))
+    mask = table.mask[rows]
+    for allowed, best in ((None, wanted), (mask.numpy(), wanted.masked_fill(~mask, -torch.inf))):
+        chosen = other.choose(arrays(table, rows), limits.numpy(), allowed)
+        assert chosen.tolist() == best.argmax(1).tolist()
 
 
 @torch.no_grad()
 def test_the_moments_of_a_mixture_are_those_of_its_draws() -> None:
     table, rows, (teacher, *_) = fitted("complete")
     x = normal(teacher, table, rows)[:1]
-    mixture = reweighted(teacher, [0.4, 0.6, 0.0, 0.0, 0.0, 0.0]).mixture(x)
+    mixture = reweighted(teacher, 0.4, 0.6).mixture(x)
     assert mixture.weights == pytest.approx([0.4 / 3] * 3 + [0.6])
     moments = mixture.moments()
     generator = torch.Generator().manual_seed(0)
@@ -232,18 +202,6 @@ def test_the_moments_of_a_mixture_are_those_of_its_draws() -> None:
     torch.testing.assert_close(moments.accuracy[0], accuracy)
     torch.testing.assert_close(moments.log_latency[0], logs.mean(0), atol=0.02, rtol=0)
     torch.testing.assert_close(moments.spread[0], logs.std(0), atol=0, rtol=0.03)
-
-
-@torch.no_grad()
-def test_what_cannot_be_on_time_is_taught_by_its_speed() -> None:
-    table, rows, (teacher, *_) = fitted("complete")
-    x = normal(teacher, table, rows)
-    worths = teacher.teach(x, torch.tensor([[11.0, 1e-6]]).expand(len(rows), 2))
-    assert worths.shape == (len(rows), 2, 12)
-    assert (worths[:, 0] >= 0).all()
-    torch.testing.assert_close(worths[:, 1], -teacher.moments(x).log_latency)
-    fastest = teacher.choose(arrays(table, rows), np.full(len(rows), 1e-6))
-    assert worths[:, 1].argmax(1).tolist() == fastest.tolist()
 
 
 def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
@@ -266,7 +224,7 @@ def test_what_was_learned_later_moves_every_member() -> None:
     table, rows, (teacher, *_) = fitted("complete")
     x = normal(teacher, table, rows)
     plain = teacher.mixture(x).predictions
-    moved = reweighted(teacher, teacher.weights.tolist())
+    moved = reweighted(teacher, *teacher.weights.tolist())
     moved.latency_offset[2] = 0.5
     moved.latency_variance[2] = 0.25
     moved.accuracy_logits[3] = -1.0
@@ -281,64 +239,7 @@ def test_what_was_learned_later_moves_every_member() -> None:
         torch.testing.assert_close(after.accuracy[:, 3], right.sigmoid())
 
 
-@torch.no_grad()
-def test_without_experts_it_is_the_network_alone() -> None:
-    table, rows = small_table(60), torch.arange(50)
-    teacher = fitted_on(table, rows, config_of(experts=())).teacher
-    assert teacher.weights.tolist() == [1.0]
-    assert len(teacher.experts) == 0
-    x = normal(teacher, table, torch.arange(60))
-    score = member_scores(teacher, x, 9.0).mean(0)
-    torch.testing.assert_close(teacher.mixture(x).score(torch.full((60,), 9.0)), score)
-    chosen = teacher.choose(arrays(table), np.full(60, 9.0))
-    assert chosen.tolist() == score.argmax(1).tolist()
-
-
 # -- what it is fitted on --------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_members_of_the_network_speak_of_what_was_held_out_of_them() -> None:
-    images = tuple(str(i // 3) for i in range(60))
-    table = dataclasses.replace(small_table(60, holes=0.3), image_ids=images)
-    rows = torch.arange(4, 57)
-    teacher = fitted_on(table, rows, config_of(experts=())).teacher
-    x = normal(teacher, table, rows)
-
-    def worth(owner: Tensor) -> float:
-        total = 0.0
-        for budget in default_budgets(table):
-            scores = member_scores(teacher, x, float(budget))[owner, torch.arange(len(rows))]
-            chosen = scores.masked_fill(~table.mask[rows], -torch.inf).argmax(1)
-            met = table.latency_ms[rows, chosen] <= budget
-            total += float((table.accuracy[rows, chosen] * met).mean()) / 5
-        return total
-
-    owner = owners(table, rows)
-    assert teacher.held_out_worth == pytest.approx(worth(owner), abs=1e-6)
-    # another owner shows
-    assert all(abs(worth((owner + step) % 3) - worth(owner)) > 1e-3 for step in (1, 2))
-
-
-@torch.no_grad()
-def test_experts_are_weighed_by_what_they_say_out_of_fold() -> None:
-    # what an expert says of the rows it was fitted on is better than what it says out of fold:
-    # worth must be the latter
-    table, rows = small_table(60), torch.arange(60)
-    teacher = fitted_on(table, rows, config_of(experts=("ridge",))).teacher
-    budgets_ms = default_budgets(table)
-    measured = Measured.from_table(table, rows, budgets_ms, 0, 3)
-    (family,) = fit_experts(table, measured, teacher.normaliser, ("ridge",), 0)
-    scores = [family.out_of_fold.score(b.expand(60)) for b in budgets_ms]
-    x = normal(teacher, table, rows)
-    inside = [teacher.experts[0](x).score(b.expand(60)) for b in budgets_ms]
-    latency = family.out_of_fold.log_latency
-    assert measured.utility(inside, latency) > measured.utility(scores, latency)
-    network = torch.stack([member_scores(teacher, x, float(b)) for b in budgets_ms])
-    owner = owners(table, rows)
-    weights = teacher.weights
-    both = [weights[0] * network[i, owner, rows] + weights[1] * scores[i] for i in range(5)]
-    assert teacher.held_out_worth == pytest.approx(measured.utility(both, latency), abs=1e-6)
 
 
 def test_the_one_who_knows_gets_the_weight() -> None:
@@ -410,25 +311,6 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense: str) -> None:
     assert teacher.held_out_worth == pytest.approx(joined, abs=1e-6)
 
 
-@torch.no_grad()
-def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
-    table, rows = small_table(90, holes=0.2), torch.arange(70)
-    config = config_of()
-    network = network_of(table, rows, config, "mean")
-    teacher = fit_teacher(table, rows, network, config, judged_worths(table), 0).teacher
-    everyone = torch.arange(90)
-    x, worths = normal(teacher, table, everyone), torch.linspace(2, 300, 90)
-    out = teacher.network(x.expand(3, -1, -1))
-    members = [(out.predicted().accuracy.mean(0), out.predicted().latency_ms.mean(0))]
-    members += [(e(x).accuracy.clamp(1e-3, 1), e(x).latency_ms) for e in teacher.experts]
-    score = torch.zeros(90, 12)
-    for weight, (accuracy, ms) in zip(teacher.weights, members, strict=True):
-        score += weight * (accuracy - ms / worths.unsqueeze(1))
-    torch.testing.assert_close(teacher.mixture(x).score(worths), score)
-    chosen = teacher.choose(arrays(table), worths.numpy(), table.mask.numpy())
-    assert chosen.tolist() == score.masked_fill(~table.mask, -torch.inf).argmax(1).tolist()
-
-
 @pytest.mark.parametrize("profiled", [1.0, 0.1])
 @torch.no_grad()
 def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
@@ -449,19 +331,6 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
         got = float(accuracy.gather(1, chosen).mean())
         assert abs(got - 0.5) < 0.11, family.expert.name  # 3.4 standard errors
 
-    config = PolicyConfig(members=5, teacher_hidden=8)
-    split = Split(rows[:200], rows[200:], rows[:0])
-    fitted_rows, held_out = rows_of_members(table, split, 5, 0)
-    mine = torch.stack([torch.isin(rows, fitted) for fitted in fitted_rows])
-    torch.manual_seed(0)
-    teacher = Teacher.for_table(table, rows, config, normaliser, mine).eval()
-    x = normal(teacher, table, rows)
-    got_of_members = []
-    for member, held in enumerate(held_out):
-        scores = member_scores(teacher, x[held], 2.0)[member].masked_fill(~mask[held], -torch.inf)
-        got_of_members.append(accuracy[held].gather(1, scores.argmax(-1, keepdim=True)))
-    assert abs(float(torch.cat(got_of_members).mean()) - 0.5) < 0.11
-
 
 # -- weights ---------------------------------------------------------------------------------------
 
@@ -474,17 +343,6 @@ def tiny(
     generator = torch.Generator().manual_seed(seed)
     worth, noise = torch.rand(2, limits, n, configurations, generator=generator)
     return worth, noise, torch.ones(n, configurations, dtype=torch.bool)
-
-
-def test_a_perfect_member_beside_a_useless_one_and_beside_a_wrong_one() -> None:
-    worth, noise, mask = tiny(400)
-    for scores, best in (([worth, noise], 0), ([noise, worth], 1)):
-        weights = stack_weights(HeldOut(scores, worth, mask))
-        assert weights[best] > 0.99
-        assert weights.sum().item() == pytest.approx(1)
-    assert stack_weights(HeldOut([-worth, worth], worth, mask)).tolist() == pytest.approx(
-        [0.0, 1.0]
-    )
 
 
 def test_least_squares_by_hand() -> None:
