@@ -62,9 +62,11 @@ class FeatureNormaliser(nn.Module):
         for column in heavy.nonzero().squeeze(1).tolist():
             magnitude = filled[:, column].abs()
             unit[column] = magnitude[magnitude > 0].quantile(0.1)
+        # how a column is drawn in must be known before its mean is
         self.register_buffer("median", median)
         self.register_buffer("heavy", heavy)
         self.register_buffer("unit", unit)
+        self.register_buffer("has_missing", joined.isnan().any(0))
         drawn_in = self._drawn_in(filled)
         mean = drawn_in.mean(0)
         scale = (drawn_in - mean).square().mean(0).sqrt()
@@ -73,7 +75,6 @@ class FeatureNormaliser(nn.Module):
         # rounding
         least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
-        self.register_buffer("has_missing", joined.isnan().any(0))
 
     @property
     def width(self) -> int:

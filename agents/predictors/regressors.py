@@ -39,10 +39,12 @@ class Regressor(nn.Module):
 
         def __getattr__(self, name: str) -> Tensor: ...
 
-    def __init__(self, **buffers: Tensor) -> None:
+    def __init__(self, **buffers: Any) -> None:
+        """Take over tensors, arrays and single values, in float32 but for integers."""
         super().__init__()
-        for name, value in buffers.items():
-            self.register_buffer(name, value if value.dtype == torch.int64 else value.float())
+        for name, values in buffers.items():
+            tensor = torch.as_tensor(values)
+            self.register_buffer(name, tensor if tensor.dtype == torch.int64 else tensor.float())
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """Return a regressor whose outputs are these times scale plus offset, [o] each."""
@@ -124,7 +126,7 @@ class Trees(Regressor):
         return Trees(
             **_joined(states),
             bias=torch.stack([e.bias for e in ensembles]).mean(0),
-            depth=torch.stack([e.depth for e in ensembles]).amax(),
+            depth=max(int(e.depth) for e in ensembles),
         )
 
 
@@ -143,16 +145,12 @@ def _rounded_down(threshold: Tensor) -> Tensor:
     return nearest.where(nearest <= threshold, below)
 
 
-def _f(values: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).float()
-
-
 # -- the families ----------------------------------------------------------------------------------
 
 
 def constant(y: Array, features: int) -> Linear:
     """Return the best prediction without features."""
-    return Linear(weight=torch.zeros(features, y.shape[1]), bias=_f(y.mean(0)))
+    return Linear(weight=np.zeros((features, y.shape[1])), bias=y.mean(0))
 
 
 def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Linear]:
@@ -168,7 +166,7 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
     models: list[Linear] = []
     for alpha in settings:
         weight = vt.T @ ((s / (s**2 + alpha * len(x)))[:, None] * projected)
-        models.append(Linear(weight=_f(weight), bias=_f(bias - centre @ weight)))
+        models.append(Linear(weight=weight, bias=bias - centre @ weight))
     return models
 
 
@@ -197,11 +195,11 @@ def kernel_ridge(
         return values, vectors, vectors.T @ (y - bias)
 
     models: list[Kernel] = []
-    shared = {"points": _f(x), "squares": _f(norms), "bias": _f(bias)}
+    shared = {"points": x, "squares": norms, "bias": bias}
     for multiple, alpha in settings:
         values, vectors, projected = solved(multiple)
-        coefficients = _f(vectors @ (projected / (values + alpha)[:, None]))
-        width = torch.tensor(float(np.sqrt(median * multiple)))
+        coefficients = vectors @ (projected / (values + alpha)[:, None])
+        width = float(np.sqrt(median * multiple))
         models.append(Kernel(**shared, coefficients=coefficients, width=width))
     return models
 
@@ -218,10 +216,10 @@ def neighbours(
     models = []
     for k, weighted in settings:
         weights = norms if weighted else torch.ones_like(norms)
-        points = _f(x) * weights
+        points = torch.from_numpy(x).float() * weights
         squares = points.square().sum(1)
-        shared = {"values": _f(y), "k": torch.tensor(min(k, len(x)))}
-        models.append(Neighbours(points=points, squares=squares, weights=weights, **shared))
+        nearest = {"values": y, "k": min(k, len(x))}
+        models.append(Neighbours(points=points, squares=squares, weights=weights, **nearest))
     return models
 
 
@@ -281,7 +279,7 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
     for tree in trees:
         part = {
             "roots": torch.zeros(1, dtype=torch.int64),
-            "value": _f(factor * tree.value[..., 0]),
+            "value": torch.from_numpy(factor * tree.value[..., 0]),
         }
         # scikit-learn marks a leaf by children of −1
         itself = torch.arange(tree.node_count)
@@ -292,10 +290,10 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
         parts.append(part | {"threshold": torch.from_numpy(tree.threshold)})
     return Trees(
         **_joined(parts),
-        fit=torch.zeros(len(trees), dtype=torch.int64),
-        components=_f(components).unsqueeze(0),
-        bias=_f(bias),
-        depth=torch.tensor(max(t.max_depth for t in trees)),
+        fit=np.zeros(len(trees), np.int64),
+        components=components[None],
+        bias=bias,
+        depth=max(tree.max_depth for tree in trees),
     )
 
 

@@ -10,6 +10,7 @@ instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -238,6 +239,11 @@ WORTHS = 400
 Features = dict[str, Array]
 
 
+EVERYWHERE = torch.tensor(True)
+"""Deployed at all mean budgets."""
+
+
+@dataclass
 class MeanBudgetPolicy:
     """A policy that decides at a worth, calibrated for B mean budgets.
 
@@ -246,25 +252,16 @@ class MeanBudgetPolicy:
         decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
             gives configurations int64 [n].
         budgets_ms, worths: float [B].
-        deployed: bool [B], None where the policy decides at all of them.
-        mix: decides at the others.
+        deployed: bool [B], or a single one for all budgets.
+        mix: decides where the policy does not.
     """
 
-    def __init__(
-        self,
-        name: str,
-        decide: Callable[[Features, int, Array], Array],
-        budgets_ms: Tensor,
-        worths: Tensor,
-        deployed: Tensor | None = None,
-        mix: StaticMix | None = None,
-    ) -> None:
-        self.name = name
-        self._decide = decide
-        self.budgets_ms = budgets_ms
-        self.worths = worths.double()
-        self.deployed = torch.ones_like(worths).bool() if deployed is None else deployed
-        self.mix = mix
+    name: str
+    decide: Callable[[Features, int, Array], Array]
+    budgets_ms: Tensor
+    worths: Tensor
+    deployed: Tensor = EVERYWHERE
+    mix: StaticMix | None = None
 
     @property
     def prices(self) -> Tensor:
@@ -276,7 +273,7 @@ class MeanBudgetPolicy:
         the mix: int64 [n, B]."""
         features, mask = requests_of(table, rows)
         groups = range(len(self.budgets_ms))
-        columns = [torch.from_numpy(self._decide(features, group, mask)) for group in groups]
+        columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)
 
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,17 +323,18 @@ def compared(
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
         mixed: the mix's expected accuracy, likewise.
     """
+    columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
-    for b, budget in enumerate(budgets_ms.tolist()):
-        gains = (accuracy[:, b] - mixed[:, b]).double()
-        spent = float(cost[:, b].double().mean())
+    for budget, right, ms, rival in zip(budgets_ms.tolist(), *columns, strict=True):
+        gains = right - rival
+        spent = float(ms.mean())
         kept = spent <= budget * (1 + 1e-9)
         row = {
             "budget_ms": budget,
             "deployed": kept and is_better(gains, confidence),
             "reason": "",
-            "accuracy_policy": float(accuracy[:, b].double().mean()),
-            "accuracy_static_mix": float(mixed[:, b].double().mean()),
+            "accuracy_policy": float(right.mean()),
+            "accuracy_static_mix": float(rival.mean()),
             "latency_ms_mean": spent,
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
