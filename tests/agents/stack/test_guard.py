@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -253,8 +254,8 @@ def test_the_level_holds_over_many_draws() -> None:
     """Overconfident predictions: with its whole budget the policy misses a fifth of the feasible
     requests, at its margin a tenth."""
     generator, level = torch.Generator().manual_seed(0), 0.9
-    kept, before, size = [], [], torch.arange(1.0, 6.0)
-    budgets_ms = torch.tensor([10.0, 60.0])
+    shares, size = [], torch.arange(1.0, 6.0)
+    budgets_ms, every = torch.tensor([10.0, 60.0]), torch.ones(200, 5, dtype=torch.bool)
 
     def choices(mean: Tensor, limit_ms: float) -> Tensor:
         meets = torch.special.ndtr((math.log(limit_ms) - mean) / 0.3)  # the spread is .63
@@ -263,27 +264,21 @@ def test_the_level_holds_over_many_draws() -> None:
     for _ in range(150):
         known, hidden = torch.randn(2, 700, 1, generator=generator)
         mean = size + 0.5 * known
-        noise = torch.randn(700, 5, generator=generator)
-        latency = (mean + 0.6 * hidden + 0.2 * noise).exp()
-        cells = torch.ones(200, 5), latency[:200], latency[:200, :, None]
-        every = torch.ones(200, 5, dtype=torch.bool)
-        measured = Measured(torch.arange(200), *cells, every, budgets_ms, [])
+        latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5, generator=generator)).exp()
+        cells = every.float(), latency[:200], latency[:200, :, None], every
+        measured = Measured(torch.arange(200), *cells, budgets_ms, [])
+        decide = functools.partial(choices, mean[:200])
         static = torch.full((2, 200), 4)
-
-        def decide(limit_ms: float, mean: Tensor = mean) -> Tensor:
-            return choices(mean[:200], limit_ms)
-
         rows = calibrate(measured, decide, static, GuardSettings(level=level, level_cost=1))
         for row in rows:
             budget = row["budget_ms"]
             planned = choices(mean[200:], row["margin"] * budget)
             planned = planned if row["deployed"] else torch.full((500,), 4)
-            feasible = (latency[200:] <= budget).any(1)
-            for chosen, shares in ((planned, kept), (choices(mean[200:], budget), before)):
-                met = latency[200:].gather(1, chosen.unsqueeze(1)).squeeze(1) <= budget
-                shares.append(float(met[feasible].double().mean()))
-    means, without = torch.tensor(kept).reshape(-1, 2), torch.tensor(before).reshape(-1, 2)
-    error = means.std(0) / len(means) ** 0.5
+            both = torch.stack([choices(mean[200:], budget), planned], 1)
+            met = (latency[200:] <= budget).double()
+            shares.append(met.gather(1, both)[met.any(1)].mean(0))
+    without, kept = torch.stack(shares).reshape(150, 2, 2).unbind(2)
+    error = kept.std(0) / 150**0.5
     assert (without.mean(0) < level - 0.05).all()
-    assert (means.mean(0) > level - 2 * error).all()
-    assert (means.mean(0) < level + 0.04).all()  # and not by caution alone
+    assert (kept.mean(0) > level - 2 * error).all()
+    assert (kept.mean(0) < level + 0.04).all()  # and not by caution alone
