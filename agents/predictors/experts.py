@@ -229,6 +229,7 @@ def fit_experts(
         families: names in `FAMILIES`.
         seed: of trees.
     """
+    # float32 to predict from, float64 to fit on
     rows = measured.rows
     blocks = {name: block[rows] for name, block in table.features.items()}
     x32 = padded(normaliser(blocks, len(rows)))
@@ -306,7 +307,7 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     def best(columns: slice, wanted: Tensor) -> tuple[Regressor, Tensor, Any, list[Regressor]]:
         """Return the setting with the smallest error out of fold for some columns of the targets:
         a regressor of all rows, its predictions out of fold, the setting, those of the folds."""
-        # profiled cells only
+        # error out of fold, profiled cells only
         squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
         first = int(squares.sum((1, 2)).argmin())
         in_folds = [models[first].outputs(columns) for models in of_folds]

@@ -157,9 +157,11 @@ class FeatureNormaliser(nn.Module):
                     f"features: block {name!r} must be {size} wide, got {width}; give the features "
                     "that the policy was trained with (profile.features=…)"
                 )
+        # without features only the shape is known
         if not self.sizes:
             return self.mean.new_zeros(*shape, 0)
         joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
+        # an indicator for columns that had missing values where fitted
         missing = joined.isnan()
         drawn_in = self._drawn_in(torch.where(missing, self.median, joined))
         normal = ((drawn_in - self.mean) / self.scale).clamp(-self.clip, self.clip)

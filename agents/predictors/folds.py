@@ -39,6 +39,7 @@ class Targets:
         scales = []
         for measured, never_seen in ((accuracy, 0.0), (log_latency, slowest)):
             centre = measured.nanmean(0).where(seen, never_seen)
+            # one scale for a block, so that no configuration counts more than its variance
             deviation = (measured - centre).where(mask, 0.0)
             if not mask.all():
                 deviation = _filled(deviation, mask, seen, x)
@@ -62,6 +63,7 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
     ridge = Ridge(alpha=0.1 * len(x))
     predicted = torch.zeros_like(deviation)
     for _ in range(5):
+        # what a sample is better or slower by than its features say
         residual = (deviation - predicted).where(mask, 0.0)
         of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
         deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
@@ -79,6 +81,7 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
 
     names = table.dataset_names
     images = table.image_ids or table.sample_ids
+    # an image is known by its data set and name
     numbers: dict[tuple[str, str], int] = {}
     units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
     if len(numbers) < 2:

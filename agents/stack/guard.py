@@ -97,11 +97,13 @@ def calibrate(
         # [n, M + 1]: the margins, then static
         columns = torch.stack([*choices, static_choice[group]], 1)
         cells = torch.arange(len(columns)).unsqueeze(1), columns
+        # [n, M + 1, R]; the policy pays for its decision, static not for the first look
         latency_ms = measured.measurements_ms[cells].double()
         latency_ms[:, :-1] += cost_ms
         if first_look_ms is not None:
             latency_ms[:, -1] -= first_look_ms.gather(1, columns[:, -1:])
         in_time = share_in_time(latency_ms, budget)
+        # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
         utilities = measured.accuracy[cells].double() * in_time
         met = in_time[feasible].sum(0)

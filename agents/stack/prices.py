@@ -72,11 +72,13 @@ def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
     corners = [pick(-cost, -accuracy, mask)]
     prices = []
     while True:
+        # the steepest step from the last corner of each sample
         last = corners[-1].unsqueeze(1)
         gain = accuracy - accuracy.gather(1, last)
         extra = cost - cost.gather(1, last)
         slope = (gain / extra).where(mask & (gain > 0) & (extra > 0), 0.0)
         steepest = slope.amax(1)
+        # 0 where a sample has no further step
         if not (steepest > 0).any():
             break
         corners.append(pick(slope, -cost, mask).where(steepest > 0, corners[-1]))
@@ -134,6 +136,7 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     order = prices.flatten().argsort(descending=True, stable=True)
     totals = _totals(corners, cost, order)[1:]
     count = torch.searchsorted(totals, budgets.double() * len(cost) * (1 + 1e-12), right=True)
+    # a sample takes those of its steps that are among the first `count` of all
     rank = order.argsort().reshape(prices.shape)
     steps = (rank.unsqueeze(2) < count).sum(1)
     return corners.gather(1, steps)
@@ -155,6 +158,7 @@ def best_single_at(
     Returns:
         configurations, int64 [n, B].
     """
+    # without anything affordable all scores are equal, and `pick` takes the cheapest
     affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
     return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
 
@@ -306,6 +310,7 @@ def worths_for(
     choices = torch.stack([decide(worth) for worth in tried], 1)
     accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
+    # [B, worths] → [B]
     best = accuracy.where(keeps, -torch.inf).argmax(1)
     index = best.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]

@@ -60,6 +60,7 @@ class Mixture(NamedTuple):
         likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
+        # [n, 1], beside scores [n, C]
         hopeless = likely.amax(1, keepdim=True) < HOPELESS
         return torch.where(hopeless, -self.log_latency, score)
 
@@ -152,6 +153,7 @@ class Teacher(nn.Module):
         weights = []
         predictions = []
         if share > 0:
+            # the network's members count alike
             outcomes = self.network(x.expand(self.members, -1, -1))
             for member in range(self.members):
                 predictions.append(outcomes.take(member).predicted())
@@ -344,6 +346,7 @@ def _held_out(
     """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
     blocks = {name: block[rows] for name, block in table.features.items()}
     x = teacher.normaliser(blocks, len(rows))
+    # each sample was held out of one member
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
     for member, held in enumerate(folds):
         unseen_by[held] = member
@@ -386,6 +389,7 @@ def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
 def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
     """Return one member of a network alone."""
     alone = copy.deepcopy(network)
+    # every parameter has the members first
     for parameter in alone.parameters():
         parameter.data = parameter.data[member : member + 1].clone()
     return alone

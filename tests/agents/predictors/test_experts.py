@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from knobwise.agents.predictors.experts import Expert, Experts, Fitted, Measured
+from knobwise.agents.predictors.experts import SPREAD_FACTORS, Expert, Experts, Fitted, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
@@ -86,25 +86,21 @@ def test_residual_spread_by_hand() -> None:
 
 def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> None:
     table, rows = small_table(60), torch.arange(5, 60)
-    fitted = fit(table, ("ridge",), rows)["ridge"]
-    x = inputs(table, rows).numpy()
+    expert, out_of_fold, _ = fit(table, ("ridge",), rows)["ridge"]
+    x = inputs(table, rows)
     outcomes = table.accuracy[rows], table.latency_ms[rows].log()
-    chosen = [part.split(" ")[1] for part in fitted.expert.settings.split(", ")]
-    predictions = fitted.out_of_fold[:2], fitted.expert(inputs(table, rows))[:2]
-    for best, y, result, final in zip(chosen, outcomes, *predictions, strict=True):
-        errors = {}
-        for share in FAMILIES["ridge"].settings:
-            held_out = np.zeros(y.shape)
+    chosen = [part.split(" ")[1] for part in expert.settings.split(", ")]
+    parts = zip(chosen, outcomes, out_of_fold[:2], expert(x)[:2], strict=True)
+    for best, y, result, final in parts:
+        held_out = {str(share): torch.zeros(y.shape) for share in FAMILIES["ridge"].settings}
+        for share, predicted in held_out.items():
             for rest, hold in folds_of(table, rows, 0):
-                held_out[hold] = (
-                    Ridge(alpha=share * len(rest)).fit(x[rest], y[rest].numpy()).predict(x[hold])
-                )
-            errors[str(share)] = ((held_out - y.numpy()) ** 2).sum()
-            if str(share) == best:
-                np.testing.assert_allclose(result, held_out, atol=1e-4)
-                whole = Ridge(alpha=share * len(x)).fit(x, y.numpy()).predict(x)
-                np.testing.assert_allclose(final, whole, atol=1e-4)
-        assert min(errors, key=errors.__getitem__) == best
+                stock = Ridge(alpha=float(share) * len(rest)).fit(x[rest], y[rest])
+                predicted[hold] = torch.from_numpy(stock.predict(x[hold])).float()
+        assert min(held_out, key=lambda share: float((held_out[share] - y).square().sum())) == best
+        np.testing.assert_allclose(result, held_out[best], atol=1e-4)
+        whole = Ridge(alpha=float(best) * len(x)).fit(x, y).predict(x)
+        np.testing.assert_allclose(final, whole, atol=1e-4)
 
 
 @torch.no_grad()
@@ -172,13 +168,14 @@ def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
     for family in fitted.values():
         factor = family.expert.spread / measured.residual_spread(family.out_of_fold.log_latency)
         torch.testing.assert_close(factor, factor[:1].expand(12))
-        utilities = {}
-        for f in (0.35, 0.5, 0.75, 1.0, 1.5, 2.2):
+        factors = torch.tensor(SPREAD_FACTORS)
+        utilities = []
+        for f in factors:
             predicted = family.out_of_fold._replace(spread=family.expert.spread / factor * f)
             scores = [predicted.score(b.expand(80)) for b in measured.budgets_ms]
-            utilities[f] = measured.utility(scores, predicted.log_latency)
-        nearest = min(utilities, key=lambda f: abs(f - float(factor[0])))
-        assert utilities[nearest] >= max(utilities.values()) - 1e-6
+            utilities.append(measured.utility(scores, predicted.log_latency))
+        nearest = int((factors - factor[0]).abs().argmin())
+        assert utilities[nearest] >= max(utilities) - 1e-6
 
 
 @pytest.mark.parametrize(("samples", "count"), [(29, 12), (7, 12), (1, 12), (20, 1)])
@@ -212,7 +209,7 @@ def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
     torch.save(expert.plain(), tmp_path / "e.pt")
     again = Expert.restored(torch.load(tmp_path / "e.pt", weights_only=True))
     x = inputs(table, torch.arange(90))
-    assert all(torch.equal(a, b) for a, b in zip(again(x)[:3], expert(x)[:3], strict=True))
+    assert all(map(torch.equal, again(x)[:3], expert(x)[:3]))
     assert (again.name, again.settings) == (name, expert.settings)
 
 
@@ -317,37 +314,22 @@ BY_HAND = Prediction(
 BUDGET = torch.tensor([math.e**2])
 
 
-def test_the_probability_of_meeting_a_budget_and_expected_utility_by_hand() -> None:
-    torch.testing.assert_close(
-        BY_HAND.meets(BUDGET), torch.tensor([[0.841345, 0.158655, 0.977250]])
-    )
-    wide = BY_HAND._replace(spread=torch.tensor([[2.0, 1.0, 1.0]]))  # half a deviation, −1, +1
-    torch.testing.assert_close(wide.meets(BUDGET), torch.tensor([[0.691462, 0.158655, 0.841345]]))
-    # expected utility: accuracy is kept within [.001, 1]
-    wanted = torch.tensor([[0.5 * 0.841345, 0.158655, 0.001 * 0.977250]])
-    torch.testing.assert_close(BY_HAND.score(BUDGET), wanted)
-
-
-def test_scores_at_worths_by_hand() -> None:
-    # mean latencies e^1.5, e^3.5 and e^1.125 ms; accuracy is kept within [.001, 1]
+def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand() -> None:
+    met = torch.tensor([[0.841345, 0.158655, 0.977250]])
+    torch.testing.assert_close(BY_HAND.meets(BUDGET), met)
+    # a log-normal variable
+    means = torch.tensor([[1.5, 3.5, 1.125]]).exp()
+    torch.testing.assert_close(BY_HAND.latency_ms, means)
+    # accuracy is kept within [.001, 1]
+    accuracy = torch.tensor([[0.5, 1.0, 0.001]])
+    torch.testing.assert_close(BY_HAND.score(BUDGET), accuracy * met)
     worth = torch.tensor([10.0])
-    of_ms = torch.tensor([1.5, 3.5, 1.125]).exp() / 10
-    wanted = torch.tensor([[0.5, 1.0, 0.001]]) - of_ms
-    torch.testing.assert_close(BY_HAND.score(worth, "mean"), wanted)
-
-
-def test_mean_latency_is_that_of_a_log_normal_variable() -> None:
-    wanted = torch.tensor([[math.exp(1.5), math.exp(3.5), math.exp(1.125)]])
-    torch.testing.assert_close(BY_HAND.latency_ms, wanted)
-    draws = torch.exp(1 + torch.randn(400_000, generator=torch.Generator().manual_seed(0)))
-    assert draws.mean().item() == pytest.approx(math.exp(1.5), rel=0.02)
+    torch.testing.assert_close(BY_HAND.score(worth, "mean"), accuracy - means / 10)
 
 
 def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
     scores, latency = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([1.0, 9.0, 8.0, 1.0])
-    mask = torch.tensor(
-        [[True, True, True, False], [True, True, False, False], [True, False, False, False]]
-    )
+    mask = torch.ones(3, 4).tril().flip(0) > 0
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]
-    with pytest.raises(ValueError, match="without any configuration"):
+    with pytest.raises(ValueError, match="configuration"):
         pick(scores, latency, torch.zeros(1, 4, dtype=torch.bool))

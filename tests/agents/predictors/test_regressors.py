@@ -263,8 +263,8 @@ def test_a_column_that_is_constant_or_without_any_value_says_nothing() -> None:
     normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
     assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
     for value in (0.0, 0.1, 1e-12, 123456.789, -3e30):
-        normaliser = FeatureNormaliser({"a": torch.full((7, 1), value)})
-        assert normaliser({"a": torch.full((2, 1), value)}).tolist() == [[0], [0]]
+        block = {"a": torch.full((7, 1), value)}
+        assert not FeatureNormaliser(block)(block).any()
 
 
 def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> None:
@@ -278,10 +278,7 @@ def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> 
 
 
 def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
-    blocks = {
-        "a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]),
-        "b": torch.tensor([[1.0], [1.0], [1e9]]),
-    }
+    blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.randn(3, 1)}
     saved = FeatureNormaliser(blocks)
     state = {f"normaliser.{name}": buffer for name, buffer in saved.state_dict().items()}
     restored = FeatureNormaliser.restored({"features": saved.sizes, "state": state})
@@ -291,10 +288,9 @@ def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
 
 
 def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    common, own = torch.randn(400, 1, generator=generator), torch.randn(400, 3, generator=generator)
+    common, own = torch.randn(400, 1), torch.randn(400, 3)
     # the first three columns nearly agree: the first component is their mean
-    x = torch.cat([common + 0.1 * own, torch.randn(400, 1, generator=generator)], 1)
+    x = torch.cat([common + 0.1 * own, torch.randn(400, 1)], 1)
     table = table_of(torch.ones(400, 2), torch.ones(400, 2), x)
     fitted = FeatureNormaliser.fit(table, torch.arange(400), 2)
     assert fitted.width == 2
@@ -307,15 +303,13 @@ def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() 
     assert torch.equal(fitted.normal(table.features, 400), plain(table.features, 400))
 
 
-@pytest.mark.parametrize(("rows", "project", "most"), [(3, 3, 2), (50, 3, 2), (50, 9, 2)])
-def test_more_components_than_samples_or_features_are_refused(
-    rows: int, project: int, most: int
-) -> None:
+@pytest.mark.parametrize("rows", [3, 50])
+def test_more_components_than_samples_or_features_are_refused(rows: int) -> None:
     x = torch.cat([torch.randn(50, 2), torch.ones(50, 1)], 1)  # a column that does not vary is none
     table = table_of(torch.ones(50, 2), torch.ones(50, 2), x)
-    with pytest.raises(InputError, match=f"policy.project={project}.* {most} "):
-        FeatureNormaliser.fit(table, torch.arange(rows), project)
-    assert FeatureNormaliser.fit(table, torch.arange(rows), most).width == most
+    with pytest.raises(InputError, match=r"policy.project=3.* 2 "):
+        FeatureNormaliser.fit(table, torch.arange(rows), 3)
+    assert FeatureNormaliser.fit(table, torch.arange(rows), 2).width == 2
 
 
 @settings(max_examples=40, deadline=None)
