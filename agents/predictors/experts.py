@@ -59,9 +59,9 @@ class Measured(NamedTuple):
         cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int, folds: int = FOLDS
     ) -> Measured:
         """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
-        fields = table.accuracy, table.latency_ms, table.measurements_ms, table.mask
-        cells = [field[rows] for field in fields]
-        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed, folds))
+        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
+        division = folds_of(table, rows, seed, folds)
+        return cls(rows, *cells, table.mask[rows], budgets_ms, division)
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
         """Return the utility of taking the best score, as the mean over rows and budgets.
@@ -326,17 +326,17 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     count = measured.mask.shape[1]
     log_latency = log_measured(measured.latency_ms)
     parts = [best(slice(count), measured.accuracy), best(slice(count, None), log_latency)]
-    regressors, predicted, chosen, in_folds = zip(*parts, strict=True)
-    spread = _spread(measured, *predicted)
+    regressors, (accuracy, latency), chosen, in_folds = zip(*parts, strict=True)
+    spread = _spread(measured, accuracy, latency)
     tick(name)
 
-    def expert(accuracy: Regressor, latency: Regressor, targets: Targets) -> Expert:
+    def expert(targets: Targets, of_accuracy: Regressor, of_latency: Regressor) -> Expert:
         words = f"accuracy {chosen[0]}, latency {chosen[1]}"
-        return Expert(name, accuracy, latency, targets.centre[0], spread, words)
+        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, words)
 
-    experts = list(map(expert, *in_folds, [targets for *_, targets in data.folds]))
-    out_of_fold = Prediction(*predicted, spread)
-    return Fitted(expert(*regressors, data.targets), out_of_fold, experts)
+    experts = list(map(expert, [targets for *_, targets in data.folds], *in_folds))
+    out_of_fold = Prediction(accuracy, latency, spread)
+    return Fitted(expert(data.targets, *regressors), out_of_fold, experts)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

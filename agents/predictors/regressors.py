@@ -96,7 +96,7 @@ class Trees(Regressor):
     depth.
     """
 
-    def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
+    def __init__(self, *, threshold: Tensor, **buffers: Any) -> None:
         super().__init__(threshold=_rounded_down(threshold), **buffers)
 
     def forward(self, x: Tensor) -> Tensor:

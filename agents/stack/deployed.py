@@ -135,8 +135,9 @@ class DeployedController(nn.Module):
         budgets_ms, worths, deployed = parts
         mix = None
         if mean.mix:
-            averages = [torch.from_numpy(mean.mix[f"mean_{name}"]) for name in ("accuracy", "cost")]
-            mix = StaticMix(*averages, budgets_ms)
+            averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
+            accuracy, cost = map(torch.from_numpy, averages)
+            mix = StaticMix(accuracy, cost, budgets_ms)
         return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
 
     def arrays(self) -> Arrays:
@@ -189,7 +190,7 @@ class DeployedController(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        plain = {
+        plain: dict[str, Any] = {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
         }
@@ -208,9 +209,9 @@ class DeployedController(nn.Module):
             count = len(controller.configurations)
             settings = controller.normaliser, controller.config, count, controller.sense
             teacher = Teacher.restored(plain["teacher"], *settings)
-        rows = {part: plain.get(part, []) for part in GUARDS}
-        arrays = {part: _numpy_of(plain[part]) for part in ARRAYS}
-        return cls(controller, teacher, Settled(**rows, **arrays)).eval()
+        parts: dict[str, Any] = {part: plain.get(part, []) for part in GUARDS}
+        parts |= {part: _numpy_of(plain[part]) for part in ARRAYS}
+        return cls(controller, teacher, Settled(**parts)).eval()
 
 
 def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:

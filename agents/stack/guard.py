@@ -130,28 +130,24 @@ def _calibrated(
     means = utilities.mean(0)
     may_miss = _may_miss(count, level) + ROUNDING
     misses = count - met
-    static_misses = float(misses[-1])
     widest, cautious = _margins(misses[:-1], may_miss)
 
     # what would be deployed without the level, and what the level costs from there
-    otherwise = means[-1]
-    if is_better(utilities[:, 0] - utilities[:, -1], confidence):
-        otherwise = means[0]
+    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], confidence) else -1]
     may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
     if widest is not None and level_cost < 1 and otherwise - means[widest] > may_cost:
         widest = None
     chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
     better = is_better(gain, confidence)
-    static_keeps = static_misses <= may_miss
+    static_keeps = bool(misses[-1] <= may_miss)
     only_static = static_keeps and widest is None and level_cost == 1
     deployed = (better and not only_static) or (widest is not None and not static_keeps)
 
-    # why the level is not kept, if it is not
-    allowed = (1 - level) * count + ROUNDING  # without the correction for the number of requests
+    # why the level is not kept; unattainable is without the correction for the number of requests
     fewest = float(misses.min())
     late = float(misses[chosen if deployed else -1])
-    unattainable = may_miss >= 0 and fewest > allowed
+    unattainable = may_miss >= 0 and fewest > (1 - level) * count + ROUNDING
     too_dear = fewest <= may_miss < late
     row: dict[str, Any] = {
         "level": level,
