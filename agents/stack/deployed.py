@@ -146,6 +146,7 @@ class DeployedController(nn.Module):
         normaliser = controller.normaliser
         settled = self.settled
         by_knobs = controller.network.head.by_knobs
+        # what is no array: settings and names, as JSON
         header = {
             "format": FORMAT,
             "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],

@@ -41,8 +41,10 @@ def calibrated(
 
     def by_margin(limit_ms: float) -> Tensor:
         margin = limit_ms / (BUDGET - cost_ms) + 1e-9
-        steps = [[c for least, c in each.items() if least <= margin] for each in policy]
-        return torch.tensor([chosen[-1] for chosen in steps])
+        chosen = []
+        for steps in policy:
+            chosen.append([c for least, c in steps.items() if least <= margin][-1])
+        return torch.tensor(chosen)
 
     decide = by_margin if isinstance(policy, list) else policy
     (row,) = calibrate(measured, decide, torch.full((1, n), static), guard, cost_ms)

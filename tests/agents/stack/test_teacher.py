@@ -357,8 +357,8 @@ def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters() -> No
     members = [worth + 0.5 * noise, noise]
     wanted = stack_weights(HeldOut(members, worth, mask))
     for nonsense in (50.0, -50.0):
-        spoiled, got = ([m.masked_fill(~mask, nonsense) for m in ms] for ms in (members, [worth]))
-        torch.testing.assert_close(stack_weights(HeldOut(spoiled, got[0], mask)), wanted)
+        *spoiled, got = (values.masked_fill(~mask, nonsense) for values in (*members, worth))
+        torch.testing.assert_close(stack_weights(HeldOut(spoiled, got, mask)), wanted)
     raised = [members[0] + 100 * torch.rand(2, 40, 1), noise]
     torch.testing.assert_close(
         stack_weights(HeldOut(raised, worth, mask)), wanted, atol=1e-3, rtol=0
