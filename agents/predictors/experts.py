@@ -59,13 +59,9 @@ class Measured(NamedTuple):
         cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int, folds: int = FOLDS
     ) -> Measured:
         """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
-        cells = (
-            table.accuracy[rows],
-            table.latency_ms[rows],
-            table.measurements_ms[rows],
-            table.mask[rows],
-        )
-        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed, folds))
+        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
+        division = folds_of(table, rows, seed, folds)
+        return cls(rows, *cells, table.mask[rows], budgets_ms, division)
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
         """Return the utility of taking the best score, as the mean over rows and budgets.
@@ -135,9 +131,8 @@ class Expert(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        plain = {}
-        for key in ("name", "mean_accuracy", "spread", "settings"):
-            plain[key] = getattr(self, key)
+        names = "name", "mean_accuracy", "spread", "settings"
+        plain = {name: getattr(self, name) for name in names}
         for part, regressor in self.named_children():
             plain[part] = type(regressor).__name__, regressor.state_dict()
         return plain
@@ -149,7 +144,7 @@ class Expert(nn.Module):
         for part in ("accuracy", "log_latency"):
             kind, state = plain[part]
             regressors[part] = KINDS[kind](**state)
-        return cls(**{**plain, **regressors})
+        return cls(**plain | regressors)
 
 
 class Fitted(NamedTuple):
@@ -199,9 +194,7 @@ class Experts(NamedTuple):
         """
         measured = Measured.from_table(table, rows, budgets_ms, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
-        fitted = []
-        if families:
-            fitted = fit_experts(table, measured, normaliser, families, seed)
+        fitted = fit_experts(table, measured, normaliser, families, seed) if families else []
         return cls(measured, normaliser, fitted)
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:
@@ -215,9 +208,7 @@ def padded(x: Tensor) -> Tensor:
 
     So every regressor has an input.
     """
-    if x.shape[-1]:
-        return x
-    return x.new_zeros(x.shape[0], 1)
+    return x if x.shape[-1] else x.new_zeros(len(x), 1)
 
 
 def fit_experts(
@@ -238,6 +229,7 @@ def fit_experts(
         families: names in `FAMILIES`.
         seed: of trees.
     """
+    # float32 to predict from, float64 to fit on
     rows = measured.rows
     blocks = {name: block[rows] for name, block in table.features.items()}
     x32 = padded(normaliser(blocks, len(rows)))
@@ -251,11 +243,10 @@ def fit_experts(
     data = _Data(measured, x, x32, targets, folds, bool(normaliser.width), seed)
     fits = itertools.count(1)
     with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
-
-        def done(name: str) -> None:
-            tick(next(fits), name.replace("_", " "))
-
-        return [_fit(name, data, done) for name in families]
+        return [
+            _fit(name, data, lambda name: tick(next(fits), name.replace("_", " ")))
+            for name in families
+        ]
 
 
 class _Data(NamedTuple):
@@ -277,63 +268,29 @@ class _Data(NamedTuple):
     informed: bool
     seed: int
 
-
-class _Tried(NamedTuple):
-    """All settings of a family, fitted in the folds; the first regressor is a constant.
-
-    Attributes:
-        settings: without the constant.
-        of_folds: for each fold a regressor for each setting, the constant included.
-        held_out: their predictions out of fold, [1 + settings, n, 2C].
-    """
-
-    settings: Sequence[Any]
-    of_folds: list[list[Regressor]]
-    held_out: Tensor
-
-
-class _Best(NamedTuple):
-    """The best setting of a family for accuracy or for log-latency."""
-
-    regressor: Regressor
-    held_out: Tensor
-    settings: str
-    of_folds: list[Regressor]
+    def fitted(
+        self,
+        name: str,
+        values: NDArray[np.float64],
+        settings: Sequence[Any],
+        fit: Any = slice(None),
+    ) -> list[Regressor]:
+        """Fit a constant and each setting of a family to values [m, o] of the rows `fit`."""
+        models: list[Regressor] = [constant(values, self.x.shape[1])]
+        if settings:
+            models += FAMILIES[name].fit(self.x[fit], values, settings, self.seed)
+        return models
 
 
 def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     """Fit a family; `tick` gets its name after each fold, and at the end."""
     measured = data.measured
-    tried = _fit_folds(name, data, tick)
-    count = measured.mask.shape[1]
-    # the first C columns are accuracies, the others log-latencies
-    accuracy = _best(name, data, tried, slice(0, count), measured.accuracy)
-    log_latency = log_measured(measured.latency_ms)
-    latency = _best(name, data, tried, slice(count, 2 * count), log_latency)
-    spread = _spread(measured, accuracy.held_out, latency.held_out)
-    tick(name)
-    settings = f"accuracy {accuracy.settings}, latency {latency.settings}"
-
-    def expert(of_accuracy: Regressor, of_latency: Regressor, targets: Targets) -> Expert:
-        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, settings)
-
-    targets_of_folds = [targets for _, _, targets in data.folds]
-    experts = list(map(expert, accuracy.of_folds, latency.of_folds, targets_of_folds))
-    out_of_fold = Prediction(accuracy.held_out, latency.held_out, spread)
-    return Fitted(expert(accuracy.regressor, latency.regressor, data.targets), out_of_fold, experts)
-
-
-def _fit_folds(name: str, data: _Data, tick: Callable[[str], None]) -> _Tried:
-    """Fit all settings of a family in all folds, in threads."""
-    family = FAMILIES[name]
-    settings = family.settings if data.informed else ()
+    settings = FAMILIES[name].settings if data.informed else ()
 
     def fitted(fit: Rows, _: Rows, targets: Targets) -> list[Regressor]:
-        models: list[Regressor] = [constant(targets.values, data.x.shape[1])]
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            if data.informed:
-                models += family.fit(data.x[fit], targets.values, settings, data.seed)
+            models = data.fitted(name, targets.values, settings, fit)
         return [model.rescaled(*targets.units) for model in models]
 
     # the constant comes first, so that it wins where nothing is better
@@ -346,31 +303,40 @@ def _fit_folds(name: str, data: _Data, tick: Callable[[str], None]) -> _Tried:
             held_out[setting, hold] = model(data.x32[hold])
         of_folds.append(models)
         tick(name)
-    return _Tried(settings, of_folds, held_out)
 
+    def best(columns: slice, wanted: Tensor) -> tuple[Regressor, Tensor, Any, list[Regressor]]:
+        """Return the setting with the smallest error out of fold for some columns of the targets:
+        a regressor of all rows, its predictions out of fold, the setting, those of the folds."""
+        # error out of fold, profiled cells only
+        squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
+        first = int(squares.sum((1, 2)).argmin())
+        in_folds = [models[first].outputs(columns) for models in of_folds]
+        # trees are not refitted: their mean over the folds is better
+        if isinstance(in_folds[0], Trees):
+            regressor = Trees.averaged(in_folds)
+        else:
+            block = data.targets.values[:, columns]
+            units = [unit[columns] for unit in data.targets.units]
+            # on all rows; where the first is 0 there is no setting but the constant
+            refitted = data.fitted(name, block, settings[first - 1 : first])
+            regressor = refitted[-1].rescaled(*units)
+        return regressor, held_out[first, :, columns], ("constant", *settings)[first], in_folds
 
-def _best(name: str, data: _Data, tried: _Tried, columns: slice, wanted: Tensor) -> _Best:
-    """Return the setting with the smallest error out of fold for some columns of the targets.
+    # the first C columns are accuracies, the others log-latencies
+    count = measured.mask.shape[1]
+    log_latency = log_measured(measured.latency_ms)
+    parts = [best(slice(count), measured.accuracy), best(slice(count, None), log_latency)]
+    regressors, (accuracy, latency), chosen, in_folds = zip(*parts, strict=True)
+    spread = _spread(measured, accuracy, latency)
+    tick(name)
 
-    Args:
-        wanted: what was measured, [n, C].
-    """
-    held_out = tried.held_out[..., columns]
-    # error out of fold, profiled cells only
-    squares = (held_out - wanted).square().masked_fill(~data.measured.mask, 0.0)
-    best = int(squares.sum((1, 2)).argmin())
-    in_folds = [models[best].outputs(columns) for models in tried.of_folds]
-    setting = tried.settings[best - 1] if best else "constant"
-    # trees are not refitted: their mean over the folds is better
-    if isinstance(in_folds[0], Trees):
-        return _Best(Trees.averaged(in_folds), held_out[best], str(setting), in_folds)
-    # on all rows
-    block = data.targets.values[:, columns]
-    refitted: Regressor = constant(block, data.x.shape[1])
-    if best:
-        refitted = FAMILIES[name].fit(data.x, block, [setting], data.seed)[0]
-    regressor = refitted.rescaled(*(unit[columns] for unit in data.targets.units))
-    return _Best(regressor, held_out[best], str(setting), in_folds)
+    def expert(targets: Targets, of_accuracy: Regressor, of_latency: Regressor) -> Expert:
+        words = f"accuracy {chosen[0]}, latency {chosen[1]}"
+        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, words)
+
+    experts = list(map(expert, [targets for *_, targets in data.folds], *in_folds))
+    out_of_fold = Prediction(accuracy, latency, spread)
+    return Fitted(expert(data.targets, *regressors), out_of_fold, experts)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

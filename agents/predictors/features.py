@@ -50,14 +50,11 @@ class FeatureNormaliser(nn.Module):
         self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
         self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
+        joined = torch.zeros(1, 0)
         if blocks:
             joined = torch.cat([b.float() for b in blocks.values()], -1)
-        else:
-            joined = torch.zeros(1, 0)
-        if columns:
-            median = joined.nanmedian(0).values.nan_to_num()
-        else:
-            median = torch.zeros(0)
+        # a column without any value is 0
+        median = joined.nanmedian(0).values.nan_to_num()
         filled = torch.where(joined.isnan(), median, joined).double()
         centred = filled - filled.mean(0)
         heavy = centred.pow(4).mean(0) > HEAVY_TAILED * centred.square().mean(0).square()
@@ -65,9 +62,11 @@ class FeatureNormaliser(nn.Module):
         for column in heavy.nonzero().squeeze(1).tolist():
             magnitude = filled[:, column].abs()
             unit[column] = magnitude[magnitude > 0].quantile(0.1)
+        # how a column is drawn in must be known before its mean is
         self.register_buffer("median", median)
         self.register_buffer("heavy", heavy)
         self.register_buffer("unit", unit)
+        self.register_buffer("has_missing", joined.isnan().any(0))
         drawn_in = self._drawn_in(filled)
         mean = drawn_in.mean(0)
         scale = (drawn_in - mean).square().mean(0).sqrt()
@@ -76,7 +75,6 @@ class FeatureNormaliser(nn.Module):
         # rounding
         least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
-        self.register_buffer("has_missing", joined.isnan().any(0))
 
     @property
     def width(self) -> int:
@@ -107,8 +105,6 @@ class FeatureNormaliser(nn.Module):
         normaliser = cls(blocks)
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))
-        else:
-            normaliser.datasets = []
         if project:
             from sklearn.decomposition import PCA
 
@@ -155,18 +151,17 @@ class FeatureNormaliser(nn.Module):
             InputError: if a block is missing or has another width than in fitting.
         """
         for name, size in self.sizes.items():
-            if name in blocks:
-                width: Any = blocks[name].shape[-1]
-            else:
-                width = "nothing"
+            width = blocks[name].shape[-1] if name in blocks else "nothing"
             if width != size:
                 raise InputError(
                     f"features: block {name!r} must be {size} wide, got {width}; give the features "
                     "that the policy was trained with (profile.features=…)"
                 )
+        # without features only the shape is known
         if not self.sizes:
             return self.mean.new_zeros(*shape, 0)
         joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
+        # an indicator for columns that had missing values where fitted
         missing = joined.isnan()
         drawn_in = self._drawn_in(torch.where(missing, self.median, joined))
         normal = ((drawn_in - self.mean) / self.scale).clamp(-self.clip, self.clip)

@@ -37,8 +37,9 @@ class Targets:
         blocks = []
         centres = []
         scales = []
-        for measured, never_seen in ((accuracy, torch.zeros_like(slowest)), (log_latency, slowest)):
+        for measured, never_seen in ((accuracy, 0.0), (log_latency, slowest)):
             centre = measured.nanmean(0).where(seen, never_seen)
+            # one scale for a block, so that no configuration counts more than its variance
             deviation = (measured - centre).where(mask, 0.0)
             if not mask.all():
                 deviation = _filled(deviation, mask, seen, x)
@@ -62,6 +63,7 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
     ridge = Ridge(alpha=0.1 * len(x))
     predicted = torch.zeros_like(deviation)
     for _ in range(5):
+        # what a sample is better or slower by than its features say
         residual = (deviation - predicted).where(mask, 0.0)
         of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
         deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
@@ -79,6 +81,7 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
 
     names = table.dataset_names
     images = table.image_ids or table.sample_ids
+    # an image is known by its data set and name
     numbers: dict[tuple[str, str], int] = {}
     units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
     if len(numbers) < 2:
@@ -105,9 +108,7 @@ def rows_of_members(
     if len(folds) < members:
         raise InputError(
             f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or "
-            "images) outside its "
-            "test part; use fewer members"
+            "images) outside its test part; use fewer members"
         )
-    fitted_on = [rows[torch.from_numpy(fit)] for fit, _ in folds]
-    judged_on = [rows[torch.from_numpy(hold)] for _, hold in folds]
-    return fitted_on, judged_on
+    fitted_on, judged_on = zip(*folds, strict=True)
+    return [rows[fit] for fit in fitted_on], [rows[hold] for hold in judged_on]

@@ -64,5 +64,6 @@ def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
     if not bool(mask.any(1).all()):
         raise ValueError("the mask leaves a sample without any configuration")
     scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
+    # bool [n, C]: more than one where scores are equal
     best = mask & (scores == scores.amax(1, keepdim=True))
     return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)

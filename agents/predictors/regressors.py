@@ -21,8 +21,10 @@ from torch.nn import functional
 Array = NDArray[np.float64]
 OUTPUTS = {"weight", "coefficients", "components", "values", "bias"}
 """Buffers of regressors whose last axis is the outputs."""
-NODES = ("feature", "threshold", "left", "right", "roots")
-"""Buffers of trees that are joined one tree after another."""
+MOVED = ("left", "right", "roots")
+"""Buffers of trees that hold positions of nodes."""
+JOINED = (*MOVED, "feature", "threshold", "value", "fit", "components")
+"""Buffers of trees that are joined one ensemble after another."""
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
@@ -37,10 +39,12 @@ class Regressor(nn.Module):
 
         def __getattr__(self, name: str) -> Tensor: ...
 
-    def __init__(self, **buffers: Tensor) -> None:
+    def __init__(self, **buffers: Any) -> None:
+        """Take over tensors, arrays and single values, in float32 but for integers."""
         super().__init__()
-        for name, value in buffers.items():
-            self.register_buffer(name, value if value.dtype == torch.int64 else value.float())
+        for name, values in buffers.items():
+            tensor = torch.as_tensor(values)
+            self.register_buffer(name, tensor if tensor.dtype == torch.int64 else tensor.float())
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """Return a regressor whose outputs are these times scale plus offset, [o] each."""
@@ -92,7 +96,7 @@ class Trees(Regressor):
     depth.
     """
 
-    def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
+    def __init__(self, *, threshold: Tensor, **buffers: Any) -> None:
         super().__init__(threshold=_rounded_down(threshold), **buffers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,22 +113,20 @@ class Trees(Regressor):
     def averaged(ensembles: Sequence[Trees]) -> Trees:
         """Return trees that predict the mean of several ensembles, each with a fit of its own."""
         most = max(e.value.shape[1] for e in ensembles)
-        values = []
-        components = []
-        fits = []
+        states = []
         for index, ensemble in enumerate(ensembles):
+            state = ensemble.state_dict()
             # folds may have fewer components than others
             lacking = most - ensemble.value.shape[1]
-            values.append(functional.pad(ensemble.value, (0, lacking)))
-            components.append(functional.pad(ensemble.components, (0, 0, 0, lacking)))
-            fits.append(torch.full_like(ensemble.fit, index))
+            state["value"] = functional.pad(ensemble.value, (0, lacking))
+            components = functional.pad(ensemble.components, (0, 0, 0, lacking))
+            state["components"] = components / len(ensembles)
+            state["fit"] = torch.full_like(ensemble.fit, index)
+            states.append(state)
         return Trees(
-            **_joined([e.state_dict() for e in ensembles]),
-            value=torch.cat(values),
-            fit=torch.cat(fits),
-            components=torch.cat(components) / len(ensembles),
+            **_joined(states),
             bias=torch.stack([e.bias for e in ensembles]).mean(0),
-            depth=torch.stack([e.depth for e in ensembles]).amax(),
+            depth=max(int(e.depth) for e in ensembles),
         )
 
 
@@ -143,16 +145,12 @@ def _rounded_down(threshold: Tensor) -> Tensor:
     return nearest.where(nearest <= threshold, below)
 
 
-def _f(values: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).float()
-
-
 # -- the families ----------------------------------------------------------------------------------
 
 
 def constant(y: Array, features: int) -> Linear:
     """Return the best prediction without features."""
-    return Linear(weight=torch.zeros(features, y.shape[1]), bias=_f(y.mean(0)))
+    return Linear(weight=np.zeros((features, y.shape[1])), bias=y.mean(0))
 
 
 def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Linear]:
@@ -168,7 +166,7 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
     models: list[Linear] = []
     for alpha in settings:
         weight = vt.T @ ((s / (s**2 + alpha * len(x)))[:, None] * projected)
-        models.append(Linear(weight=_f(weight), bias=_f(bias - centre @ weight)))
+        models.append(Linear(weight=weight, bias=bias - centre @ weight))
     return models
 
 
@@ -197,19 +195,12 @@ def kernel_ridge(
         return values, vectors, vectors.T @ (y - bias)
 
     models: list[Kernel] = []
+    shared = {"points": x, "squares": norms, "bias": bias}
     for multiple, alpha in settings:
         values, vectors, projected = solved(multiple)
         coefficients = vectors @ (projected / (values + alpha)[:, None])
-        width = torch.tensor(float(np.sqrt(median * multiple)))
-        models.append(
-            Kernel(
-                points=_f(x),
-                squares=_f(norms),
-                coefficients=_f(coefficients),
-                bias=_f(bias),
-                width=width,
-            )
-        )
+        width = float(np.sqrt(median * multiple))
+        models.append(Kernel(**shared, coefficients=coefficients, width=width))
     return models
 
 
@@ -224,16 +215,11 @@ def neighbours(
     norms = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
     models = []
     for k, weighted in settings:
-        if weighted:
-            weights = norms
-        else:
-            weights = torch.ones(x.shape[1])
-        points = _f(x) * weights
+        weights = norms if weighted else torch.ones_like(norms)
+        points = torch.from_numpy(x).float() * weights
         squares = points.square().sum(1)
-        count = torch.tensor(min(k, len(x)))
-        models.append(
-            Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count)
-        )
+        nearest = {"values": y, "k": min(k, len(x))}
+        models.append(Neighbours(points=points, squares=squares, weights=weights, **nearest))
     return models
 
 
@@ -291,34 +277,35 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
     """Return scikit-learn's trees one after another in flat arrays."""
     parts = []
     for tree in trees:
+        part = {
+            "roots": torch.zeros(1, dtype=torch.int64),
+            "value": torch.from_numpy(factor * tree.value[..., 0]),
+        }
         # scikit-learn marks a leaf by children of −1
         itself = torch.arange(tree.node_count)
-        left = torch.from_numpy(tree.children_left)
-        right = torch.from_numpy(tree.children_right)
-        nodes = {"left": left.where(left >= 0, itself), "right": right.where(right >= 0, itself)}
-        nodes["feature"] = torch.from_numpy(tree.feature).clamp_min(0)
-        nodes["threshold"] = torch.from_numpy(tree.threshold)
-        parts.append(nodes | {"roots": torch.zeros(1, dtype=torch.int64)})
+        for side in ("left", "right"):
+            child = torch.from_numpy(getattr(tree, f"children_{side}"))
+            part[side] = child.where(child >= 0, itself)
+        part["feature"] = torch.from_numpy(tree.feature).clamp_min(0)
+        parts.append(part | {"threshold": torch.from_numpy(tree.threshold)})
     return Trees(
         **_joined(parts),
-        value=_f(factor * np.concatenate([t.value[:, :, 0] for t in trees])),
-        fit=torch.zeros(len(trees), dtype=torch.int64),
-        components=_f(components).unsqueeze(0),
-        bias=_f(bias),
-        depth=torch.tensor(max(t.max_depth for t in trees)),
+        fit=np.zeros(len(trees), np.int64),
+        components=components[None],
+        bias=bias,
+        depth=max(tree.max_depth for tree in trees),
     )
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the nodes of trees one after another, with node indices moved accordingly."""
-    nodes: dict[str, list[Tensor]] = {name: [] for name in NODES}
+    """Return the buffers of trees one after another, with positions of nodes moved accordingly."""
     first = 0
+    moved = []
     for part in parts:
-        for name in NODES:
-            shift = first if name in ("left", "right", "roots") else 0
-            nodes[name].append(part[name] + shift)
+        moved.append(part | {name: part[name] + first for name in MOVED})
         first += len(part["feature"])
-    return {name: torch.cat(tensors) for name, tensors in nodes.items()}
+    names = [name for name in JOINED if name in parts[0]]
+    return {name: torch.cat([part[name] for part in moved]) for name in names}
 
 
 class Family(NamedTuple):
@@ -333,9 +320,7 @@ NEIGHBOURS = (5, 10, 20, 40, 80, 160)
 FAMILIES = {
     "ridge": Family(ridge, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
     "kernel_ridge": Family(kernel_ridge, WIDTHS_AND_ALPHAS),
-    "knn": Family(
-        neighbours, (*((k, False) for k in NEIGHBOURS), *((k, True) for k in NEIGHBOURS))
-    ),
+    "knn": Family(neighbours, tuple((k, w) for w in (False, True) for k in NEIGHBOURS)),
     "random_forest": Family(forest, (4,)),
     "gradient_boosting": Family(boosting, (50, 100, 200, 300)),
 }

@@ -131,8 +131,8 @@ class DeployedController(nn.Module):
             limits = np.full(len(mask), mean.budgets_ms[group])
             return self.decider.log_probs(features, limits, mask).argmax(1)
 
-        parts = mean.budgets_ms, mean.worths, mean.deployed
-        budgets_ms, worths, deployed = map(torch.from_numpy, parts)
+        parts = map(torch.from_numpy, (mean.budgets_ms, mean.worths, mean.deployed))
+        budgets_ms, worths, deployed = parts
         mix = None
         if mean.mix:
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
@@ -146,6 +146,7 @@ class DeployedController(nn.Module):
         normaliser = controller.normaliser
         settled = self.settled
         by_knobs = controller.network.head.by_knobs
+        # what is no array: settings and names, as JSON
         header = {
             "format": FORMAT,
             "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
@@ -161,17 +162,15 @@ class DeployedController(nn.Module):
             "guard": bool(settled.guard and settled.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}
-        count = len(controller.configurations)
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
             arrays["values"] = by_value.cpu().numpy().astype(np.float32)
-        unknown = {"bias": np.zeros(count, np.float32), "spread": np.ones(count, np.float32)}
+        # where no latency was expected, ln ms is 0 with a spread of 1
+        zeros = np.zeros(len(controller.configurations), np.float32)
         parts = {
-            "normaliser": {
-                name: values.cpu().numpy() for name, values in normaliser.state_dict().items()
-            },
+            "normaliser": _numpy_of(normaliser.state_dict()),
             "network": _network_arrays(controller),
-            "latency": settled.latency or unknown,
+            "latency": settled.latency or {"bias": zeros, "spread": zeros + 1},
             "static": settled.static,
             "mean": settled.mean,
         }
@@ -192,18 +191,15 @@ class DeployedController(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        settled = self.settled
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for part in ARRAYS:
-            tensors[part] = {}
-            for name, values in getattr(settled, part).items():
-                tensors[part][name] = torch.from_numpy(np.array(values))
-        return {
+        plain: dict[str, Any] = {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
-            **{part: getattr(settled, part) for part in GUARDS},
-            **tensors,
         }
+        plain |= {part: getattr(self.settled, part) for part in (*GUARDS, *ARRAYS)}
+        for part in ARRAYS:
+            arrays = plain[part].items()
+            plain[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
+        return plain
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
@@ -214,23 +210,22 @@ class DeployedController(nn.Module):
             count = len(controller.configurations)
             settings = controller.normaliser, controller.config, count, controller.sense
             teacher = Teacher.restored(plain["teacher"], *settings)
-        parts: dict[str, Any] = {}
-        for part in GUARDS:
-            parts[part] = plain.get(part, [])
-        for part in ARRAYS:
-            parts[part] = {name: values.numpy() for name, values in plain[part].items()}
+        parts: dict[str, Any] = {part: plain.get(part, []) for part in GUARDS}
+        parts |= {part: _numpy_of(plain[part]) for part in ARRAYS}
         return cls(controller, teacher, Settled(**parts)).eval()
+
+
+def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Return tensors as arrays, under the same names."""
+    return {name: values.detach().cpu().numpy() for name, values in tensors.items()}
 
 
 def _network_arrays(controller: Controller) -> Arrays:
     """Return the arrays of the network that is deployed, as `policy.network` reads them."""
     network = controller.network
     assert isinstance(network.head, KnobHeads)
-    arrays = {}
+    tensors = {f"encoding.{name}": values for name, values in network.encoding.state_dict().items()}
     for i, layer in enumerate([*network.layers, network.head.logits]):
         # the last network is the one that is deployed
-        arrays[f"layers.{i}.weight"] = layer.weight[-1].detach().cpu().numpy()
-        arrays[f"layers.{i}.bias"] = layer.bias[-1].detach().cpu().numpy()
-    for name, values in network.encoding.state_dict().items():
-        arrays[f"encoding.{name}"] = values.cpu().numpy()
-    return arrays
+        tensors |= {f"layers.{i}.weight": layer.weight[-1], f"layers.{i}.bias": layer.bias[-1]}
+    return _numpy_of(tensors)

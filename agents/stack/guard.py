@@ -44,6 +44,7 @@ ROUNDING = 1e-6
 WHEN = ("before", "after", "cautious", "static")
 """The sides of the comparison: the policy with its whole budget, at its margin and at the cautious
 one; static."""
+STATIC = "budget-aware static"
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
 fitted on."""
@@ -96,11 +97,13 @@ def calibrate(
         # [n, M + 1]: the margins, then static
         columns = torch.stack([*choices, static_choice[group]], 1)
         cells = torch.arange(len(columns)).unsqueeze(1), columns
+        # [n, M + 1, R]; the policy pays for its decision, static not for the first look
         latency_ms = measured.measurements_ms[cells].double()
         latency_ms[:, :-1] += cost_ms
         if first_look_ms is not None:
             latency_ms[:, -1] -= first_look_ms.gather(1, columns[:, -1:])
         in_time = share_in_time(latency_ms, budget)
+        # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
         utilities = measured.accuracy[cells].double() * in_time
         met = in_time[feasible].sum(0)
@@ -125,52 +128,53 @@ def _calibrated(
     """
     level, confidence, level_cost = settings
     means = utilities.mean(0)
-    may_miss = _may_miss(count, level)
-    misses = count - met[:-1]
-    static_misses = float(count - met[-1])
-    static_keeps = static_misses <= may_miss + ROUNDING
-    widest, cautious = _margins(misses, may_miss)
+    may_miss = _may_miss(count, level) + ROUNDING
+    misses = count - met
+    widest, cautious = _margins(misses[:-1], may_miss)
 
     # what would be deployed without the level, and what the level costs from there
-    otherwise = means[-1]
-    if is_better(utilities[:, 0] - utilities[:, -1], confidence):
-        otherwise = means[0]
-    narrowed = widest is not None and _affordable(means, widest, otherwise, level_cost)
-    chosen = widest if narrowed and widest is not None else 0
+    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], confidence) else -1]
+    may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    if widest is not None and level_cost < 1 and otherwise - means[widest] > may_cost:
+        widest = None
+    chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
     better = is_better(gain, confidence)
-    only_static = static_keeps and not narrowed and level_cost == 1
-    deployed = (better and not only_static) or (narrowed and not static_keeps)
+    static_keeps = bool(misses[-1] <= may_miss)
+    only_static = static_keeps and widest is None and level_cost == 1
+    deployed = (better and not only_static) or (widest is not None and not static_keeps)
 
-    # why the level is not kept, if it is not
-    allowed = (1 - level) * count + ROUNDING  # without the correction for the number of requests
-    fewest = min(float(misses.min()), static_misses)
-    late = float(misses[chosen]) if deployed else static_misses
-    unattainable = may_miss >= 0 and fewest > allowed
-    too_dear = fewest <= may_miss + ROUNDING < late
-    unshown = count > 0 and late > may_miss + ROUNDING and not (unattainable or too_dear)
+    # why the level is not kept; unattainable is without the correction for the number of requests
+    fewest = float(misses.min())
+    late = float(misses[chosen if deployed else -1])
+    unattainable = may_miss >= 0 and fewest > (1 - level) * count + ROUNDING
+    too_dear = fewest <= may_miss < late
     row: dict[str, Any] = {
         "level": level,
         "margin": margins[chosen],
         "unattainable": unattainable,
         "too_dear": too_dear,
         "better": better,
-        "unshown": unshown,
+        "unshown": count > 0 and late > may_miss and not (unattainable or too_dear),
         "deployed": deployed,
         "reason": "",
     }
     for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
-        if count:
-            row[f"satisfaction_{when}"] = float(met[column]) / count
-        else:
-            row[f"satisfaction_{when}"] = None
-    row["satisfaction_deployed"] = row["satisfaction_after" if deployed else "satisfaction_static"]
-    row |= _utilities(means, chosen, deployed)
-    row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
+        row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
+    row |= {
+        "satisfaction_deployed": row["satisfaction_after" if deployed else "satisfaction_static"],
+        "utility_policy": float(means[chosen]),
+        "utility_unconstrained": float(means[0]),
+        "utility_static": float(means[-1]),
+        "utility_deployed": float(means[chosen if deployed else -1]),
+        "gain": float(gain.mean()),
+        "gain_se": standard_error(gain),
+        "feasible": count,
+    }
     return row | {"reason": _reason(row, settings)}
 
 
-def _margins(misses: Tensor, may_miss: int) -> tuple[int | None, int]:
+def _margins(misses: Tensor, may_miss: float) -> tuple[int | None, int]:
     """Return the index of the widest margin that keeps the level, or None, and of the cautious one.
 
     Args:
@@ -178,101 +182,64 @@ def _margins(misses: Tensor, may_miss: int) -> tuple[int | None, int]:
         may_miss: how many may be.
     """
     cautious = int((misses <= misses.min() + ROUNDING).nonzero()[-1])
+    # the most misses at any margin from here down to the cautious one
     worst = misses[: cautious + 1].flip(0).cummax(0).values.flip(0)
-    keeps = worst <= may_miss + ROUNDING
-    if not keeps.any():
-        return None, cautious
-    return int(keeps.long().argmax()), cautious  # the first that keeps it
-
-
-def _affordable(means: Tensor, margin: int, otherwise: Tensor, level_cost: float) -> bool:
-    """Return True if a margin costs at most its share of the gain over static.
-
-    Args:
-        means: utilities [M + 1], as in `_calibrated`.
-        otherwise: the utility of what would be deployed without the level.
-    """
-    may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
-    return level_cost == 1 or bool(otherwise - means[margin] <= may_cost)
-
-
-def _utilities(means: Tensor, chosen: int, deployed: bool) -> dict[str, float]:
-    """Return mean utilities, of [M + 1] as in `_calibrated`, under the names of a row."""
-    return {
-        "utility_policy": float(means[chosen]),
-        "utility_unconstrained": float(means[0]),
-        "utility_static": float(means[-1]),
-        "utility_deployed": float(means[chosen if deployed else -1]),
-    }
+    keeps = (worst <= may_miss).nonzero()
+    return int(keeps[0]) if len(keeps) else None, cautious
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the arrays that `policy.guard.Guard` reads."""
     names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
-    arrays = {}
-    for key, name in names.items():
-        arrays[key] = np.array([row[name] for row in rows])
-    return arrays
+    return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
 
 
 # -- in words --------------------------------------------------------------------------------------
 
 
+def verdict(row: dict[str, Any], rival: str, confidence: float) -> str:
+    """Say what is deployed at a budget, and by how much the policy is better than its rival.
+
+    Args:
+        row: with `deployed`, and `gain` and `gain_se` on held-out samples.
+        rival: what is deployed instead.
+        confidence: one-sided, that was required.
+    """
+    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
+    if row["deployed"]:
+        return f"deployed: better than {rival} by {gain}"
+    return f"fell back to {rival}: {gain} is not above 0 with {confidence:.0%} confidence"
+
+
 def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
     """Say why the policy is deployed at this budget or not, and whether the level is kept."""
-    decision = _comparison(row, settings)
     n = row["feasible"]
     level = f"{100 * settings.level:g}%"
+    decision = verdict(row, STATIC, settings.confidence)
+    if row["deployed"] and not row["better"]:
+        decision = (
+            f"deployed: {row['satisfaction_deployed']:.1%} on time, {STATIC} "
+            f"{row['satisfaction_static']:.1%}; utility {row['gain']:+z.3f} ± {row['gain_se']:.3f}"
+        )
+    elif row["better"] and not row["deployed"]:
+        decision = (
+            f"fell back to {STATIC}: it is {row['satisfaction_static']:.1%} on time, the policy "
+            f"reaches {level} at no margin"
+        )
     if not n:
         return f"{decision}; no held-out request can meet this budget"
     needed = n - _may_miss(n, settings.level)
-    if row["too_dear"]:
-        cost = "utility"
-        if row["deployed"]:
-            cost = f"more than {100 * settings.level_cost:g}% of the gain over static"
-        kept = f"({row['satisfaction_deployed']:.1%} on time)"
-        return (
-            f"{decision}; a guarantee of {level} on time would cost {cost}, so there is none {kept}"
-        )
-    if not (row["unattainable"] or row["unshown"]):
-        return decision
     if needed > n:
-        least = math.ceil((1 - 1e-9) / (1 - settings.level)) - 1
-        return (
-            f"{decision}; {n} feasible requests are too few to show {level} on "
-            f"time, at least {least} are needed"
-        )
+        needed = math.ceil((1 - 1e-9) / (1 - settings.level)) - 1
     best = max(row["satisfaction_cautious"], row["satisfaction_static"])
-    on_time = (
-        f"at best {best:.1%} are ({round(best * n, 1):g} of {n} feasible "
-        f"requests, {needed} are needed)"
-    )
-    if row["unshown"]:
-        return f"{decision}; too few requests to guarantee {level} on time: {on_time}"
-    no_help = ""
-    if row["satisfaction_cautious"] <= row["satisfaction_before"]:
-        no_help = "; a margin does not help"
-    return f"{decision}; {level} on time is unattainable at this budget: {on_time}{no_help}"
-
-
-def _comparison(row: dict[str, Any], settings: GuardSettings) -> str:
-    """Say how the policy compares with static."""
-    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
-    fallback = "fell back to budget-aware static"
-    if row["deployed"] and row["better"]:
-        return f"deployed: better than budget-aware static by {gain}"
-    if row["deployed"]:
-        on_time = row["satisfaction_deployed"]
-        static = row["satisfaction_static"]
-        return f"deployed: {on_time:.1%} on time, budget-aware static {static:.1%}; utility {gain}"
-    if row["better"]:
-        return (
-            f"{fallback}: it is {row['satisfaction_static']:.1%} on time, the policy reaches "
-            f"{100 * settings.level:g}% at no margin"
-        )
-    if row["utility_policy"] == row["utility_static"] and row["gain_se"] == 0:
-        return f"{fallback}: the policy has the same utility on every held-out sample"
-    return f"{fallback}: {gain} is not above 0 with {100 * settings.confidence:g}% confidence"
+    shares = f"at best {best:.1%} of {n} feasible requests are, {needed} are needed"
+    notes = {
+        "too_dear": f"{level} on time would cost more than {settings.level_cost:.0%} of the gain "
+        f"over static, so it is not guaranteed ({row['satisfaction_deployed']:.1%} are)",
+        "unattainable": f"{level} on time is unattainable at this budget: {shares}",
+        "unshown": f"too few requests to guarantee {level} on time: {shares}",
+    }
+    return "; ".join([decision, *(note for flag, note in notes.items() if row[flag])])
 
 
 def _may_miss(n: int, level: float) -> int:

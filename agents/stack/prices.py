@@ -10,7 +10,7 @@ instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 from knobwise.agents.judging.baselines import PredictThenChoose, averages
 from knobwise.agents.judging.paired import is_better, standard_error
 from knobwise.agents.judging.policy import Array, requests_of
-from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.experts import Experts, Fitted
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.stack.guard import verdict
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -71,11 +72,13 @@ def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
     corners = [pick(-cost, -accuracy, mask)]
     prices = []
     while True:
+        # the steepest step from the last corner of each sample
         last = corners[-1].unsqueeze(1)
         gain = accuracy - accuracy.gather(1, last)
         extra = cost - cost.gather(1, last)
         slope = (gain / extra).where(mask & (gain > 0) & (extra > 0), 0.0)
         steepest = slope.amax(1)
+        # 0 where a sample has no further step
         if not (steepest > 0).any():
             break
         corners.append(pick(slope, -cost, mask).where(steepest > 0, corners[-1]))
@@ -103,14 +106,20 @@ def calibrate_prices(
         budgets: [B].
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
-    paid = cost.double().gather(1, corners)
-    falling, order = prices.flatten().sort(descending=True)
-    totals = torch.cat([paid[:, 0].sum().reshape(1), paid.diff(dim=1).flatten()[order]]).cumsum(0)
+    falling, order = prices.flatten().sort(descending=True, stable=True)
+    totals = _totals(corners, cost, order)
     # just above a breakpoint its steps are not taken, nor those of lower ones; at price 0 all are
     tried = torch.cat([falling * (1 + ROUNDING), falling.new_zeros(1)])
-    means = totals[torch.searchsorted(-falling, -tried)] / len(paid)
+    means = totals[torch.searchsorted(-falling, -tried)] / len(cost)
     keeps = means <= budgets.double().unsqueeze(1) * (1 + 1e-12)
     return tried[torch.arange(len(tried), device=tried.device).where(keeps, 0).amax(1)]
+
+
+def _totals(corners: Tensor, cost: Tensor, order: Tensor) -> Tensor:
+    """Return the total cost after each step along the hulls, from that of the cheapest choices:
+    float64 [n·H + 1], in the order (int64 [n·H]) in which the steps are taken."""
+    paid = cost.double().gather(1, corners)
+    return torch.cat([paid[:, :1].sum(0), paid.diff(dim=1).flatten()[order]]).cumsum(0)
 
 
 def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
@@ -124,10 +133,10 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     where not profiled.
     """
     corners, prices = _hull(accuracy, cost, mask)
-    paid = cost.double().gather(1, corners)
     order = prices.flatten().argsort(descending=True, stable=True)
-    totals = paid[:, 0].sum() + paid.diff(dim=1).flatten()[order].cumsum(0)
-    count = torch.searchsorted(totals, budgets.double() * len(paid) * (1 + 1e-12), right=True)
+    totals = _totals(corners, cost, order)[1:]
+    count = torch.searchsorted(totals, budgets.double() * len(cost) * (1 + 1e-12), right=True)
+    # a sample takes those of its steps that are among the first `count` of all
     rank = order.argsort().reshape(prices.shape)
     steps = (rank.unsqueeze(2) < count).sum(1)
     return corners.gather(1, steps)
@@ -149,6 +158,7 @@ def best_single_at(
     Returns:
         configurations, int64 [n, B].
     """
+    # without anything affordable all scores are equal, and `pick` takes the cheapest
     affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
     return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
 
@@ -159,33 +169,11 @@ def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
     return _hull(mean_accuracy.unsqueeze(0), mean_cost.unsqueeze(0), everything)[0].squeeze(0)
 
 
-def static_mix(
-    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best random mixture of two configurations at each mean budget.
-
-    The two are neighbours on the upper concave hull. Below the mean cost of the cheapest
-    configuration the mixture is this configuration alone.
-
-    Args:
-        mean_accuracy, mean_cost: averages [C].
-        budgets: [B].
-
-    Returns:
-        the cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the dearer,
-        float64 [B].
-    """
-    corners = static_hull(mean_accuracy, mean_cost)
-    cost = mean_cost.double()[corners]
-    budgets = budgets.double()
-    low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
-    high = (low + 1).clamp_max(len(cost) - 1)
-    share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
-    return corners[low], corners[high], share.where(low < high, 0.0)
-
-
 class StaticMix:
-    """`static_mix` of a table's averages, which a policy must beat at the same mean cost.
+    """The best random mixture of two configurations at each mean budget, for a policy to beat.
+
+    The two are neighbours on the upper concave hull of a table's averages. Below the mean cost of
+    the cheapest configuration the mixture is this configuration alone.
 
     If one of the two was not profiled for a request, the other replaces it; if neither was, the
     best single profiled configuration for this budget does. With many holes the mean latency can
@@ -194,11 +182,24 @@ class StaticMix:
     Args:
         mean_accuracy, mean_cost: [C], of each configuration.
         budgets: [B], of the mean latency, in ms.
+
+    Attributes:
+        first, second: the cheaper and the dearer, int64 [B].
+        share: of the requests that gets the dearer, float64 [B].
     """
 
     def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
         self._means = mean_accuracy, mean_cost, budgets
-        self.first, self.second, self.share = static_mix(*self._means)
+        corners = static_hull(mean_accuracy, mean_cost)
+        cost = mean_cost.double()[corners]
+        budgets = budgets.double()
+        # the neighbours on the hull whose mean costs enclose the budget
+        low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
+        high = (low + 1).clamp_max(len(cost) - 1)
+        share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
+        self.first = corners[low]
+        self.second = corners[high]
+        self.share = share.where(low < high, 0.0)
 
     @classmethod
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
@@ -207,14 +208,9 @@ class StaticMix:
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that `policy.mean_budgets.MeanBudgets` reads."""
+        arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
         accuracy, cost, _ = self._means
-        return {
-            "mean_accuracy": accuracy.numpy(),
-            "mean_cost": cost.numpy(),
-            "first": self.first.numpy(),
-            "second": self.second.numpy(),
-            "share": self.share.numpy(),
-        }
+        return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
 
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cheaper and the dearer configuration of each request at each budget:
@@ -228,11 +224,9 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        first, second = self.both(table.mask[rows])
-        first_accuracy, first_cost = outcomes_of(table, rows, first)
-        second_accuracy, second_cost = outcomes_of(table, rows, second)
-        accuracy = torch.lerp(first_accuracy, second_accuracy, self.share)
-        return accuracy, torch.lerp(first_cost, second_cost, self.share)
+        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
+        accuracy = torch.lerp(first[0], second[0], self.share)
+        return accuracy, torch.lerp(first[1], second[1], self.share)
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,6 +243,11 @@ WORTHS = 400
 Features = dict[str, Array]
 
 
+EVERYWHERE = torch.tensor(True)
+"""Deployed at all mean budgets."""
+
+
+@dataclass
 class MeanBudgetPolicy:
     """A policy that decides at a worth, calibrated for B mean budgets.
 
@@ -257,28 +256,16 @@ class MeanBudgetPolicy:
         decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
             gives configurations int64 [n].
         budgets_ms, worths: float [B].
-        deployed: bool [B], None where the policy decides at all of them.
-        mix: decides at the others.
+        deployed: bool [B], or a single one for all budgets.
+        mix: decides where the policy does not.
     """
 
-    def __init__(
-        self,
-        name: str,
-        decide: Callable[[Features, int, Array], Array],
-        budgets_ms: Tensor,
-        worths: Tensor,
-        deployed: Tensor | None = None,
-        mix: StaticMix | None = None,
-    ) -> None:
-        self.name = name
-        self._decide = decide
-        self.budgets_ms = budgets_ms
-        self.worths = worths.double()
-        if deployed is None:
-            self.deployed = torch.ones_like(worths, dtype=torch.bool)
-        else:
-            self.deployed = deployed
-        self.mix = mix
+    name: str
+    decide: Callable[[Features, int, Array], Array]
+    budgets_ms: Tensor
+    worths: Tensor
+    deployed: Tensor = EVERYWHERE
+    mix: StaticMix | None = None
 
     @property
     def prices(self) -> Tensor:
@@ -289,9 +276,8 @@ class MeanBudgetPolicy:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
         features, mask = requests_of(table, rows)
-        columns = []
-        for group in range(len(self.budgets_ms)):
-            columns.append(torch.from_numpy(self._decide(features, group, mask)))
+        groups = range(len(self.budgets_ms))
+        columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)
 
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,6 +310,7 @@ def worths_for(
     choices = torch.stack([decide(worth) for worth in tried], 1)
     accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
+    # [B, worths] → [B]
     best = accuracy.where(keeps, -torch.inf).argmax(1)
     index = best.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]
@@ -341,28 +328,24 @@ def compared(
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
         mixed: the mix's expected accuracy, likewise.
     """
+    columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
-    for b, budget in enumerate(budgets_ms.tolist()):
-        gains = (accuracy[:, b] - mixed[:, b]).double()
-        spent = float(cost[:, b].double().mean())
+    for budget, right, ms, rival in zip(budgets_ms.tolist(), *columns, strict=True):
+        gains = right - rival
+        spent = float(ms.mean())
         kept = spent <= budget * (1 + 1e-9)
         row = {
             "budget_ms": budget,
             "deployed": kept and is_better(gains, confidence),
             "reason": "",
-            "accuracy_policy": float(accuracy[:, b].double().mean()),
-            "accuracy_static_mix": float(mixed[:, b].double().mean()),
+            "accuracy_policy": float(right.mean()),
+            "accuracy_static_mix": float(rival.mean()),
             "latency_ms_mean": spent,
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        by = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} accuracy on held-out samples"
-        if row["deployed"]:
-            row["reason"] = f"deployed: better than the static mix by {by}"
-        elif kept:
-            sure = f"is not above 0 with {confidence:.0%} confidence"
-            row["reason"] = f"fell back to the static mix: {by} {sure}"
-        else:
+        row["reason"] = verdict(row, "the static mix", confidence)
+        if not kept:
             lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
         rows.append(row)
@@ -387,23 +370,21 @@ def make_priced_baselines(
     rows = torch.cat([split.train, split.validation])
     experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
     measured, normaliser, fitted = experts
-    named = [("latency_only", fitted[0])]
-    named += [(family.expert.name, family) for family in fitted]
-    baselines = []
-    for name, (expert, held_out, _) in named:
-        predictor = PredictThenChoose(name, expert, normaliser, name != "latency_only")
-        expected = predictor.counted(held_out)
+
+    def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
+        predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
+        expected = predictor.counted(family.out_of_fold)
         known = expected.accuracy, expected.latency_ms, measured.latency_ms, measured.mask
         prices = calibrate_prices(*known, budgets_ms)
-        decide = partial(_at_price, predictor, prices)
-        baselines.append(MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices))
-    return baselines
 
+        def decide(features: Features, group: int, mask: Array) -> Array:
+            hat = predictor.predict(features, len(mask))
+            allowed = torch.from_numpy(mask)
+            return choose_at_price(hat.accuracy, hat.latency_ms, prices[group], allowed).numpy()
 
-def _at_price(
-    predictor: PredictThenChoose, prices: Tensor, features: Features, group: int, mask: Array
-) -> Array:
-    """Choose by predictions, at the price for a budget; see `MeanBudgetPolicy`."""
-    expected = predictor.predict(features, len(mask))
-    allowed = torch.from_numpy(mask)
-    return choose_at_price(expected.accuracy, expected.latency_ms, prices[group], allowed).numpy()
+        return MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices)
+
+    return [
+        priced("latency_only", fitted[0]),
+        *(priced(family.expert.name, family) for family in fitted),
+    ]

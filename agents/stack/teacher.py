@@ -11,8 +11,7 @@ that what it teaches about the fold's samples is not what was measured of them.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +60,7 @@ class Mixture(NamedTuple):
         likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
+        # [n, 1], beside scores [n, C]
         hopeless = likely.amax(1, keepdim=True) < HOPELESS
         return torch.where(hopeless, -self.log_latency, score)
 
@@ -153,6 +153,7 @@ class Teacher(nn.Module):
         weights = []
         predictions = []
         if share > 0:
+            # the network's members count alike
             outcomes = self.network(x.expand(self.members, -1, -1))
             for member in range(self.members):
                 predictions.append(outcomes.take(member).predicted())
@@ -192,43 +193,38 @@ class Teacher(nn.Module):
             worths, float [n, V, C].
         """
         parts = []
-        for first in range(0, len(x), AT_ONCE):
-            part = slice(first, first + AT_ONCE)
-            still = self.mixture(x[part])
+        for part, still in self._mixtures(x):
             columns = []
             for column, limit in enumerate(limits[part].unbind(1)):
-                if offsets is None:
-                    mixture = still
-                else:
-                    mixture = still.drifted(offsets[part, column])
+                mixture = still if offsets is None else still.drifted(offsets[part, column])
                 columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
+    def _mixtures(self, x: Tensor) -> Iterator[tuple[slice, Mixture]]:
+        """Yield predictions from normalised features [n, width], of `AT_ONCE` requests at a time,
+        with the rows that they are of."""
+        for first in range(0, max(len(x), 1), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            yield part, self.mixture(x[part])
+
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
         """Predict the outcomes of every configuration from features [n, width]."""
-        parts = [self.mixture(part).moments() for part in x.split(AT_ONCE)]
+        parts = [mixture.moments() for _, mixture in self._mixtures(x)]
         return Prediction(*map(torch.cat, zip(*parts, strict=True)))
 
     @torch.no_grad()
-    def choose(
-        self,
-        features: Arrays,
-        limits: Array,
-        mask: Array | None = None,
-    ) -> Array:
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
-        limit_parts = torch.tensor(limits, dtype=torch.float32).split(AT_ONCE)
-        if mask is None:
-            masks = itertools.repeat(None)
-        else:
-            masks = torch.as_tensor(mask).split(AT_ONCE)
-        chosen = []
-        for part, limit, allowed in zip(x.split(AT_ONCE), limit_parts, masks, strict=False):
-            chosen.append(self.mixture(part).choose(limit, allowed))
+        # without a mask everything is allowed
+        allowed = torch.ones(len(limits), len(self.latency_offset), dtype=torch.bool)
+        if mask is not None:
+            allowed = torch.as_tensor(mask)
+        limit = torch.tensor(limits, dtype=torch.float32)
+        chosen = [mix.choose(limit[part], allowed[part]) for part, mix in self._mixtures(x)]
         return torch.cat(chosen).numpy()
 
     def reads_features(self, limits: Array) -> Array:
@@ -237,13 +233,8 @@ class Teacher(nn.Module):
 
     def chosen(self) -> dict[str, Any]:
         """Return the weights and settings chosen on held-out samples, in plain values."""
-        names = ["network"]
-        settings = {}
-        for expert in self.experts:
-            assert isinstance(expert, Expert)
-            names.append(expert.name)
-            settings[expert.name] = expert.settings
-        weights = dict(zip(names, self.weights.tolist(), strict=True))
+        settings = {str(expert.name): expert.settings for expert in self.experts}
+        weights = dict(zip(["network", *settings], self.weights.tolist(), strict=True))
         return {"weights": weights, "settings": settings}
 
     def plain(self) -> dict[str, Any]:
@@ -271,8 +262,8 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        worth = plain["held_out_worth"]
-        teacher = cls(network, normaliser, experts, plain["weights"], sense, worth)
+        weighed = plain["weights"], sense, plain["held_out_worth"]
+        teacher = cls(network, normaliser, experts, *weighed)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -322,26 +313,29 @@ def fit_teacher(
     """
     network.eval()  # in training it may come with dropout
     sense = network.sense
-    families = config.experts if network.normaliser.width else ()
-    budgets_ms = limits if sense == "deadline" else limits[:0]
+    normaliser = network.normaliser
+    families = config.experts if normaliser.width else ()
     if experts is None:
-        settings = budgets_ms, families, seed, network.normaliser, network.members
+        budgets_ms = limits if sense == "deadline" else limits[:0]
+        settings = budgets_ms, families, seed, normaliser, network.members
         experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
-    folds = [torch.from_numpy(hold) for _, hold in experts.measured.folds]
-    alone = [_of_member(network, member) for member in range(network.members)]
+    measured = experts.measured
+    folds = [torch.from_numpy(hold) for _, hold in measured.folds]
+    # weights from predictions out of fold
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = _known(predictions, experts.measured, limits, sense)
-    weights, of_folds = _weights(known, experts.measured)
+    known = _known(predictions, measured, limits, sense)
+    weights, of_folds = _weights(known, measured)
+    # the teacher of all samples
     worth = known.mean_worth(weighted(known.scores, weights))
-    normaliser = network.normaliser
     all_experts = [family.expert for family in fitted]
     teacher = Teacher(network.network, normaliser, all_experts, weights, sense, worth)
+    # and one for each fold, with the parts that have not seen it
     teachers = []
     for member, of_fold in enumerate(of_folds):
         experts_of_fold = [family.of_folds[member] for family in fitted]
-        inner = alone[member].network
+        inner = _of_member(network.network, member)
         teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
     return Fitted(teacher.eval(), teachers, rows, folds)
 
@@ -352,6 +346,7 @@ def _held_out(
     """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
     blocks = {name: block[rows] for name, block in table.features.items()}
     x = teacher.normaliser(blocks, len(rows))
+    # each sample was held out of one member
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
     for member, held in enumerate(folds):
         unseen_by[held] = member
@@ -360,10 +355,7 @@ def _held_out(
 
 
 def _known(
-    predictions: list[Prediction],
-    measured: Measured,
-    limits: Tensor,
-    sense: str,
+    predictions: list[Prediction], measured: Measured, limits: Tensor, sense: str
 ) -> HeldOut:
     """Return the expected and the actual worths of held-out samples under limits [B]."""
     scores = []
@@ -371,32 +363,33 @@ def _known(
         columns = [prediction.score(limit.expand(len(measured.rows)), sense) for limit in limits]
         scores.append(torch.stack(columns))
     by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
+    worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
     if sense == "deadline":
         worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
-    else:
-        worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
     return HeldOut(scores, worth, measured.mask)
 
 
 def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
     """Return the weights fitted on all samples, and for each fold those fitted on the others."""
     scores = known.scores
-    weights = stack_weights(known)
-    of_folds = [stack_weights(known.take(torch.from_numpy(fit))) for fit, _ in measured.folds]
     joined = torch.zeros_like(scores[0])
-    for (_, hold), of_fold in zip(measured.folds, of_folds, strict=True):
-        part = weighted([score[:, hold] for score in scores], of_fold)
+    of_folds = []
+    for fit, hold in measured.folds:
+        of_folds.append(stack_weights(known.take(torch.from_numpy(fit))))
+        part = weighted([score[:, hold] for score in scores], of_folds[-1])
         joined[:, hold] = part.to(joined.dtype)
+    # one member may be better than all together
     best = known.better_alone(joined)
     if best is None:
-        return weights, of_folds
+        return stack_weights(known), of_folds
     alone = torch.eye(len(scores), dtype=torch.float64)[best]
     return alone, [alone] * len(of_folds)
 
 
-def _of_member(teacher: Teacher, member: int) -> Teacher:
-    """Return a teacher of one member of a network alone."""
-    network = copy.deepcopy(teacher.network)
-    for parameter in network.parameters():
+def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
+    """Return one member of a network alone."""
+    alone = copy.deepcopy(network)
+    # every parameter has the members first
+    for parameter in alone.parameters():
         parameter.data = parameter.data[member : member + 1].clone()
-    return Teacher(network, teacher.normaliser, sense=teacher.sense).eval()
+    return alone

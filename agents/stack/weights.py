@@ -79,7 +79,6 @@ def _least_squares(held_out: HeldOut) -> Tensor:
     from scipy.optimize import nnls
 
     mask = held_out.mask
-    size = len(held_out.scores)
     count = mask.sum(-1, keepdim=True)
 
     def inside(values: Tensor) -> Tensor:
@@ -87,15 +86,11 @@ def _least_squares(held_out: HeldOut) -> Tensor:
         kept = values.double().masked_fill(~mask, 0.0)
         return (kept - kept.sum(-1, keepdim=True) / count).masked_fill(~mask, 0.0).flatten()
 
-    columns = [inside(score) for score in held_out.scores]
-    worth = inside(held_out.worth)
-    rows = []
-    for column in columns:
-        rows.append([float(other @ column) for other in columns])
-    gram = np.array(rows)
-    wanted = np.array([float(column @ worth) for column in columns])
+    columns = torch.stack([inside(score) for score in held_out.scores])
+    gram = (columns @ columns.T).numpy()
+    wanted = (columns @ inside(held_out.worth)).numpy()
     # the normal equations as least squares: ‖lower.T·w − lower⁻¹·wanted‖²
-    lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(size))
+    lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(len(gram)))
     weights, _ = nnls(lower.T, np.linalg.solve(lower, wanted))
     return _normal(torch.from_numpy(weights))
 
@@ -120,15 +115,12 @@ def _greedy(held_out: HeldOut) -> Tensor:
 
 def _normal(weights: Tensor) -> Tensor:
     """Scale weights to sum 1; all equal if they are all 0."""
-    total = weights.sum()
-    if total > 0:
-        return weights / total
-    return torch.full_like(weights, 1 / len(weights))
+    if not weights.any():
+        weights = torch.ones_like(weights)
+    return weights / weights.sum()
 
 
 def weighted(values: Sequence[Tensor], weights: Tensor | Sequence[float]) -> Tensor:
     """Return Σ_k w_k·values_k; members of weight 0 are left out."""
     parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
-    if len(parts) > 1:
-        return torch.stack(parts).sum(0)
-    return parts[0]
+    return torch.stack(parts).sum(0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +29,11 @@ from knobwise.agents.predictors.regressors import (
     boosting,
     constant,
     forest,
-    kernel_ridge,
-    neighbours,
-    ridge,
 )
 from knobwise.common.errors import InputError
 
 NAN = math.nan
 OUTPUTS = 12
-FEW = dict(zip(FAMILIES, ([0.1], [(1.0, 0.3)], [(5, True)], [4], [20]), strict=True))
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -62,66 +61,55 @@ def test_a_constant_is_the_mean() -> None:
     np.testing.assert_allclose(predict(constant(y, 4), NEW), np.tile(y.mean(0), (40, 1)), rtol=1e-5)
 
 
-def test_ridge_is_that_of_scikit_learn() -> None:
-    x, y = data()
-    x += 3  # the intercept is not penalised
-    for share, result in zip((0.003, 0.1, 10.0), ridge(x, y, (0.003, 0.1, 10.0), 0), strict=True):
-        wanted = Ridge(alpha=share * len(x)).fit(x, y).predict(NEW)
-        np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=1e-4)
+def stock_ridge(x: Array, y: Array, alpha: float) -> Array:
+    return Ridge(alpha=alpha * len(x)).fit(x, y).predict(NEW)
 
 
-def test_ridge_with_more_features_than_samples_and_with_a_feature_that_never_varies() -> None:
-    x, y = data(3)
-    x[:, 1] = 7
-    wanted = Ridge(alpha=0.1 * 3).fit(x, y).predict(NEW)
-    np.testing.assert_allclose(predict(ridge(x, y, [0.1], 0)[0], NEW), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_kernel_ridge_is_that_of_scikit_learn() -> None:
-    x, y = data()
+def stock_kernel(x: Array, y: Array, setting: tuple[float, float]) -> Array:
+    multiple, alpha = setting
     squares = ((x[:, None] - x) ** 2).sum(-1)
-    median = np.median(squares[~np.eye(len(x), dtype=bool)])
-    settings = [(0.25, 0.03), (0.25, 1.0), (4.0, 0.3)]
-    for (multiple, alpha), result in zip(settings, kernel_ridge(x, y, settings, 0), strict=True):
-        stock = KernelRidge(alpha=alpha, kernel="rbf", gamma=1 / (2 * multiple * median)).fit(
-            x, y - y.mean(0)
-        )
-        np.testing.assert_allclose(predict(result, NEW), stock.predict(NEW) + y.mean(0), atol=2e-3)
+    gamma = 1 / (2 * multiple * np.median(squares[~np.eye(len(x), dtype=bool)]))
+    stock = KernelRidge(alpha=alpha, kernel="rbf", gamma=gamma).fit(x, y - y.mean(0))
+    return stock.predict(NEW) + y.mean(0)
 
 
-def test_neighbours_are_those_of_scikit_learn() -> None:
-    x, y = data()
-    for k, result in zip(
-        (1, 5, 20), neighbours(x, y, [(1, False), (5, False), (20, False)], 0), strict=True
-    ):
-        wanted = KNeighborsRegressor(k, algorithm="brute").fit(x, y).predict(NEW)
-        np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=1e-5)
-    # a feature counts by the length of its weights
-    ruler = np.linalg.norm(Ridge(alpha=0.1 * len(x)).fit(x, y).coef_, axis=0)
-    wanted = KNeighborsRegressor(5, algorithm="brute").fit(x * ruler, y).predict(NEW * ruler)
-    np.testing.assert_allclose(
-        predict(neighbours(x, y, [(5, True)], 0)[0], NEW), wanted, rtol=1e-4, atol=1e-5
-    )
-    # no more of them than there are
-    x, y = data(4)
-    result = predict(neighbours(x, y, [(160, False)], 0)[0], NEW)
-    np.testing.assert_allclose(result, np.tile(y.mean(0), (40, 1)), rtol=1e-5)
+def stock_neighbours(x: Array, y: Array, setting: tuple[int, bool]) -> Array:
+    k, weighted = setting
+    # a feature counts by the length of its weights; no more neighbours than there are
+    ruler = np.linalg.norm(Ridge(alpha=0.1 * len(x)).fit(x, y).coef_, axis=0) ** weighted
+    stock = KNeighborsRegressor(min(k, len(x)), algorithm="brute").fit(x * ruler, y)
+    return stock.predict(NEW * ruler)
 
 
-def test_forests_are_those_of_scikit_learn() -> None:
-    x, y = data()
+def stock_forest(x: Array, y: Array, leaf: int, new: Array = NEW) -> Array:
     components = components_of(y)[:COMPONENTS]
-    for leaf, result in zip((4, 12), forest(x, y, (4, 12), 3), strict=True):
-        stock = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=3)
-        stock.fit(x, (y - y.mean(0)) @ components.T)
-        wanted = stock.predict(NEW) @ components + y.mean(0)
-        np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=1e-5)
+    stock = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=3)
+    return stock.fit(x, (y - y.mean(0)) @ components.T).predict(new) @ components + y.mean(0)
 
 
-def test_the_largest_components_are_enough_where_outputs_go_together() -> None:
-    _, y = data()  # three things stand behind twelve outputs
-    centred = y - y.mean(0)
-    assert ((centred @ components_of(y)[COMPONENTS:].T) ** 2).sum() < 0.01 * (centred**2).sum()
+@pytest.mark.parametrize(
+    ("family", "stock", "settings", "n"),
+    [
+        ("ridge", stock_ridge, (0.003, 0.1, 10.0), 70),
+        ("ridge", stock_ridge, (0.1,), 3),  # more features than samples
+        ("kernel_ridge", stock_kernel, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
+        ("knn", stock_neighbours, ((1, False), (5, False), (5, True)), 70),
+        ("knn", stock_neighbours, ((160, False),), 4),
+        ("random_forest", stock_forest, (4, 12), 70),
+    ],
+)
+def test_families_are_those_of_scikit_learn(
+    family: str, stock: Callable[..., Array], settings: tuple[Any, ...], n: int
+) -> None:
+    x, y = data(n)
+    if family == "ridge":
+        x += 3  # the intercept is not penalised
+        x[:, 1] = 7  # nor does a feature matter that never varies
+    results = FAMILIES[family].fit(x, y, settings, 3)
+    atol = 2e-3 if family == "kernel_ridge" else 1e-4
+    for setting, result in zip(settings, results, strict=True):
+        wanted = stock(x, y, setting)
+        np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=atol)
 
 
 def test_boosting_by_hand_with_one_tree() -> None:
@@ -146,24 +134,6 @@ def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better() -> None:
     np.testing.assert_array_equal(predict(few, NEW), predict(boosting(x, y, [5], 0)[0], NEW))
     errors = [((predict(m, x) - y) ** 2).mean() for m in (few, more, most)]
     assert errors[0] > errors[1] > errors[2]
-    held_out = data(200, seed=2)[0]
-    draw = np.random.default_rng(0)
-    draw.normal(size=(200, 4))
-    truth = np.stack([held_out[:, 0], held_out[:, 1] * held_out[:, 0], np.abs(held_out[:, 2])], 1)
-    truth = truth @ draw.normal(size=(3, OUTPUTS)) + 2
-    assert ((predict(most, held_out) - truth) ** 2).mean() < 0.5 * truth.var(0).mean()
-
-
-@every_family
-def test_predictions_follow_what_matters(name: str) -> None:
-    x, y = data(300)
-    settings = FAMILIES[name].settings
-    middle = settings[len(settings) // 2]
-    result = FAMILIES[name].fit(x[:200], y[:200], [middle], 0)[0]
-    error = ((predict(result, x[200:]) - y[200:]) ** 2).mean()
-    assert (
-        error < (0.95 if name == "ridge" else 0.6) * y[200:].var(0).mean()
-    )  # a ridge sees one of the three
 
 
 # -- trees together --------------------------------------------------------------------------------
@@ -172,11 +142,8 @@ def test_predictions_follow_what_matters(name: str) -> None:
 def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
     x, y = data()
     # of other data, of another number of components, of other depths
-    each = [
-        *forest(x, y, [4], 0),
-        *forest(*data(50, seed=5), [12], 1),
-        *forest(*data(5, seed=6), [1], 2),
-    ]
+    others = (forest(*data(50, seed=5), [12], 1), forest(*data(5, seed=6), [1], 2))
+    each = [*forest(x, y, [4], 0), *itertools.chain(*others)]
     assert len({e.value.shape[1] for e in each}) > 1
     together = Trees.averaged(each)
     mean = np.mean([predict(e, NEW) for e in each], 0)
@@ -190,14 +157,9 @@ def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
 def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
     x = np.array([[0.1], [0.2], [0.3], [0.4]]).astype(np.float32).astype(np.float64).repeat(4, 0)
     y = np.stack([x[:, 0], 1 - x[:, 0], x[:, 0] ** 2], 1)
-    (result,) = forest(x, y, [1], 0)
-    components = components_of(y)[:COMPONENTS]
-    stock = RandomForestRegressor(40, min_samples_leaf=1, max_features=1 / 3, random_state=0)
-    stock.fit(x, (y - y.mean(0)) @ components.T)
-    edges = np.unique(
-        np.concatenate([t.tree_.threshold[t.tree_.feature >= 0] for t in stock.estimators_])
-    )[:, None]
-    wanted = stock.predict(edges) @ components + y.mean(0)
+    (result,) = forest(x, y, [1], 3)
+    edges = result.threshold[result.feature.ne(result.left)].double().unique()[:, None].numpy()
+    wanted = stock_forest(x, y, 1, edges)
     np.testing.assert_allclose(predict(result, edges), wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -216,31 +178,25 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, of
 
 
 @every_family
-@pytest.mark.parametrize("n", [1, 2, 9])
-@pytest.mark.parametrize("outputs", [2, 12])
+@pytest.mark.parametrize(("n", "outputs"), [(1, 2), (1, 12), (2, 12), (9, 2)])
 def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
     x, y = data(n, outputs=outputs)
-    for result in FAMILIES[name].fit(x, y, FAMILIES[name].settings[:2], 0):
+    settings = FAMILIES[name].settings
+    results = FAMILIES[name].fit(x, y, settings, 0)
+    assert len(results) == len(settings)
+    for result in results:
         assert np.isfinite(predict(result, NEW)).all()
         if n == 1:
             np.testing.assert_allclose(predict(result, x), y, rtol=1e-4)
 
 
 @every_family
-def test_outputs_that_never_vary(name: str) -> None:
-    for result in FAMILIES[name].fit(
-        data(20)[0], np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0
-    ):
+def test_outputs_that_never_vary_and_the_same_seed(name: str) -> None:
+    fit, settings = FAMILIES[name]
+    for result in fit(data(20)[0], np.full((20, 4), 3.0), settings[:2], 0):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
-
-
-@every_family
-def test_one_is_fitted_for_each_setting_and_the_same_by_the_same_seed(name: str) -> None:
-    assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(
-        FAMILIES[name].settings
-    )
-    first, again = (FAMILIES[name].fit(*data(), FEW[name], 0)[0] for _ in range(2))
-    np.testing.assert_array_equal(predict(first, NEW), predict(again, NEW))
+    first, again = (predict(fit(*data(), settings[:1], 0)[0], NEW) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
 
 
 # -- the one vector that policies and baselines read, by hand --------------------------------------
@@ -271,18 +227,13 @@ def test_missing_values_become_the_median_and_an_indicator() -> None:
     assert got[:, 2].tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
 def test_units_do_not_matter(unit: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.stack(
-        [torch.randn(400, generator=generator), torch.randn(400, generator=generator).mul(2).exp()],
-        1,
-    )
+    values = torch.stack([torch.randn(400), torch.randn(400).mul(2).exp()], 1)
     normaliser = FeatureNormaliser({"a": values * unit})
     assert normaliser.heavy.tolist() == [False, True]
-    torch.testing.assert_close(
-        normaliser({"a": values * unit}), FeatureNormaliser({"a": values})({"a": values})
-    )
+    wanted = FeatureNormaliser({"a": values})({"a": values})
+    torch.testing.assert_close(normaliser({"a": values * unit}), wanted)
 
 
 def test_heavy_tails_are_drawn_in() -> None:
@@ -297,8 +248,8 @@ def test_a_column_that_is_constant_or_without_any_value_says_nothing() -> None:
     normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
     assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
     for value in (0.0, 0.1, 1e-12, 123456.789, -3e30):
-        normaliser = FeatureNormaliser({"a": torch.full((7, 1), value)})
-        assert normaliser({"a": torch.full((2, 1), value)}).tolist() == [[0], [0]]
+        block = {"a": torch.full((7, 1), value)}
+        assert not FeatureNormaliser(block)(block).any()
 
 
 def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> None:
@@ -306,17 +257,13 @@ def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> 
     assert normaliser.width == 0
     assert normaliser({}, 4).shape == normaliser({"unused": torch.ones(4, 2)}, 4).shape == (4, 0)
     normaliser = FeatureNormaliser({"image": torch.randn(5, 3)})
-    with pytest.raises(InputError, match="'image' must be 3 wide, got nothing"):
-        normaliser({"text": torch.randn(5, 3)})
-    with pytest.raises(InputError, match="'image' must be 3 wide, got 2"):
-        normaliser({"image": torch.randn(5, 2)})
+    for name, width in (("text", 3), ("image", 2)):
+        with pytest.raises(InputError, match="'image'"):
+            normaliser({name: torch.randn(5, width)})
 
 
 def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
-    blocks = {
-        "a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]),
-        "b": torch.tensor([[1.0], [1.0], [1e9]]),
-    }
+    blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.randn(3, 1)}
     saved = FeatureNormaliser(blocks)
     state = {f"normaliser.{name}": buffer for name, buffer in saved.state_dict().items()}
     restored = FeatureNormaliser.restored({"features": saved.sizes, "state": state})
@@ -326,10 +273,9 @@ def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
 
 
 def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    common, own = torch.randn(400, 1, generator=generator), torch.randn(400, 3, generator=generator)
+    common, own = torch.randn(400, 1), torch.randn(400, 3)
     # the first three columns nearly agree: the first component is their mean
-    x = torch.cat([common + 0.1 * own, torch.randn(400, 1, generator=generator)], 1)
+    x = torch.cat([common + 0.1 * own, torch.randn(400, 1)], 1)
     table = table_of(torch.ones(400, 2), torch.ones(400, 2), x)
     fitted = FeatureNormaliser.fit(table, torch.arange(400), 2)
     assert fitted.width == 2
@@ -342,17 +288,13 @@ def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() 
     assert torch.equal(fitted.normal(table.features, 400), plain(table.features, 400))
 
 
-@pytest.mark.parametrize(("rows", "project", "most"), [(3, 3, 2), (50, 3, 2), (50, 9, 2)])
-def test_more_components_than_samples_or_features_are_refused(
-    rows: int, project: int, most: int
-) -> None:
+@pytest.mark.parametrize("rows", [3, 50])
+def test_more_components_than_samples_or_features_are_refused(rows: int) -> None:
     x = torch.cat([torch.randn(50, 2), torch.ones(50, 1)], 1)  # a column that does not vary is none
     table = table_of(torch.ones(50, 2), torch.ones(50, 2), x)
-    with pytest.raises(
-        InputError, match=f"policy.project={project}: profile 'by hand' has at most {most} "
-    ):
-        FeatureNormaliser.fit(table, torch.arange(rows), project)
-    assert FeatureNormaliser.fit(table, torch.arange(rows), most).width == most
+    with pytest.raises(InputError, match=r"policy.project=3.* 2 "):
+        FeatureNormaliser.fit(table, torch.arange(rows), 3)
+    assert FeatureNormaliser.fit(table, torch.arange(rows), 2).width == 2
 
 
 @settings(max_examples=40, deadline=None)

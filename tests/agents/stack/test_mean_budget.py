@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +20,6 @@ from knobwise.agents.stack.prices import (
     choose_at_price,
     mean_budgets,
     oracle_at_mean,
-    static_mix,
 )
 
 NAN = math.nan
@@ -32,7 +31,7 @@ EVERY = torch.ones(2, 3, dtype=torch.bool)
 
 
 def drawn(
-    seed: int, n: int, c: int, holes: float = 0.0, levels: int = 0
+    seed: int, n: int, c: int, levels: int, holes: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accuracy, cost and mask; with `levels` the values are coarse, so that there are ties."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,8 +54,6 @@ def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
 def test_mean_budgets_are_quantiles_of_the_mean_latencies() -> None:
     table = table_of([[0.5] * 3] * 3, [[5.0, 20.0, 30.0], [15.0, 20.0, 50.0], [1000.0] * 3])
     assert mean_budgets(table, torch.tensor([0, 1])).tolist() == pytest.approx([12, 15, 20, 30, 36])
-    single = table_of([[0.5]], [[7.3]])
-    assert mean_budgets(single, torch.tensor([0])).tolist() == [float(single.latency_ms)]
     same = table_of([[0.5] * 3], [[4.0, 4.0, 4.0]])
     assert mean_budgets(same, torch.tensor([0])).tolist() == [4]
 
@@ -89,17 +86,6 @@ def test_the_lowest_price_that_keeps_the_budget() -> None:
     assert prices.tolist() == pytest.approx([0.5, 0.125, 0, 0], rel=1e-6)
 
 
-def test_with_one_configuration_there_is_nothing_to_price() -> None:
-    cell = torch.ones(3, 1)
-    assert calibrate_prices(cell, cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [0, 0]
-    assert oracle_at_mean(cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [[0, 0]] * 3
-    assert [x.tolist() for x in static_mix(cell[0], cell[0], torch.tensor([0.5, 2.0]))] == [
-        [0, 0],
-        [0, 0],
-        [0, 0],
-    ]
-
-
 def test_the_best_single_configuration() -> None:
     accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.8]), torch.tensor([10.0, 40, 20, 30])
     budgets = torch.tensor([5.0, 10, 19, 20, 30, 99])
@@ -114,47 +100,31 @@ def test_the_best_mixture_of_two() -> None:
     # the hull runs from 0 over 2 to 1; 3 is below it, 4 is dearer and worse than 1
     accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.65, 0.7]), torch.tensor([10.0, 40, 20, 30, 50])
     budgets = torch.tensor([5.0, 10, 15, 20, 25, 40, 60])
-    first, second, share = static_mix(accuracy, cost, budgets)
-    assert first.tolist() == [0, 0, 0, 2, 2, 1, 1]
-    assert second.tolist() == [2, 2, 2, 1, 1, 1, 1]
-    assert share.tolist() == [0, 0, 0.5, 0, 0.25, 0, 0]
+    mix = StaticMix(accuracy, cost, budgets)
+    assert mix.first.tolist() == [0, 0, 0, 2, 2, 1, 1]
+    assert mix.second.tolist() == [2, 2, 2, 1, 1, 1, 1]
+    assert mix.share.tolist() == [0, 0, 0.5, 0, 0.25, 0, 0]
 
 
 def test_the_expected_outcome_of_a_mixture() -> None:
-    # means .25, .75, 1, .3125 and 10, 20, 40, 12 over the first two; the others have holes
+    # means .25, .75, 1, .3125 and 10, 20, 40, 12 over the first two; the others have holes: the
+    # dearer is missing, then both: the best single one in budget; the cheaper is missing; both are,
+    # and nothing keeps the budget
     cells = [
         ([0.5, 0.5, 1.0, 0.25], [10.0, 10.0, 30.0, 12.0]),
         ([0.0, 1.0, 1.0, 0.375], [10.0, 30.0, 50.0, 12.0]),
-        (
-            [1.0, NAN, NAN, 0.5],
-            [8.0, NAN, NAN, 9.0],
-        ),  # the dearer is missing, then both: the best single one in budget
-        ([NAN, 0.5, 0.25, 1.0], [NAN, 16.0, 44.0, 9.0]),  # the cheaper is missing
-        (
-            [NAN, NAN, 0.5, NAN],
-            [NAN, NAN, 64.0, NAN],
-        ),  # both are missing, and nothing keeps the budget
-        ([0.0, NAN, 0.25, 1.0], [8.0, NAN, 44.0, 9.0]),
+        ([1.0, NAN, NAN, 0.5], [8.0, NAN, NAN, 9.0]),
+        ([NAN, 0.5, 0.25, 1.0], [NAN, 16.0, 44.0, 9.0]),
+        ([NAN, NAN, 0.5, NAN], [NAN, NAN, 64.0, NAN]),
     ]
     table = table_of(*(list(block) for block in zip(*cells, strict=True)))
     mix = StaticMix.of_table(
         table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0])
     )  # half 0 and 1; three quarters 1, else 2
-    assert (mix.first.tolist(), mix.second.tolist(), mix.share.tolist()) == (
-        [0, 1],
-        [1, 2],
-        [0.5, 0.25],
-    )
-    accuracy, cost = mix.expected(table, torch.arange(6))
-    assert accuracy.tolist() == [
-        [0.5, 0.625],
-        [0.5, 1],
-        [1, 0.5],
-        [0.5, 0.4375],
-        [0.5, 0.5],
-        [0, 0.25],
-    ]
-    assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64], [8, 44]]
+    assert mix.share.tolist() == [0.5, 0.25]
+    accuracy, cost = mix.expected(table, torch.arange(5))
+    assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5]]
+    assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64]]
 
 
 def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
@@ -170,57 +140,42 @@ def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
 
 # -- on drawn tables -------------------------------------------------------------------------------
 
-SIZES = {"n": st.integers(1, 12), "c": st.integers(1, 6), "levels": st.sampled_from([0, 3, 10])}
-TABLES = {"seed": st.integers(0, 10**6), "holes": st.sampled_from([0.0, 0.4]), **SIZES}
+Drawn = tuple[int, int, int, int, float]
+SEEDS, LEVELS = st.integers(0, 10**6), st.sampled_from([0, 3, 10])
+HOLES = st.sampled_from([0.0, 0.4])
+sizes = st.tuples(SEEDS, st.integers(1, 12), st.integers(1, 6), LEVELS, HOLES)
 
 
-@settings(max_examples=40, deadline=None)
-@given(**TABLES)
-def test_the_mean_cost_falls_as_the_price_rises(
-    seed: int, n: int, c: int, holes: float, levels: int
-) -> None:
-    accuracy, cost, mask = drawn(seed, n, c, holes, levels)
-    prices = [0.0, *torch.logspace(-4, 4, 40).tolist()]
-    chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
-    assert mask.gather(1, chosen).all()
-    assert (mean_of(cost, chosen).diff() <= 1e-9).all()
+def taken(accuracy: Tensor, cost: Tensor, mask: Tensor, prices: list[float]) -> Tensor:
+    """What is chosen at these prices, [n, B]."""
+    return torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(**TABLES, wrong=st.booleans())
-def test_calibrated_prices(
-    seed: int, n: int, c: int, holes: float, levels: int, wrong: bool
-) -> None:
-    """They keep every budget that a price keeps."""
-    _, cost, mask = drawn(seed, n, c, holes, levels)
-    accuracy_hat, cost_hat, _ = drawn(seed + 1 if wrong else seed, n, c, 0.0, levels)
-    budgets = torch.linspace(1, 11, 21)
-    prices = calibrate_prices(accuracy_hat, cost_hat, cost, mask, budgets)
+@given(sizes, st.booleans())
+def test_calibrated_prices_keep_every_budget_that_a_price_keeps(size: Drawn, wrong: bool) -> None:
+    accuracy, cost, mask = drawn(*size)
+    budgets, others = torch.linspace(1, 11, 21), [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]
+    own = taken(accuracy, cost, mask, others)
+    assert mask.gather(1, own).all()
+    assert (mean_of(cost, own).diff() <= 1e-9).all()  # falls as the price rises
+    seed, *shape = size
+    hats = drawn(seed + wrong, *shape[:3])[:2]
+    prices = calibrate_prices(*hats, cost, mask, budgets)
     assert (prices.diff() <= 0).all()
-
-    def paid_at(at: list[float]) -> Tensor:
-        return mean_of(
-            cost,
-            torch.stack([choose_at_price(accuracy_hat, cost_hat, price, mask) for price in at], 1),
-        )
-
-    paid = paid_at(prices.tolist())
-    others = [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]
-    tried = paid_at(others)
-    attainable = budgets >= tried.min() + 1e-6
-    assert (paid <= budgets + 1e-6)[attainable].all()
+    paid = mean_of(cost, taken(*hats, mask, prices.tolist()))
+    tried = mean_of(cost, taken(*hats, mask, others))
+    assert (paid <= budgets + 1e-6)[budgets >= tried.min() + 1e-6].all()
     # and no lower price among those would do
     for price, budget in zip(prices.tolist(), budgets.tolist(), strict=True):
-        lower = torch.tensor([other < price * (1 - 1e-6) for other in others])
-        assert not lower.any() or bool((tried[lower] > budget - 1e-6).all())
+        lower = torch.tensor(others) < price * (1 - 1e-6)
+        assert (tried[lower] > budget - 1e-6).all()
 
 
 @settings(max_examples=40, deadline=None)
-@given(**TABLES | {"n": st.integers(1, 60)})
-def test_a_budget_that_is_just_kept_is_kept(
-    seed: int, n: int, c: int, holes: float, levels: int
-) -> None:
-    accuracy, cost, mask = drawn(seed, n, c, holes, levels)
+@given(sizes, st.integers(1, 60))
+def test_a_budget_that_is_just_kept_is_kept(size: Drawn, n: int) -> None:
+    accuracy, cost, mask = drawn(size[0], n, *size[2:])
     cost = cost.double() / 3  # so that sums depend on their order
     dearest = choose_at_price(accuracy, cost, 0.0, mask).unsqueeze(1)
     budgets = mean_of(cost, dearest)
@@ -229,33 +184,29 @@ def test_a_budget_that_is_just_kept_is_kept(
 
 
 @settings(max_examples=60, deadline=None)
-@given(**TABLES)
-def test_oracle_over_mixture_over_single(
-    seed: int, n: int, c: int, holes: float, levels: int
-) -> None:
-    accuracy, cost, mask = drawn(seed, n, c, 0.0, levels)
+@given(sizes)
+def test_oracle_over_mixture_over_single(size: Drawn) -> None:
+    accuracy, cost, mask = drawn(*size[:4])
     means, costs = accuracy.double().mean(0), cost.double().mean(0)
     budgets = torch.cat([costs, torch.linspace(1, 11, 11)])
     single = best_single_at(means, costs, budgets, mask[:1]).squeeze(0)
-    first, second, share = static_mix(means, costs, budgets)
-    mixed, mixed_cost = (torch.lerp(v[first], v[second], share) for v in (means, costs))
+    mix = StaticMix(means, costs, budgets)
+    mixed, mixed_cost = (torch.lerp(v[mix.first], v[mix.second], mix.share) for v in (means, costs))
     kept = budgets >= costs.min()
     assert (mixed_cost <= budgets + 1e-9)[kept].all()
     assert (mixed >= means[single] - 1e-9)[kept].all()
     chosen = oracle_at_mean(accuracy, cost, mask, budgets)
     assert (mean_of(cost, chosen) <= budgets + 1e-6)[kept].all()
-    one_exchange = (accuracy.amax(1) - accuracy.amin(1)).max() / n
+    one_exchange = (accuracy.amax(1) - accuracy.amin(1)).max() / len(accuracy)
     assert (mean_of(accuracy, chosen) >= mixed - one_exchange - 1e-9)[kept].all()
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.4]), levels=st.sampled_from([0, 3])
-)
+@given(SEEDS, LEVELS, HOLES)
 def test_the_oracle_is_within_one_exchange_of_every_choice(
-    seed: int, holes: float, levels: int
+    seed: int, levels: int, holes: float
 ) -> None:
-    accuracy, cost, mask = drawn(seed, 4, 3, holes, levels)
+    accuracy, cost, mask = drawn(seed, 4, 3, levels, holes)
     every = torch.tensor(list(itertools.product(range(3), repeat=4))).T
     allowed = mask.gather(1, every).all(0)
     totals, right = mean_of(cost, every), mean_of(accuracy, every)
@@ -271,13 +222,3 @@ def test_the_oracle_is_within_one_exchange_of_every_choice(
                 float(mean_of(accuracy, chosen)[b])
                 >= float(affordable.max() - exchange.max() / 4) - 1e-9
             )
-
-
-def test_a_mixture_keeps_its_budget_on_the_rows_it_was_fitted_on() -> None:
-    table = small_table(80)
-    rows = torch.arange(80)
-    budgets = mean_budgets(table, rows)
-    accuracy, cost = StaticMix.of_table(table, rows, budgets).expected(table, rows)
-    assert (cost.mean(0) <= budgets + 1e-6).all()
-    oracle = oracle_at_mean(table.accuracy, table.latency_ms, table.mask, budgets)
-    assert (mean_of(table.accuracy, oracle) >= accuracy.mean(0)).all()
