@@ -205,10 +205,11 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
     # one block after another, over all tables
     joined = {}
     for block, width in widths.items():
-        missing = [torch.full((table.num_samples, width), torch.nan) for table in tables]
-        joined[block] = torch.cat(
-            [table.features.get(block, nan) for table, nan in zip(tables, missing, strict=True)]
-        )
+        parts = []
+        for table in tables:
+            missing = torch.full((table.num_samples, width), torch.nan)
+            parts.append(table.features.get(block, missing))
+        joined[block] = torch.cat(parts)
     return joined
 
 
@@ -226,13 +227,9 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
         if not table.parts or (set(table.parts) == {"train", "test"} and not whole):
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
+            what = "split; it was divided 60/20/20"
             if table.parts:
-                fixes = "fixes no validation part"
-            else:
-                fixes = "fixes no split"
-            notes.append(
-                f"{table.name}: {fixes}, unlike others; it was divided "
-                f"{'75/25' if table.parts else '60/20/20'}"
-            )
+                what = "validation part; its training part was divided 75/25"
+            notes.append(f"{table.name}: unlike others fixes no {what}")
         parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes
