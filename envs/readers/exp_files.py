@@ -122,6 +122,7 @@ def _read_exp6(
     times, summaries = read_configurations(
         directory, "exp6_latency", pattern, dataset, keys, columns, notes
     )
+    # mean times, for configurations without rows
     means = []
     for record in summaries:
         # either a number, or an object of statistics
@@ -225,6 +226,7 @@ def write_exp5_exp6(
             metadata. Nothing is written then.
     """
     frame, config = _to_write(frame, dataset_name, metadata)
+    # the names that the profilers write
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
     dashed = dataset_name.replace("_", "-")

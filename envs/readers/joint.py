@@ -150,7 +150,7 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
                 f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
                 f"{tables[0].unit}; profiles that are joined must be in the same unit"
             )
-    # the values of a knob are those of all tables
+    # the values of a knob are those of all tables, in its own order
     knobs = []
     for name in names:
         values: set[KnobValue] = set()
@@ -185,6 +185,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
 
     Raises InputError if their widths differ, or one is missing although it must not be.
     """
+    # the first table with a block decides its width
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
