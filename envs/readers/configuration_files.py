@@ -171,7 +171,8 @@ def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
 
 def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
     whole = sum(of_ranks)
-    if whole - rows > len(of_ranks):  # a distributed sampler repeats up to one sample on each rank
+    # a distributed sampler repeats up to one sample on each rank
+    if whole - rows > len(of_ranks):
         raise InputError(
             f"{path}: holds {rows} of the {whole} rows of its {len(of_ranks)} rank files: ids "
             "that restart on every rank were merged into one. Merge again under unique ids"
@@ -361,9 +362,7 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
             raise InputError(
                 f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text"
             )
-    if not kinds <= {str, type(None)}:
-        names = [None if value is None else str(value) for value in names]
-    return pl.Series(names, dtype=pl.String)
+    return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
@@ -389,6 +388,7 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
 
 def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     """Return the frame. Raises InputError if a value is NaN or negative, or an accuracy above 1."""
+    # times need only be finite
     least = 0.0
     most = 3.4e38
     hint = ""

@@ -82,7 +82,16 @@ def read_exp5_exp6(
     joined = []
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        scores = _read_exp5(exp5_dir, dataset, accuracy, accuracy_unit, notes)
+        scores, _ = read_configurations(
+            exp5_dir,
+            "exp5_accuracy",
+            re.compile(rf"exp5_accuracy(_results)?_{SETTING}"),
+            dataset,
+            ["all_samples"],
+            {"accuracy": [(accuracy,)]},
+            notes,
+            accuracy_unit,
+        )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         times = _broadcast(scores, times, means, broadcast_latency, notes)
         cells = _join(scores, times, dataset, notes)
@@ -99,25 +108,6 @@ def read_exp5_exp6(
     )
 
 
-def _read_exp5(
-    directory: str | Path, dataset: str, accuracy: str, accuracy_unit: str, notes: list[str]
-) -> pl.DataFrame:
-    """Return one row per score: ids, knobs, accuracy, file."""
-    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
-    columns = {"accuracy": [(accuracy,)]}
-    scores, _ = read_configurations(
-        directory,
-        "exp5_accuracy",
-        pattern,
-        dataset,
-        ["all_samples"],
-        columns,
-        notes,
-        accuracy_unit,
-    )
-    return scores
-
-
 def _read_exp6(
     directory: str | Path, dataset: str, stage: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -132,6 +122,7 @@ def _read_exp6(
     times, summaries = read_configurations(
         directory, "exp6_latency", pattern, dataset, keys, columns, notes
     )
+    # mean times, for configurations without rows
     means = []
     for record in summaries:
         # either a number, or an object of statistics
@@ -235,6 +226,7 @@ def write_exp5_exp6(
             metadata. Nothing is written then.
     """
     frame, config = _to_write(frame, dataset_name, metadata)
+    # the names that the profilers write
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
     dashed = dataset_name.replace("_", "-")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,13 +46,8 @@ def read_features(path: str | Path) -> Features:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    try:
-        content = _read_arrays(path)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{path}: cannot be read as features ({error})") from error
-    return features_from(content, str(path))
+    with _unreadable(str(path)):
+        return _features_from(_read_arrays(path), str(path))
 
 
 def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
@@ -59,8 +55,15 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
 
     Raises InputError, with the name `source`, as `read_features`.
     """
-    try:
+    with _unreadable(source):
         return _features_from(content, source)
+
+
+@contextmanager
+def _unreadable(source: str) -> Iterator[None]:
+    """Raise InputError with the name `source` instead of any other error."""
+    try:
+        yield
     except InputError:
         raise
     # ids of mixed types, rows of different lengths, …

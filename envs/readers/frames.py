@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,10 @@ def read_frame(path: Path) -> pl.DataFrame:
             content = path
         # the name without .gz decides the format
         if name.endswith(".csv"):
-            _refuse_twice(
-                pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0)
-            )
+            # the parser would rename a second column, which would then be taken for a knob
+            names = pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0)
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"the column {twice[0]!r} occurs twice")
             return pl.read_csv(content, infer_schema=False)
         if name.endswith((".jsonl", ".ndjson")):
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
@@ -117,15 +117,6 @@ def _unpacked(path: Path) -> bytes:
             f"{path}: unpacks to more than {megabytes} MB; {LIMIT}=… in the environment allows more"
         )
     return content
-
-
-def _refuse_twice(names: Sequence[str | None]) -> None:
-    """Raise ValueError if a column name occurs twice.
-
-    The parser would rename the second column, which would then be taken for a knob.
-    """
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the column {twice[0]!r} occurs twice")
 
 
 def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Series:

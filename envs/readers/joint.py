@@ -150,7 +150,7 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
                 f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
                 f"{tables[0].unit}; profiles that are joined must be in the same unit"
             )
-    # the values of a knob are those of all tables
+    # the values of a knob are those of all tables, in its own order
     knobs = []
     for name in names:
         values: set[KnobValue] = set()
@@ -185,6 +185,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
 
     Raises InputError if their widths differ, or one is missing although it must not be.
     """
+    # the first table with a block decides its width
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
@@ -205,10 +206,11 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
     # one block after another, over all tables
     joined = {}
     for block, width in widths.items():
-        missing = [torch.full((table.num_samples, width), torch.nan) for table in tables]
-        joined[block] = torch.cat(
-            [table.features.get(block, nan) for table, nan in zip(tables, missing, strict=True)]
-        )
+        parts = []
+        for table in tables:
+            missing = torch.full((table.num_samples, width), torch.nan)
+            parts.append(table.features.get(block, missing))
+        joined[block] = torch.cat(parts)
     return joined
 
 
@@ -226,13 +228,9 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
         if not table.parts or (set(table.parts) == {"train", "test"} and not whole):
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
+            what = "split; it was divided 60/20/20"
             if table.parts:
-                fixes = "fixes no validation part"
-            else:
-                fixes = "fixes no split"
-            notes.append(
-                f"{table.name}: {fixes}, unlike others; it was divided "
-                f"{'75/25' if table.parts else '60/20/20'}"
-            )
+                what = "validation part; its training part was divided 75/25"
+            notes.append(f"{table.name}: unlike others fixes no {what}")
         parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes

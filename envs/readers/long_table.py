@@ -348,13 +348,11 @@ def _optional_measurements(
 
 def _check_ranges(rows: _Rows, accuracy: str, latency: str) -> None:
     """Raise InputError if a measurement is out of its range."""
-    measured = rows.measured
-    shares = measured["accuracy"].is_between(-1e-6, 1 + 1e-6)
+    shares = rows.measured["accuracy"].is_between(-1e-6, 1 + 1e-6)
     _refuse(shares.not_(), f"{accuracy} outside [0, 1]{PERCENT}", rows)
-    times = measured["latency"].is_between(0, 3e38)
-    _refuse(times.not_(), f"{latency} negative, NaN or infinite", rows)
-    looks = measured["first_look"].is_between(0, 3e38)
-    _refuse(looks.not_(), "first_look_ms negative, NaN or infinite", rows)
+    for column, name in (("latency", latency), ("first_look", "first_look_ms")):
+        times = rows.measured[column].is_between(0, 3e38)
+        _refuse(times.not_(), f"{name} negative, NaN or infinite", rows)
 
 
 def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -25,8 +25,7 @@ from knobwise.envs.readers.feature_files import (
 from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.profiles import JointProfile, read_profile
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".parquet"]
 NAN = float("nan")
@@ -46,46 +45,35 @@ def saved(path, ids=("0", "1", "2"), **blocks):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(
-    widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     ids=st.lists(NAMES, min_size=2, max_size=4, unique=True),
-    values=st.lists(st.floats(-(2.0**90), 2.0**90, width=32) | st.just(NAN), min_size=1, max_size=9),
+    values=st.lists(st.floats(-(2.0**90), 2.0**90, width=32) | st.just(NAN), min_size=4, max_size=4),
+    width=st.integers(1, 4),
     datasets=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
 def test_reading_gives_back_what_was_written(
-    tmp_path_factory, suffix, widths, ids, values, datasets
+    tmp_path_factory, suffix, ids, values, width, datasets
 ):
     n = len(ids)
-    blocks = {
-        f"block {i}": torch.tensor([values[j % len(values)] for j in range(n * w)]).reshape(n, w)
-        for i, w in enumerate(widths)
-    }
-    table = bare(
-        n,
-        sample_ids=tuple(ids),
-        features=blocks,
-        datasets=tuple("xy"[i % 2] for i in range(n)) * datasets,
-    )
+    block = torch.tensor(values)[:n].unsqueeze(1)
+    blocks = {"one": block, "several, of them": block.repeat(1, width)}
+    origin = tuple("xyxy"[:n]) * datasets
+    table = bare(n, sample_ids=tuple(ids), features=blocks, datasets=origin)
     path = tmp_path_factory.mktemp("features") / f"f{suffix}"
     write_features(table, path)
     again = attach_features(replace(table, features={}), path)
     assert list(again.features) == list(blocks)
-    for name, block in blocks.items():
-        assert again.features[name].dtype == torch.float32
-        torch.testing.assert_close(again.features[name], block, rtol=0, atol=0, equal_nan=True)
+    for name, written in blocks.items():
+        torch.testing.assert_close(again.features[name], written, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
     saved(tmp_path / "f.npz", ids=[2, 0, 1, 7], x=np.array([20.0, 0.0, 10.0, 70.0]))
     table = attach_features(bare(), tmp_path / "f.npz")
     assert table.features["x"].tolist() == [[0.0], [10.0], [20.0]]
-    assert table.notes == ("1 rows of features without a sample: not used",)
-    assert read_features(saved(tmp_path / "b.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
+    assert len(table.notes) == 1
     saved(tmp_path / "f.npz", ids=["0", "x", "y"])
-    with pytest.raises(
-        InputError,
-        match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y",
-    ):
+    with pytest.raises(InputError, match=r"f\.npz: .*1, 2;"):
         attach_features(bare(), tmp_path / "f.npz")
 
 
@@ -95,9 +83,9 @@ def test_rows_are_matched_by_data_set_where_both_name_it():
     assert attach_features(both, features).features["x"].tolist() == [[2.0], [1.0]]
     one = replace(table_of([[0.0]], [[1.0]]), name="a")
     assert attach_features(one, features).features["x"].tolist() == [[2.0]]
-    with pytest.raises(InputError, match="ids occur in several data sets of the features"):
+    with pytest.raises(InputError, match="features"):
         attach_features(replace(one, name="c"), features)
-    with pytest.raises(InputError, match="ids occur in several data sets of the profile"):
+    with pytest.raises(InputError, match="profile"):
         attach_features(both, Features(("0",), {"x": torch.zeros(1, 1)}))
 
 
@@ -115,91 +103,86 @@ def test_every_kind_of_number(tmp_path):
 
 
 def test_columns_of_a_table_file(tmp_path):
-    columns = {
-        "sample_id": [1, 2],
-        "split": ["train", "test"],
-        "width": [640, None],
-        "dark": [True, False],
-    }
-    data = pl.DataFrame(columns | {"vision": [[1.0, 2.0], [3.0, None]]})
+    columns = {"sample_id": [1, 2], "split": ["train", "test"], "width": [640, None]}
+    data = pl.DataFrame({**columns, "dark": [True, False], "vision": [[1.0, 2.0], [3.0, None]]})
     data.write_parquet(tmp_path / "f.parquet")
     blocks = read_features(tmp_path / "f.parquet").blocks
     assert list(blocks) == ["vision", "features"]
-    torch.testing.assert_close(blocks["vision"], torch.tensor([[1, 2], [3, NAN]]), equal_nan=True)
-    torch.testing.assert_close(
-        blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True
-    )
+    assert blocks["vision"].nan_to_num(-1).tolist() == [[1, 2], [3, -1]]
+    assert blocks["features"].nan_to_num(-1).tolist() == [[640, 1], [-1, 0]]
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
-    torch.testing.assert_close(
-        read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True
-    )
+    again = read_features(tmp_path / "f.csv").blocks["features"]
+    torch.testing.assert_close(again, blocks["features"], equal_nan=True)
+
+
+IDS = ["0", "1"]
 
 
 @pytest.mark.parametrize(
-    ("ids", "blocks", "message"),
+    ("ids", "block", "field"),
     [
-        (["0", "1", "1"], {}, "1 ids occur more than once"),
-        (
-            ["0", "1"],
-            {"x": np.zeros((3, 2))},
-            r"'x' have shape \(3, 2\), but there are 2 sample_id",
-        ),
-        (["0", "1"], {"x": np.zeros((2, 2, 2))}, r"'x' have shape \(2, 2, 2\)"),
-        (["0", "1"], {"x": np.array(3.0)}, r"'x' have shape \(\)"),
-        (["0", "1"], {"x": np.array(["1", "b"])}, "'x' are not numbers"),
-        (["0", "1"], {"x": np.array([1.0, np.inf])}, "'x' hold infinite values"),
-        (["0", "1"], {"x": np.array([1.0, 1e300])}, "'x' hold infinite values"),
-        ([["0"], ["1"]], {}, "'sample_id' holds"),
-        (["0", "1"], {"x": np.array([{}, 1], object)}, "without executing code"),
+        (["0", "0"], [[1], [2]], "ids"),
+        (IDS, np.zeros((3, 2)), "'x'"),
+        (IDS, np.zeros((2, 2, 2)), "'x'"),
+        (IDS, 3.0, "'x'"),
+        (IDS, ["1", "b"], "'x'"),
+        (IDS, [1.0, np.inf], "'x'"),
+        (IDS, [1.0, 1e300], "'x'"),
+        (IDS, np.zeros((2, 0)), "'x'"),
+        (IDS, np.array([{}, 1], object), "code"),
+        ([["0"], ["1"]], [1, 2], "'sample_id'"),
+        (np.array([], "U1"), np.zeros((0, 2)), ""),
+        ([b"\xff", b"b"], [1, 2], ""),
+        ([1j, 2], [1, 2], ""),
+        (np.array(IDS, "S1").view("V1"), [1, 2], ""),
+        (np.array([1, 2], "M8[s]"), [1, 2], ""),
     ],
 )
-def test_bad_blocks(tmp_path, ids, blocks, message):
-    saved(tmp_path / "f.npz", ids=ids, **blocks)
-    with pytest.raises(InputError, match=rf"f\.npz: .*{message}"):
+def test_bad_blocks(tmp_path, ids, block, field):
+    saved(tmp_path / "f.npz", ids=ids, x=np.array(block))
+    with pytest.raises(InputError, match=rf"f\.npz: .*{field}.*\Z"):
         read_features(tmp_path / "f.npz")
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "field"),
     [
-        ({"sample_id": [1, 2], "name": ["a", "b"]}, "'name' has 2 values that are not numbers"),
-        ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x' has 2 values that are not numbers"),
-        ({"sample_id": [1, 2], "x": [[1.0], [1.0, 2.0]]}, "'x' have different lengths"),
-        ({"sample_id": [1, 2], "x": [[1.0], None]}, "'x' have different lengths, or are missing"),
-        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "already has one"),
-        ({"sample_id": [1, None], "x": [1, 2]}, "'sample_id' is empty in 1 rows"),
-        ({"sample_id": [1, 2]}, "at least one block"),
-        ({"x": [1, 2]}, "need sample_id"),
+        ({"sample_id": [1, 2], "name": ["a", "b"]}, "'name'"),
+        ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x'"),
+        ({"sample_id": [1, 2], "x": [[1.0], [1.0, 2.0]]}, "'x'"),
+        ({"sample_id": [1, 2], "x": [[1.0], None]}, "'x'"),
+        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "`features`"),
+        ({"sample_id": [1, None], "x": [1, 2]}, "'sample_id'"),
+        ({"sample_id": [1, 2]}, "block"),
+        ({"x": [1, 2]}, "sample_id"),
     ],
 )
-def test_bad_columns(tmp_path, columns, message):
+def test_bad_columns(tmp_path, columns, field):
     pl.DataFrame(columns).write_parquet(tmp_path / "f.parquet")
-    with pytest.raises(InputError, match=rf"f\.parquet: .*{message}"):
+    with pytest.raises(InputError, match=rf"f\.parquet: .*{field}"):
         read_features(tmp_path / "f.parquet")
 
 
 def test_code_in_a_file_is_not_run(tmp_path, capsys):
     torch.save({"sample_id": [1], "x": Harmful()}, tmp_path / "f.pt")
-    with pytest.raises(
-        InputError, match=r"f\.pt: cannot be read as features without executing code"
-    ):
+    with pytest.raises(InputError, match=r"f\.pt: .*without executing code"):
         read_features(tmp_path / "f.pt")
     assert "must not run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".bin"])
 def test_files_of_another_kind(tmp_path, suffix):
-    with pytest.raises(InputError, match=rf"f\{suffix}: no such file"):
-        read_features(tmp_path / f"f{suffix}")
-    (tmp_path / f"f{suffix}").write_text("hello")
-    with pytest.raises(InputError, match=rf"f\{suffix}: "):
-        read_features(tmp_path / f"f{suffix}")
+    path = tmp_path / f"f{suffix}"
+    for _ in range(2):
+        with pytest.raises(InputError, match=rf"f\{suffix}: "):
+            read_features(path)
+        path.write_text("hello")
 
 
 def test_nothing_to_write_or_nowhere(tmp_path):
-    with pytest.raises(InputError, match=r"\.safetensors, \.npz, \.pt or \.parquet"):
+    with pytest.raises(InputError, match="parquet"):
         write_features(small_table(), tmp_path / "f.bin")
-    with pytest.raises(InputError, match=r"blocks: \[\]"):
+    with pytest.raises(InputError, match="blocks"):
         write_features(bare(), tmp_path / "f.npz")
     assert list(tmp_path.iterdir()) == []
 
@@ -218,16 +201,12 @@ def table(
 
 
 def cells(t: ProfileTable) -> set[tuple[Any, ...]]:
-    """Every profiled cell, in words."""
-    return {
-        (
-            t.dataset_names[i],
-            t.sample_ids[i],
-            *sorted(t.configuration(c).items()),
-            float(t.latency_ms[i, c]),
-        )
-        for i, c in t.mask.nonzero().tolist()
-    }
+    """Return every profiled cell, with names instead of numbers."""
+    found = set()
+    for i, c in t.mask.nonzero().tolist():
+        setting = sorted(t.configuration(c).items())
+        found.add((t.dataset_names[i], t.sample_ids[i], *setting, float(t.latency_ms[i, c])))
+    return found
 
 
 FIRST = table("a", {"crops": (2, 6), "tier": ("low", "high")}, [[0, 0], [1, 1]])
@@ -264,35 +243,25 @@ def test_the_rows_of_each_data_set() -> None:
 
 
 def test_images_parts_and_question_types_are_kept() -> None:
-    fixed = replace(
-        FIRST, image_ids=("7", "7"), parts=("train", "train"), question_types=("yes/no", "other")
-    )
-    joint = join_tables(
-        [
-            fixed,
-            replace(OTHER, parts=("validation", "test")),
-            replace(fixed, name="c", notes=("odd",)),
-        ]
-    )
-    assert joint.image_ids == ("7", "7", "0", "1", "7", "7")
-    assert joint.parts == ("train", "train", "validation", "test", "train", "train")
-    assert joint.question_types == ("yes/no", "other", "unknown", "unknown", "yes/no", "other")
-    assert "c: odd" in joint.notes
+    named = {"image_ids": ("7", "7"), "question_types": ("yes/no", "other"), "notes": ("odd",)}
+    fixed = replace(FIRST, parts=("train", "train"), **named)
+    joint = join_tables([fixed, replace(OTHER, parts=("validation", "test"))])
+    assert joint.image_ids == ("7", "7", "0", "1")
+    assert joint.parts == ("train", "train", "validation", "test")
+    assert joint.question_types == ("yes/no", "other", "unknown", "unknown")
+    assert "a: odd" in joint.notes
 
 
 def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> None:
-    free, fixed = (
-        small_table(20),
-        replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10),
-    )
+    free = small_table(20)
+    fixed = replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10)
     joint = join_tables([free, fixed])
-    split, places = joint.split(), free.split()
-    assert split.test.tolist() == [*places.test.tolist(), *range(21, 40, 2)]
+    split, of_free = joint.split(), free.split()
+    assert split.test.tolist() == [*of_free.test.tolist(), *range(21, 40, 2)]
     # of `fixed` a quarter of the training part
-    assert split.validation[:4].tolist() == places.validation.tolist()
+    assert split.validation[:4].tolist() == of_free.validation.tolist()
     assert len(split.validation) == 4 + 3
-    assert any("small: fixes no split" in note for note in joint.notes)
-    assert any("fixed: fixes no validation part" in note for note in joint.notes)
+    assert [note.split(":")[0] for note in joint.notes] == ["small", "fixed"]
     both = join_tables([fixed, replace(fixed, name="again")])
     assert set(both.parts) == {"train", "test"}
     assert len(both.split(0.5, 0.5, seed=3).validation) == 10
@@ -301,56 +270,49 @@ def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> Non
 def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
     both = replace(FIRST, features={"image": torch.ones(2, 3), "text": torch.ones(2, 2)})
     lacks = replace(OTHER, features={"text": torch.zeros(2, 2)})
-    with pytest.raises(InputError, match="profile 'b' has no block image"):
+    with pytest.raises(InputError, match=r"'b' .*image"):
         join_tables([both, lacks])
     joint = join_tables([lacks, both], missing_blocks=True)
     assert joint.features["image"].isnan().tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
-    with pytest.raises(InputError, match="block 'text' is 5 wide in profile 'b' and 2"):
-        join_tables(
-            [both, replace(OTHER, features={"text": torch.ones(2, 5)})], missing_blocks=True
-        )
+    wide = replace(OTHER, features={"text": torch.ones(2, 5)})
+    with pytest.raises(InputError, match=r"'text' .*'b'"):
+        join_tables([both, wide], missing_blocks=True)
+
+
+WORDS_FOR_CROPS = table("b", {"crops": ("few", "many"), "tier": ("low",)}, [[0, 0], [1, 0]])
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("tables", "field"),
     [
-        (None, "no tables to join"),
-        (table("b", {"crops": (2, 6)}, [[0], [1]]), "profile 'b' has the knobs crops"),
-        (
-            table("b", {"crops": ("few", "many"), "tier": ("low", "high")}, [[0, 0], [1, 1]]),
-            "knob 'crops' is a number",
-        ),
-        (replace(OTHER, unit="J"), "profile 'b' is in J, but 'a' is in ms"),
-        (replace(OTHER, name="a"), "sample ids are not unique inside a data set"),
+        ([], "'joint'"),
+        ([FIRST, table("b", {"crops": (2, 6)}, [[0], [1]])], "crops"),
+        ([FIRST, WORDS_FOR_CROPS], "'crops'"),
+        ([FIRST, replace(OTHER, unit="J")], "J"),
+        ([FIRST, replace(OTHER, name="a")], "unique"),
+        ([FIRST, replace(OTHER, first_look_ms=torch.ones(2, 3))], "first look"),
     ],
 )
-def test_what_cannot_be_joined_is_named(other: ProfileTable | None, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        join_tables([FIRST, other] if other else [])
+def test_what_cannot_be_joined_is_named(tables: list[ProfileTable], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        join_tables(tables)
 
 
 def test_several_files_are_one_profile(tmp_path: Path) -> None:
-    tables = [
-        replace(small_table(20, seed=seed), name=name)
-        for seed, name in enumerate(("first", "second"))
-    ]
-    tables[0].save(tmp_path / "first.safetensors")
-    write_long_table(replace(tables[1], features={}), tmp_path / "second.parquet")
-    write_features(tables[1], tmp_path / "second.npz")
-
-    def profile(*words: str) -> ProfileTable:
-        paths = f"profile.paths=[{tmp_path}/first.safetensors,{tmp_path}/second.parquet]"
-        return read_profile(read_settings("train", ["profile=joint", paths, *words]).profile)
-
-    joint = profile(f"profile.features=[null,{tmp_path}/second.npz]")
-    assert cells(joint) == cells(tables[0]) | cells(tables[1])
-    torch.testing.assert_close(
-        joint.features["language_features"][20:], tables[1].features["language_features"]
-    )
-    filled = profile("profile.missing_blocks=true")
+    first = replace(small_table(20), name="first")
+    second = replace(small_table(20, seed=1), name="second")
+    paths = [str(tmp_path / name) for name in ("first.safetensors", "second.parquet", "second.npz")]
+    first.save(paths[0])
+    write_long_table(second, paths[1])
+    write_features(second, paths[2])
+    joint = read_profile(JointProfile(paths=paths[:2], features=[None, paths[2]]))
+    assert cells(joint) == cells(first) | cells(second)
+    language = joint.features["language_features"][20:]
+    torch.testing.assert_close(language, second.features["language_features"])
+    filled = read_profile(JointProfile(paths=paths[:2], missing_blocks=True))
     assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20
     with pytest.raises(InputError, match="1 files for 2 paths"):
-        profile(f"profile.features=[{tmp_path}/second.npz]")
+        read_profile(JointProfile(paths=paths[:2], features=[paths[2]]))
 
 
 def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
@@ -364,35 +326,15 @@ def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
     assert typed.digest != replace(typed, question_types=()).digest
 
 
-ROWS = np.ones((3, 2), np.float32)
-WRONG_IDS: dict[str, tuple[np.ndarray, np.ndarray]] = {
-    "no rows": (np.array([], "U1"), np.zeros((0, 2))),
-    "no columns": (np.array(["a", "b", "c"]), np.zeros((3, 0))),
-    "no text": (np.array([b"\xff", b"b", b"c"]), ROWS),
-    "complex": (np.array([1j, 2, 3]), ROWS),
-    "raw": (np.array([b"a", b"b", b"c"]).view("V1"), ROWS),
-    "dates": (np.array([1, 2, 3], "M8[s]"), ROWS),
-}
+@pytest.mark.parametrize("ids", ['["a", 1, null]', '{"a": 1}'])
+def test_ids_of_mixed_types_in_metadata_are_refused(tmp_path: Path, ids: str) -> None:
+    save_file({"x": torch.ones(3, 2)}, tmp_path / "f.safetensors", metadata={"sample_id": ids})
+    with pytest.raises(InputError, match=r"f\.safetensors: "):
+        read_features(tmp_path / "f.safetensors")
 
 
-@pytest.mark.parametrize("kind", WRONG_IDS)
-def test_ids_and_blocks_that_cannot_be_used_are_refused_in_a_line(
-    tmp_path: Path, kind: str
-) -> None:
-    ids, block = WRONG_IDS[kind]
-    np.savez(tmp_path / "f.npz", sample_id=ids, x=block)
-    with pytest.raises(InputError, match=r"f\.npz: ") as refused:
-        read_features(tmp_path / "f.npz")
-    assert "\n" not in str(refused.value)
-
-
-def test_ids_of_mixed_types_in_words_are_refused(tmp_path: Path) -> None:
-    for ids in ('["a", 1, null]', '{"a": 1}'):
-        save_file({"x": torch.ones(3, 2)}, tmp_path / "f.safetensors", metadata={"sample_id": ids})
-        with pytest.raises(InputError, match=r"f\.safetensors: "):
-            read_features(tmp_path / "f.safetensors")
-    np.savez(tmp_path / "f.npz", sample_id=np.array([b"a", b"b", b"c"]), x=ROWS)
-    assert read_features(tmp_path / "f.npz").sample_ids == ("a", "b", "c")
+def test_ids_may_be_bytes(tmp_path: Path) -> None:
+    assert read_features(saved(tmp_path / "f.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
 
 
 def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
@@ -402,40 +344,28 @@ def test_a_pt_file_may_be_keyed_by_sample(tmp_path):
     assert (features.sample_ids, features.blocks["x"].tolist()) == (("7", "3"), [[1, 1], [0, 0]])
     torch.save({"sample_ids": torch.tensor([3, 7]), "x": torch.ones(2, 1)}, path)
     assert read_features(path).sample_ids == ("3", "7")
-    for other, message in (
-        ({"y": torch.ones(2)}, "sample 3 has other blocks than sample 7"),
-        ({"x": torch.ones(3)}, "size"),
-    ):
+    for other in ({"y": torch.ones(2)}, {"x": torch.ones(3)}):
         torch.save({7: {"x": torch.ones(2)}, 3: other}, path)
-        with pytest.raises(InputError, match=rf"f\.pt: cannot be read as features \(.*{message}"):
+        with pytest.raises(InputError, match=r"f\.pt: "):
             read_features(path)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        (
-            {"image_feature": [9.0]},
-            "1 ids occur more than once; keep one row of features for each sample",
-        ),
-        ({"image_feature": [1.0, 2.0]}, "cannot be read as features"),
-        ({"latency_ms": 3.0}, r"not training data \(.*latency_ms"),
-        ({"config": {"accuracy": 1}}, r"not training data \(.*accuracy"),
-        ({"latency": -1.0}, "1 rows with latency_ms negative"),
+        ({"image_feature": [9.0]}, "ids"),
+        ({"image_feature": [1.0, 2.0]}, "features"),
+        ({"latency_ms": 3.0}, "latency_ms"),
+        ({"config": {"accuracy": 1}}, "accuracy"),
+        ({"latency": -1.0}, "latency_ms"),
     ],
 )
-def test_training_data_that_cannot_be_used(tmp_path, change, message):
-    config = {"max_crops": 2, "top_k": 8}
-    cell = {
-        "sample_id": 0,
-        "config": config,
-        "accuracy": 1.0,
-        "latency": 9.0,
-        "image_feature": [0.5],
-    }
-    examples = [{**cell, "latency_budget": 5.0}, {**cell, "latency_budget": 6.0, **change}]
+def test_training_data_that_cannot_be_used(tmp_path, change, field):
+    cell = {"sample_id": 0, "accuracy": 1.0, "latency": 9.0, "latency_budget": 5.0}
+    cell |= {"image_feature": [0.5], "config": {"top_k": 8}}
+    examples = [cell, cell | {"latency_budget": 6.0} | change]
     (tmp_path / "t.json").write_text(json.dumps(examples))
-    with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
+    with pytest.raises(InputError, match=rf"t\.json: .*{field}"):
         read_long_table(tmp_path / "t.json")
 
 
@@ -443,13 +373,8 @@ def test_the_data_set_is_a_block_with_a_column_for_each_and_zeros_for_others():
     table = bare(3, datasets=("b", "a", "b"))
     block = with_dataset_input(table).features["dataset"]
     assert block.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
-    assert with_dataset_input(table, ["c", "b"]).features["dataset"].tolist() == [
-        [0, 1],
-        [0, 0],
-        [0, 1],
-    ]
+    block = with_dataset_input(table, ["c", "b"]).features["dataset"]
+    assert block.tolist() == [[0, 1], [0, 0], [0, 1]]
     for one in (bare(3), with_dataset_input(table)):
-        with pytest.raises(
-            InputError, match=r"policy\.dataset_input=true: needs several data sets"
-        ):
+        with pytest.raises(InputError, match=r"policy\.dataset_input"):
             with_dataset_input(one)

@@ -6,7 +6,6 @@ import polars as pl
 import pytest
 import torch
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame
 
 
@@ -38,14 +37,3 @@ def test_a_first_look_is_added_to_times_and_written_apart_again(
     assert frame["latency_ms"].to_list() == [row["latency_ms"] for row in rows]
     frame.write_parquet(tmp_path / "t.parquet")
     assert read_long_table(tmp_path / "t.parquet").digest == table.digest
-
-
-def test_a_first_look_that_cannot_be_is_refused() -> None:
-    row = {"sample_id": "a", "size": 1, "accuracy": 1.0, "latency_ms": 4.0}
-    with pytest.raises(InputError, match="first_look_ms negative, NaN or infinite"):
-        table_from_frame(
-            pl.DataFrame(
-                [{**row, "first_look_ms": -1.0}, {**row, "size": 2, "first_look_ms": 0.0}]
-            ),
-            name="t",
-        )

@@ -3,6 +3,7 @@ the table back."""
 
 import gzip
 import json
+import math
 
 import numpy as np
 import polars as pl
@@ -21,16 +22,14 @@ from knobwise.envs.readers.long_table import (
 
 
 def frame(**columns):
-    """Two samples under two configurations, changed or extended by columns."""
-    return pl.DataFrame(
-        {
-            "sample_id": ["a", "a", "b", "b"],
-            "top_k": [8, 4, 8, 4],
-            "accuracy": [1.0, 0.5, 0.25, 0.0],
-            "latency_ms": [20.0, 10.0, 40.0, 30.0],
-        }
-        | columns
-    )
+    """Return two samples under two configurations, changed or extended by columns."""
+    rows = {
+        "sample_id": ["a", "a", "b", "b"],
+        "top_k": [8, 4, 8, 4],
+        "accuracy": [1.0, 0.5, 0.25, 0.0],
+        "latency_ms": [20.0, 10.0, 40.0, 30.0],
+    }
+    return pl.DataFrame(rows | columns)
 
 
 def table(data=None, **choices):
@@ -122,67 +121,45 @@ def test_knob_values(column, values):
 def test_any_number_of_knobs_in_the_order_of_the_columns():
     data = frame(preset=["slow", "fast"] * 2, codec=["x", "y"] * 2)
     made = table(data)
-    assert [k.name for k in made.knobs] == ["top_k", "preset", "codec"]
     assert made.configurations.tolist() == [[0, 0, 1], [1, 1, 0]]
     assert made.label(0) == "top_k=4 preset=fast codec=y"
     chosen = table(data, knobs=["codec", "top_k"])
-    assert [k.name for k in chosen.knobs] == ["codec", "top_k"]
-    assert chosen.configurations.tolist() == [[0, 1], [1, 0]]
+    assert chosen.label(0) == "codec=x top_k=8"
     assert chosen.accuracy.tolist() == [[1.0, 0.5], [0.25, 0.0]]
 
 
 def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
-    data = frame(
-        width=[640, 640, 800, 800],
-        boxes=[[1], [2], [3], [4]],
-        config_id=[1, 0, 1, 0],
-        device=["gpu"] * 4,
-    )
-    made = table(data)
-    assert [k.name for k in made.knobs] == ["top_k", "device"]
-    assert made.notes == (
-        "not knobs, since they hold lists: boxes",
-        "not knobs, since they never vary inside a sample: width",
-        "not knobs, since they only repeat the other knobs: config_id",
-    )
+    columns = {"width": [640, 640, 800, 800], "config_id": [1, 0, 1, 0], "device": ["gpu"] * 4}
+    made = table(frame(boxes=[[1], [2], [3], [4]], **columns))
+    assert [knob.name for knob in made.knobs] == ["top_k", "device"]
+    assert [note.split(": ")[1] for note in made.notes] == ["boxes", "width", "config_id"]
 
 
-KNOWN = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "image_id", "split")
+KNOWN = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "image_id")
 """Measurements and keys."""
 
 
 @pytest.mark.parametrize(
     ("data", "knobs"),
     [
-        (
-            frame(configuration=["x", "y", "x", "y"]).drop("top_k"),
-            ["configuration"],
-        ),  # nothing else is a knob
-        (frame(**{c: ["train" if c == "split" else 1] * 4 for c in KNOWN}), ["top_k"]),
-        (
-            frame(top_k=[8, 8, 8, 8], config_id=[1, 0, 1, 0]),
-            ["top_k", "config_id"],
-        ),  # the label tells more
-        (
-            frame(sample_id=["a", "a", "b", "a"], top_k=[8, 4, 8, 2], width=[640, 640, 800, 640]),
-            ["top_k"],
-        ),  # sparse
-        (frame()[[0, 3]], ["top_k"]),  # one row for each sample tells nothing about knobs
+        # a label is a knob where nothing else is, or where it tells more
+        (frame(configuration=["x", "y"] * 2).drop("top_k"), ["configuration"]),
+        (frame(top_k=8, config_id=[1, 0] * 2), ["top_k", "config_id"]),
+        (frame(**dict.fromkeys(KNOWN, 1), split="train"), ["top_k"]),
+        # sparse
+        (frame(sample_id=list("aaba"), top_k=[8, 4, 8, 2], width=[6, 6, 8, 6]), ["top_k"]),
+        # one row for each sample tells nothing about knobs
+        (frame()[[0, 3]], ["top_k"]),
     ],
 )
 def test_which_columns_are_knobs(data, knobs):
-    assert [k.name for k in table(data).knobs] == knobs
+    assert [knob.name for knob in table(data).knobs] == knobs
 
 
 def test_a_measurement_taken_for_a_knob_is_refused():
-    n = 60
-    data = pl.DataFrame(
-        {"sample_id": [i // 2 for i in range(n)], "k": [0, 1] * (n // 2), "energy": range(n)}
-    )
+    data = pl.DataFrame({"sample_id": np.arange(60) // 2, "k": [0, 1] * 30, "energy": range(60)})
     data = data.with_columns(accuracy=1.0, latency_ms=2.0)
-    with pytest.raises(
-        InputError, match=r"60 configurations in 60 rows.*energy \(60 values\).*knobs="
-    ):
+    with pytest.raises(InputError, match="energy"):
         table(data)
     assert table(data, knobs=["k"]).num_configurations == 2
 
@@ -198,99 +175,75 @@ def test_accuracy_and_latency_are_a_choice():
     assert table(frame(score=[0.0] * 4)).accuracy[0, 1] == 1
 
 
-def six(words):
-    n = len(words)
-    data = pl.DataFrame(
-        {"sample_id": range(n), "split": words, "image_id": [i // 2 for i in range(n)]}
+def in_parts(*parts):
+    """Return rows of samples in these parts, of which two at a time show the same image."""
+    ids = np.arange(len(parts))
+    return pl.DataFrame({"sample_id": ids, "image_id": ids // 2, "split": parts}).with_columns(
+        k=1, accuracy=1.0, latency_ms=1.0
     )
-    return data.with_columns(k=1, accuracy=1.0, latency_ms=1.0)
 
 
-def test_split_words(tmp_path):
-    made = table(six(["train", "Training", "val", "valid", "test", "test"]))
+def test_spellings_of_parts(tmp_path):
+    made = table(in_parts("train", "Training", "val", "valid", "test", "test"))
     assert made.parts == ("train", "train", "validation", "validation", "test", "test")
-    assert [part.tolist() for part in made.split()] == [[0, 1], [2, 3], [4, 5]]
+    assert made.image_ids == ("0", "0", "1", "1", "2", "2")
     write_long_table(made, tmp_path / "t.csv")
     assert read_long_table(tmp_path / "t.csv").digest == made.digest
-    assert made.image_ids == ("0", "0", "1", "1", "2", "2")
-    assert table(six(["train", "train", "dev", "validation", "test", "test"])).parts == made.parts
-    assert table(frame(image_id=[None] * 4)).image_ids == ()
+    again = table(in_parts("train", "train", "dev", "validation", "test", "testing"))
+    assert again.digest == made.digest
+    assert table(frame(image_id=None)).image_ids == ()
 
 
 def test_splits_that_do_not_divide_samples():
-    with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
-        table(six(["train", "minival", "test"]))
-    with pytest.raises(
-        InputError, match="split must be the same in all rows of a sample; it differs 1 time"
-    ):
-        table(frame(split=["train", "test", "test", "test"]))
-    made = table(six(["validation"] * 6))  # this is where they come from
+    for data in (in_parts("train", "minival"), frame(split=["train", "test", "test", "test"])):
+        with pytest.raises(InputError, match="split"):
+            table(data)
+    # this is where they come from
+    made = table(in_parts("validation", "validation"))
     assert made.parts == ()
-    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
+    assert len(made.notes) == 1
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("column", "values", "fault"),
     [
-        (
-            {"latency_ms": [20.0, 10.0, float("nan"), 30.0]},
-            r"1 rows with latency_ms negative, NaN .* sample_id b",
-        ),
-        (
-            {"latency_ms": [20.0, -10.0, -1.0, 30.0]},
-            r"2 rows with latency_ms negative.* sample_id a",
-        ),
-        (
-            {"latency_ms": [20.0, 10.0, 40.0, float("inf")]},
-            "1 rows with latency_ms negative, NaN or infinite",
-        ),
-        (
-            {"latency_ms": ["20", "10", "fast", "30"]},
-            "'latency_ms' has 1 values that are not numbers: 'fast'",
-        ),
-        ({"latency_ms": [[20.0]] * 4}, "'latency_ms' holds List"),
-        ({"latency_ms": [None] * 4}, "no row with both accuracy and latency_ms"),
-        ({"accuracy": [50.0, 100.0, 0.0, 0.0]}, r"2 rows with accuracy outside \[0, 1\]"),
-        ({"accuracy": [1.0, float("nan"), 0.0, 0.0]}, r"1 rows with accuracy outside \[0, 1\]"),
-        (
-            {"sample_id": ["a"] * 4, "accuracy": [1.0] * 4, "latency_ms": [20.0, 10.0, 20.0, 10.0]},
-            r"2 \(sample, configuration\) pairs occur more than once .* a top_k=4.* 2 times",
-        ),
-        ({"sample_id": ["a", None, "b", "b"]}, "'sample_id' is empty in 1 rows"),
-        ({"sample_id": [[1]] * 4}, "'sample_id' holds List"),
-        (
-            {"top_k": [8, None, 8, 4]},
-            "knob 'top_k' must be a number or a name in every row; 1 are empty",
-        ),
-        ({"top_k": [8.0, float("nan"), 8.0, 4.0]}, "knob 'top_k' has values that are not finite"),
+        ("latency_ms", [20.0, 10.0, math.nan, 30.0], "1 rows .* b"),
+        ("latency_ms", [20.0, -10.0, -1.0, 30.0], "2 rows .* a"),
+        ("latency_ms", [20.0, 10.0, 40.0, math.inf], "1 rows"),
+        ("latency_ms", ["20", "10", "fast", "30"], "'fast'"),
+        ("latency_ms", [[20.0]] * 4, "List"),
+        ("latency_ms", None, "no row"),
+        ("accuracy", [50.0, 100.0, 0.0, 0.0], "2 rows"),
+        ("accuracy", [1.0, math.nan, 0.0, 0.0], "1 rows"),
+        ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 rows"),
+        ("sample_id", ["a", None, "b", "b"], "1 rows"),
+        ("sample_id", [[1]] * 4, "List"),
+        ("top_k", [8, None, 8, 4], "1 "),
+        ("top_k", [8.0, math.nan, 8.0, 4.0], "finite"),
     ],
 )
-def test_bad_values(change, message):
-    with pytest.raises(InputError, match=rf"^t\.csv: .*{message}"):
-        table(frame(**change), source="t.csv")
+def test_bad_values(column, values, fault):
+    with pytest.raises(InputError, match=rf"^t\.csv: (?=.*{column}).*{fault}"):
+        table(frame(**{column: values}), source="t.csv")
 
 
 @pytest.mark.parametrize(
-    ("data", "choices", "message"),
+    ("data", "choices", "column"),
     [
-        (
-            frame().drop("latency_ms"),
-            {},
-            r"no column latency_ms; its columns are sample_id, top_k, accuracy",
-        ),
-        (frame().drop("accuracy"), {}, "no column accuracy;"),
-        (frame(), {"accuracy": "fluency"}, "no column fluency"),
-        (frame().drop("sample_id"), {}, "no column sample_id"),
-        (frame().drop("top_k"), {}, "no column for a knob"),
-        (frame(), {"knobs": ["blocks"]}, "blocks for a knob; its columns are"),
-        (frame(), {"knobs": ["top_k", "sample_id"]}, "sample_id for a knob"),
-        (frame(), {"knobs": []}, "no column for a knob"),
-        (frame().clear(), {}, "no row with both"),
-        (pl.DataFrame(), {}, "its columns are none"),
+        (frame().drop("latency_ms"), {}, "latency_ms"),
+        (frame().drop("accuracy"), {}, "accuracy"),
+        (frame(), {"accuracy": "fluency"}, "fluency"),
+        (frame().drop("sample_id"), {}, "sample_id"),
+        (frame().drop("top_k"), {}, "knob"),
+        (frame(), {"knobs": ["blocks"]}, "blocks"),
+        (frame(), {"knobs": ["top_k", "sample_id"]}, "sample_id"),
+        (frame(), {"knobs": []}, "knob"),
+        (frame().clear(), {}, "no row"),
+        (pl.DataFrame(), {}, "none"),
     ],
 )
-def test_bad_columns(data, choices, message):
-    with pytest.raises(InputError, match=rf"^t\.csv: .*{message}"):
+def test_bad_columns(data, choices, column):
+    with pytest.raises(InputError, match=rf"^t\.csv: .*{column}"):
         table(data, source="t.csv", **choices)
 
 
@@ -336,121 +289,67 @@ def test_any_table_survives_every_format(tmp_path_factory, rows):
 
 
 def test_texts_zipped_and_plain(tmp_path):
-    with pytest.raises(InputError, match=r"\.csv, \.parquet or \.jsonl"):
+    with pytest.raises(InputError, match="csv"):
         write_long_table(table(), tmp_path / "t.xlsx")
     assert list(tmp_path.iterdir()) == []
-    data = frame()
-    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(data.write_csv().encode()))
-    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(data.write_ndjson().encode()))
-    assert read_long_table(tmp_path / "t.csv.gz").digest == table().digest
-    assert read_long_table(tmp_path / "t.jsonl.gz").digest == table().digest
+    texts = {"t.csv.gz": frame().write_csv(), "t.jsonl.gz": frame().write_ndjson()}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        assert read_long_table(tmp_path / name).digest == table().digest
     # the ids of a CSV stay text
     (tmp_path / "t.csv").write_text("\ufeffsample_id,k,accuracy,latency_ms\n007,1,1,2\n7,1,0,3\n")
     assert read_long_table(tmp_path / "t.csv").sample_ids == ("007", "7")
 
 
 def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
-    rows = [{**row, "prefill_ms": float("nan")} for row in frame().to_dicts()]
+    rows = [row | {"prefill_ms": math.nan} for row in frame().to_dicts()]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert read_long_table(tmp_path / "t.jsonl").digest == table().digest
-    with pytest.raises(InputError, match=r"t\.jsonl: 4 rows with prefill_ms negative, NaN"):
+    with pytest.raises(InputError, match=r"t\.jsonl: 4 rows .*prefill_ms"):
         read_long_table(tmp_path / "t.jsonl", latency="prefill_ms")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "fault"),
     [
-        ("t.csv", None, "no such file"),
-        ("t.csv", "", "cannot be read as csv"),
+        ("t.csv", "", "csv"),
         ("t.csv", "sample_id,k,accuracy,latency_ms\n", "no row"),
-        ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,3,4,5\n", "cannot be read as csv"),
-        (
-            "t.csv",
-            "sample_id,k,accuracy,latency_ms,accuracy\n1,2,1,4,0\n",
-            "the column 'accuracy' occurs twice",
-        ),
-        ("t.csv", "sample_id,k,k,accuracy,latency_ms\n1,2,3,1,4\n", "the column 'k' occurs twice"),
-        (
-            "t.csv",
-            "sample_id,sample_id,k,accuracy,latency_ms\n1,2,3,1,4\n",
-            "the column 'sample_id' occurs twice",
-        ),
-        (
-            "t.csv",
-            "sample_id,k,accuracy,latency_ms\n1,2,1,true\n",
-            "column 'latency_ms' has 1 values that are not",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}',
-            "'latency_ms' holds Boolean",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": NaN, "k": 2, "accuracy": 1, "latency_ms": 2}',
-            "column 'sample_id' is NaN",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 2}',
-            "'sample_id' is NaN or infinite",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}\n'
-            '{"sample_id": 2, "k": 2, "accuracy": 1, "latency_ms": 3}',
-            "the column 'latency_ms' holds true or false in some rows",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": "1", "k": 2, "accuracy": 1, "latency_ms": 1}\n'
-            '{"sample_id": Infinity, "k": 2, "accuracy": 1, "latency_ms": 3}',
-            "the column 'sample_id' holds fractions in some rows",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": 1, "k": 123456789012345678901234567890, "accuracy": 1, "latency_ms": 1}',
-            "the column 'k' holds 123456789012345678901234567890, which has more than 64 bits",
-        ),
-        (
-            "t.jsonl",
-            '{"sample_id": 1, "k": 2, "accuracy": 1, "k": 3, "latency_ms": 2}',
-            "the key 'k' occurs twice",
-        ),
-        ("t.jsonl", "[" * 100_000, "nested too deeply"),
-        (
-            "t.jsonl",
-            '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": 1}\n[1, 2]',
-            r"row 2 is not an object, but \[1, 2",
-        ),
-        ("t.parquet", "sample_id", "cannot be read as parquet"),
-        ("t.jsonl", "", "its columns are none"),
-        ("t.jsonl", '{"sample_id": ', "cannot be read as jsonl"),
+        ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,3,4,5\n", "csv"),
+        ("t.csv", "sample_id,k,k,accuracy,latency_ms\n1,2,3,1,4\n", "'k'"),
+        ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,1,true\n", "'latency_ms'"),
         ("t.csv.gz", "sample_id", ""),
-        ("t.xlsx", "", r"not a table; known are \.csv"),
+        ("t.parquet", "sample_id", "parquet"),
+        ("t.xlsx", "", "csv"),
+        ("t.jsonl", "", "none"),
+        ("t.jsonl", '{"sample_id": ', "jsonl"),
+        ("t.jsonl", "[" * 100_000, "nested"),
+        ("t.jsonl", '{"k": 2}\n[1, 2]', "row 2"),
+        ("t.jsonl", '{"k": 2, "k": 3}', "'k'"),
+        ("t.jsonl", '{"k": 123456789012345678901234567890}', "'k'"),
+        ("t.jsonl", '{"k": true}\n{"k": 3}', "'k'"),
+        ("t.jsonl", '{"k": "1"}\n{"k": Infinity}', "'k'"),
+        ("t.jsonl", '{"sample_id": 1, "k": 2, "accuracy": 1, "latency_ms": true}', "'latency_ms'"),
+        ("t.jsonl", '{"sample_id": NaN, "k": 2, "accuracy": 1, "latency_ms": 2}', "'sample_id'"),
     ],
 )
-def test_bad_table_files(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=rf"{name}: .*{message}"):
+def test_bad_table_files(tmp_path, name, content, fault):
+    with pytest.raises(InputError, match=rf"{name}: no such file"):
+        read_long_table(tmp_path / name)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=rf"{name}: .*{fault}"):
         read_long_table(tmp_path / name)
 
 
 def test_a_large_table_is_made_in_seconds():
-    """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for
-    slow machines."""
+    """Make 1.6 million cells, as in the largest grid in use.
+
+    It takes a second or two; a test that runs for minutes says that rows are taken one by one.
+    """
     n, c = 6800, 240
-    knobs = {
-        "max_crops": np.repeat([2, 4, 6, 8, 10, 12], 40),
-        "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6),
-    }
-    knobs = {name: np.tile(values, n) for name, values in knobs.items()}
-    knobs["num_active_blocks"] = np.tile([8, 10, 12, 14, 16], 48 * n)
-    made = table(
-        pl.DataFrame({"sample_id": np.repeat(np.arange(n), c), **knobs}).with_columns(
-            accuracy=np.linspace(0, 1, n * c), latency_ms=np.arange(n * c)
-        )
+    knobs = pl.DataFrame({"top_k": range(4, 64, 4)}).join(
+        pl.DataFrame({"max_crops": range(16)}), how="cross"
     )
+    data = pl.DataFrame({"sample_id": range(n)}).join(knobs, how="cross")
+    made = table(data.with_columns(accuracy=np.linspace(0, 1, n * c), latency_ms=np.arange(n * c)))
     assert made.accuracy.shape == (n, c)
     assert made.latency_ms[3, 5] == 3 * c + 5
