@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,12 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     from knobwise.experiments.deploy.live import run_live
     from knobwise.profiling.models import load_model, requests_of
 
-    # the stream takes these from the evaluation, unless it sets its own
-    json_path = config.stream.json or config.json
-    budgets_ms = config.stream.budgets_ms or config.budgets_ms
-    stream = replace(config.stream, json=json_path, budgets_ms=budgets_ms)
     table = read_profile(config.profile, loaded)
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)
     requests = requests_of(items, config.knobs)
-    return run_live(checkpoint, table, model, requests, stream)
+    stream = config.stream, config.budgets_ms, config.json
+    return run_live(checkpoint, table, model, requests, *stream)
 
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
