@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
@@ -317,8 +316,6 @@ class UpdateRun:
     Each update is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     """Where those steps are logged."""
-    learning: UpdateConfig = field(default_factory=UpdateConfig)
-    """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
     """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some
     30 are enough."""

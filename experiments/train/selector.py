@@ -295,10 +295,7 @@ class SelectorStages:
         if variant.warmup:
             # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
             start = rce
-            usual = self.config.loss
-            temperatures = (usual.temperature_start, usual.temperature_end)
-            is_usual = (loss.temperature_start, loss.temperature_end) == temperatures
-            if not is_usual or replace(reward, shuffled=False) != self.config.reward:
+            if replace(reward, shuffled=False) != self.config.reward:
                 start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
         if learned is not None:
             settings["reward_model"] = self.reward_model(table, sft, learned)
