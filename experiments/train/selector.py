@@ -210,7 +210,7 @@ class SelectorStages:
         needs. Raises InputError, which names what is missing."""
         table = self.data.table
         if learned is not None:
-            recorded_answers(table, self.data.split.train, learned.recorded)
+            recorded_answers(table, self.data.split.train)
             settings["reward_model"] = RewardModel(learned, self.first.mean, self.first.scale)
         self._trainer(stage, table, self.first, **settings)
 
@@ -332,13 +332,13 @@ class SelectorStages:
     ) -> RewardModel:
         """Return the learned reward as it is before GRPO. Variants whose settings differ only in
         GRPO share the fit."""
-        key = table.digest, config.recorded, config.members, config.width, config.epochs
+        key = table.digest, config.members, config.width, config.epochs
         with seeded(self.seed, "cpu"):
             model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
             if key in self.reward_models:
                 model.load_state(copy.deepcopy(self.reward_models[key]))
             else:
-                answered = recorded_answers(table, self.data.split.train, config.recorded)
+                answered = recorded_answers(table, self.data.split.train)
                 model.learn(table, answered, config.epochs)
                 self.reward_models[key] = copy.deepcopy(model.state())
         return model
