@@ -253,9 +253,7 @@ class SelectorTrainer(Trainer):
         # all training queries in random order, as often as it takes
         passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
         rows = torch.cat(passes)[:count]
-        drawn = draw(
-            self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size
-        )
+        drawn = draw(self.agent, rows, self.loss.group_size)
         self.corrected = model.correct(
             self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer
         )
@@ -300,7 +298,7 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
+            chosen = choose(self.agent, rows)
             outcome = judge(self.table, self.scorer, chosen, rows)
         known = outcome[~outcome.isnan()]
         score = float(known.mean()) if len(known) else 0.0

@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import Oracle, make_baselines, static_of
 from knobwise.agents.judging.policy import Baseline
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
@@ -183,7 +184,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     selector = loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = [stored_embeddings(data.test, loaded, data.items)]
+    embeddings = stored_embeddings(data.test, loaded, data.items)
     # on its own beams, queries that it was trained on do not count
     if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
@@ -198,11 +199,12 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     policy = loaded.extra.get("policy", selector.stage)
     decided: dict[str, dict[int, Decided]] = defaultdict(dict)
     for shots in config.judged_shots:
-        request = data.test, data.test_scorer, shots
-        decided[policy][shots] = decide_selectors([selector], embeddings, *request, rows)
+        actor = SelectorActor(selector, embeddings, data.test.pool, shots)
+        decided[policy][shots] = decide_selectors([actor], data.test, data.test_scorer, rows)
         # the simple policies beside it
         if config.baselines:
-            simple = decide_simple(*request, rows=rows, trusted=data.trusted)
+            request = data.test, data.test_scorer, shots, rows
+            simple = decide_simple(*request, trusted=data.trusted)
             for name, outcome in simple.items():
                 decided[name][shots] = outcome
     return selector_results(

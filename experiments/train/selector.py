@@ -16,6 +16,7 @@ from joblib import Parallel, delayed
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
 from knobwise.agents.selector.evaluation import Decided
@@ -321,7 +322,8 @@ class SelectorStages:
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         rows = torch.arange(table.num_queries)
         with seeded(self.seed + 1000 * k, "cpu"):
-            draws = evaluation.draw(selector, embeddings, table, rows, self.config.shots, count)
+            actor = SelectorActor(selector, embeddings, table.pool, self.config.shots)
+            draws = evaluation.draw(actor, rows, count)
         zero_shot = probability(scorer, rows)
         # information is the gain over the answer without demonstrations
         scored = score(scorer, rows, table.pool, draws, "policy", zero_shot)
@@ -450,27 +452,25 @@ def _decided(
     test = hide(data.test, blocks)
     rows = data.test_rows
     scorer = data.test_scorer
-    selectors = [checkpoint.selector for checkpoint in loaded]
-    embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
-    decided = {}
-    if scorer is None:
-        for shots in config.judged_shots:
-            decided[shots] = evaluation.decide_selectors(
-                selectors, embeddings, test, None, shots, rows
-            )
-        return decided
-    # a longer greedy choice begins with the shorter one
     longest = max(config.judged_shots)
-    whole = [
-        evaluation.choose(selector, embedded, test, rows, longest)
-        for selector, embedded in zip(selectors, embeddings, strict=True)
-    ]
+    actors = []
+    for checkpoint in loaded:
+        embeddings = stored_embeddings(test, checkpoint, data.items)
+        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, longest))
+    decided = {}
+    # a longer greedy choice begins with the shorter one
+    whole = [] if scorer is None else [evaluation.choose(actor, rows) for actor in actors]
     for shots in config.judged_shots:
+        for actor in actors:
+            actor.shots = shots
+        if scorer is None:
+            decided[shots] = evaluation.decide_selectors(actors, test, None, rows)
+            continue
         # of each seed, int64 [n, shots]
         chosen = [choices[:, :shots] for choices in whole]
         outcome = evaluation.judged_choices(test, scorer, chosen, rows)
         assert outcome.demonstrations is not None
         votes = torch.stack([scorer.vote(rows, sequences) for sequences in outcome.demonstrations])
-        times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
+        times = evaluation.decision_us(actors[0], rows)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided
