@@ -301,7 +301,7 @@ def test_a_killed_update_leaves_what_served(
         ("", "give log=FOLDER"),
         ("rollback=true out=nothing", "no version"),
         ("log=a every=0", "every=0"),
-        ("log=a tracking.steps=100", "tracking.steps=100"),
+        ("log=a tracking.steps=100", "tracking.steps"),
         ("trained_on=builtin profile=builtin", "'builtin'"),
         ("trained_on=a.csv", "trained_on.path=a.csv"),
     ],
