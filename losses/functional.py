@@ -18,6 +18,9 @@ from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.losses.settings import ADVANTAGES
 
+STD_FLOOR = 0.1
+"""Smallest standard deviation that z-scores are divided by, in units of reward."""
+
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
     """Compute Σ_j weight_j · values_j over the last axis, [*, J] → [*]; None for the plain mean."""
@@ -128,7 +131,7 @@ def group_advantage(
     kind: str | AdvantageFunction = "zscore",
     *,
     weight: Tensor | None = None,
-    std_floor: float = 0.1,
+    std_floor: float = STD_FLOOR,
     clip: float = 5.0,
 ) -> Tensor:
     """Compute the advantages A of rewards r inside each group.

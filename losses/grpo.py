@@ -62,7 +62,6 @@ class GRPOLoss(ActorLoss):
         kl_to_ref_coeff: β; may be changed between steps.
         advantage: one of `ADVANTAGES`, a function of your own, or its `module:name`; see
             `group_advantage`.
-        advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there
             are.
@@ -170,7 +169,6 @@ class GRPOLoss(ActorLoss):
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
         advantage: str | AdvantageFunction = "zscore",
-        advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
         masked: bool = False,
         top: int | None = None,
@@ -184,7 +182,6 @@ class GRPOLoss(ActorLoss):
         self.advantage = known_advantage(advantage)
         self.masked = masked
         self.top = top
-        self.advantage_std_floor = advantage_std_floor
         self.advantage_clip = advantage_clip
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
@@ -268,7 +265,6 @@ class GRPOLoss(ActorLoss):
             group.reward,
             self.advantage,
             weight=group.weight,
-            std_floor=self.advantage_std_floor,
             clip=self.advantage_clip,
         )
         surrogate, cut = clipped_surrogate(

@@ -22,8 +22,6 @@ class GRPOConfig:
     `zscore` ((r − mean)/std, as in GRPO), `rank` (the share of the group that is worse − the share
     that is better), `unnormalised` (r), or a function of your own as module:name, of rewards and
     weights."""
-    advantage_std_floor: float = 0.1
-    """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
     """Advantages are clipped to ± this."""
     clip_epsilon: float = 0.2
@@ -36,17 +34,10 @@ class GRPOConfig:
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
-    temperature_start: float = 0.5
-    """τ of the RCE warm-up at its beginning, in units of reward."""
-    temperature_end: float = 0.1
-    """τ at its end; it falls linearly."""
 
     def of_grpo(self) -> dict[str, Any]:
         """Return the settings that `GRPOLoss` takes."""
-        names = (
-            "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage "
-            "advantage_std_floor advantage_clip"
-        )
+        names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_clip"
         return {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
 
     def __post_init__(self) -> None:
@@ -55,13 +46,7 @@ class GRPOConfig:
         at_least("loss.group_size", self.group_size, 1)
         for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)
-        for name in (
-            "temperature_start",
-            "temperature_end",
-            "advantage_std_floor",
-            "advantage_clip",
-        ):
-            positive(f"loss.{name}", getattr(self, name))
+        positive("loss.advantage_clip", self.advantage_clip)
         band("loss.kl_band", self.kl_band)
 
 
@@ -99,24 +84,18 @@ class SelectorLossConfig(GRPOConfig):
     advantage: str = "zscore"
     kl_to_ref_coeff: float | None = 0.02
     """β, weight of the k3 KL to the SFT policy."""
-    temperature_start: float = 2.0
-    """τ of the RCE warm-up at its beginning, in units of reward."""
-    temperature_end: float = 0.5
     temperature_band: tuple[float, float] | None = None
     """Lowest and highest KL to the SFT policy in GRPO, in nats. Above it the temperature of the
     draws falls by a tenth, below it the temperature rises by a tenth; it stays within 0.5 and 2.
     None keeps it at 1."""
     curriculum: float = 0.0
-    """Share of GRPO, at its beginning, in which only the best `curriculum_top` sequences of each
+    """Share of GRPO, at its beginning, in which only the best three sequences of each
     group are learned from. Advantages are still taken over the whole group."""
-    curriculum_top: int = 3
-    """How many sequences these are."""
     min_positive: float = 0.0
     """Conditional GRPO: queries teach nothing if a smaller share of their group is right."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         band("loss.temperature_band", self.temperature_band)
-        at_least("loss.curriculum_top", self.curriculum_top, 1)
         share("loss.curriculum", self.curriculum)
         share("loss.min_positive", self.min_positive)

@@ -754,11 +754,8 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
     save_checkpoint(
         "c.pt", controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()}
     )
-    stream = ["requests=10", "calibration=4", "warm_up=1", "fixed=1", "clock=cpu", "json=live.json"]
-    assert (
-        main(["evaluate", "live=true", "checkpoint=c.pt", *(f"stream.{word}" for word in stream)])
-        == 0
-    )
+    words = ["stream.requests=10", "stream.clock=cpu", "json=live.json"]
+    assert main(["evaluate", "live=true", "checkpoint=c.pt", *words]) == 0
     results = json.loads(Path("live.json").read_text())
     # the answers are those that the profile has of the chosen configurations: the knobs were set
     accuracies = [row for row in results["agreement"] if row["what"] == "accuracy"]

@@ -357,7 +357,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 LEAN = ["policy=utility", "policy.hidden=16", "policy.members=2", "baselines=false"]
-SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1"]
+SHORTER_LIVE = ["stream.requests=6"]
 
 
 def shortened(words: list[str]) -> list[str]:

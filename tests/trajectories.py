@@ -52,10 +52,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         | {
             "objective": "sampled",
             "group_size": 6,
-            "temperature_start": 0.5,
-            "temperature_end": 0.1,
         }
-        | {"advantage": "zscore", "advantage_std_floor": 0.1, "advantage_clip": 1.5},
+        | {"advantage": "zscore", "advantage_clip": 1.5},
         "optimiser": CONTROLLER["optimiser"]
         | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
         "reward": CONTROLLER["reward"],
@@ -86,7 +84,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "selector RCE": {
         "config": SELECTOR | {"epochs": 4, "clip_grad": 20.0},
-        "loss": {"temperature_start": 2.0, "temperature_end": 0.5},
+        "loss": {},
     },
     # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
     "selector GRPO": {

@@ -38,13 +38,14 @@ from knobwise.agents.learning.adaptation import (
 )
 from knobwise.agents.learning.logged import Array, Logged
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
-from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
 Agent = DeployedController
+FOLDS = 4
+"""Parts of the log; each is judged by a controller that learned from the others."""
 _GRID = itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
 ACCURACY_SCALES = [Scales(*scales, 0.0) for scales in _GRID]
 """Prior standard deviations that offsets of logits are averaged over."""
@@ -69,34 +70,32 @@ class Update(NamedTuple):
     """The second step's offsets of the logit of each expected accuracy."""
 
 
-def update(agent: Any, logged: Logged, config: UpdateConfig | None = None) -> Update:
+def update(agent: Any, logged: Logged) -> Update:
     """Let a controller learn from a log, and judge it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.
         logged: requests that this controller or earlier versions of it served.
-        config: the settings; None for the defaults.
 
     Raises:
         InputError: the controller has no teacher or is not for deadlines; too few requests.
     """
-    config = config or UpdateConfig()
     if agent.teacher is None or agent.sense != "deadline":
         raise InputError(
             "update: needs a controller for deadlines with a teacher, from policy=auto or utility"
         )
     n = len(logged.choice)
-    if n < LEAST_CELLS * config.folds:
+    if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
     after, offsets, logits = learn(agent, logged)
-    test, expected, choices = _judged(agent, logged, config.folds, after)
+    test, expected, choices = _judged(agent, logged, after)
     # each step against the best before it
     best = choices[""]
     serving = None
     steps = {}
     for name, controller in after.items():
         sides = best, choices[name]
-        steps[name] = judge(test, expected, *sides, config.clip, config.confidence)
+        steps[name] = judge(test, expected, *sides)
         if steps[name].better:
             best = choices[name]
             serving = controller
@@ -128,7 +127,7 @@ def learn(agent: Any, logged: Logged) -> tuple[dict[str, Any], Offsets, Tensor]:
 
 
 def _judged(
-    agent: Agent, logged: Logged, folds: int, steps: Collection[str]
+    agent: Agent, logged: Logged, steps: Collection[str]
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
     """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
 
@@ -140,8 +139,8 @@ def _judged(
     parts = []
     expected = []
     choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
-    fold_of = np.arange(len(logged.choice)) % folds
-    for fold in range(folds):
+    fold_of = np.arange(len(logged.choice)) % FOLDS
+    for fold in range(FOLDS):
         test = logged.take((fold_of == fold) & logged.labelled)
         after, _, _ = learn(agent, logged.take(fold_of != fold))
         parts.append(test)

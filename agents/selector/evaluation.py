@@ -23,7 +23,6 @@ from knobwise.agents.selector.baselines import (
     voters,
     ways_by_cosine,
 )
-from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.torchrl_env import Scorer as Scores
@@ -53,35 +52,24 @@ class Decided(NamedTuple):
 
 
 def decide_selectors(
-    selectors: Sequence[Selector],
-    embeddings: Sequence[StoredEmbeddings],
-    table: BeamTable,
-    scorer: Scorer | None,
-    shots: int,
-    rows: Tensor,
+    actors: Sequence[SelectorActor], table: BeamTable, scorer: Scorer | None, rows: Tensor
 ) -> Decided:
     """Judge S selectors on held-out queries.
 
     Without a scorer they are judged on recorded sequences, with NaN where there are none.
 
     Args:
-        selectors: the selectors.
-        embeddings: the embeddings of each selector.
+        actors: the selectors, each with its embeddings and the pools of the table; all choose T
+            demonstrations.
         table: the queries and their pools.
         scorer: a scorer of this table; None for recorded sequences.
-        shots: T.
         rows: int64 [n], the queries.
     """
-    pairs = list(zip(selectors, embeddings, strict=True))
     if scorer is None:
-        preferences = []
-        for selector, stored in pairs:
-            pool = table.pool.to(selector.mean.device)
-            actor = SelectorActor(selector, stored, pool, shots)
-            preferences.append(actor.recorded_log_probs(table, rows))
-        return recorded_choices(table.select(rows), shots, preferences)
+        preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
+        return recorded_choices(table.select(rows), actors[0].shots, preferences)
     # greedy choices, answered by the scorer
-    choices = [choose(selector, stored, table, rows, shots) for selector, stored in pairs]
+    choices = [choose(actor, rows) for actor in actors]
     return judged_choices(table, scorer, choices, rows)
 
 
@@ -134,53 +122,39 @@ def decide_simple(
 
 
 @torch.no_grad()
-def choose(
-    selector: Selector,
-    embeddings: StoredEmbeddings,
-    table: BeamTable,
-    rows: Tensor,
-    shots: int,
-    batch: int = BATCH,
-) -> Tensor:
+def choose(actor: SelectorActor, rows: Tensor, batch: int = BATCH) -> Tensor:
     """Choose greedily for queries `rows`, int64 [n].
 
     Returns:
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
     sequences = []
-    for inputs in _inputs(embeddings, table, rows, batch):
-        sequences.append(selector.choose(*inputs, shots).cpu())
+    for inputs in _inputs(actor, rows, batch):
+        sequences.append(actor.selector.choose(*inputs, actor.shots).cpu())
     return torch.cat(sequences)
 
 
 def _inputs(
-    embeddings: StoredEmbeddings, table: BeamTable, rows: Tensor, batch: int
+    actor: SelectorActor, rows: Tensor, batch: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield queries and their candidates with a mask, in batches."""
     for part in rows.split(batch):
-        pool = table.pool[part]
-        yield (*embeddings.both(part, pool), pool >= 0)
+        pool = actor.pool[part].cpu()
+        yield (*actor.embeddings.both(part, pool), pool >= 0)
 
 
 @torch.no_grad()
-def draw(
-    selector: Selector,
-    embeddings: StoredEmbeddings,
-    table: BeamTable,
-    rows: Tensor,
-    shots: int,
-    count: int,
-    batch: int = 2 * BATCH,
-) -> Tensor:
+def draw(actor: SelectorActor, rows: Tensor, count: int, batch: int = 2 * BATCH) -> Tensor:
     """Draw `count` sequences for each of the queries `rows`, int64 [n].
 
     Returns:
         Places in the queries' pools, int64 [n, count, T], −1 after the end.
     """
     draws = []
-    for inputs in _inputs(embeddings, table, rows, batch):
+    selector = actor.selector
+    for inputs in _inputs(actor, rows, batch):
         query, candidates, mask = (x.to(selector.mean.device) for x in inputs)
-        dist = selector.distribution(query, candidates, mask, shots, count)
+        dist = selector.distribution(query, candidates, mask, actor.shots, count)
         draws.append(dist.sample().cpu())
     return torch.cat(draws)
 
@@ -206,28 +180,21 @@ def judged_choices(
     return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 
-def decision_us(
-    selector: Selector,
-    embeddings: StoredEmbeddings,
-    table: BeamTable,
-    rows: Tensor,
-    shots: int,
-    repeats: int = 30,
-) -> float:
+def decision_us(actor: SelectorActor, rows: Tensor, repeats: int = 30) -> float:
     """Measure the median time of a greedy choice for a single query, in µs, on one CPU thread.
 
     The time includes encoding the query and its pool by the selector's network. Embeddings are
     stored, and not included.
     """
-    selector = copy.deepcopy(selector).cpu()
+    selector = copy.deepcopy(actor.selector).cpu()
     times = []
     with one_thread():
         for i in range(repeats + 3):  # the first ones are slower
             row = rows[i % len(rows)].reshape(1)
-            query, pool = (x.cpu() for x in embeddings.both(row, table.pool[row]))
-            mask = table.pool_mask[row]
+            (inputs,) = _inputs(actor, row, 1)
+            query, pool, mask = (x.cpu() for x in inputs)
             start = time.perf_counter()
-            selector.choose(query, pool, mask, shots)
+            selector.choose(query, pool, mask, actor.shots)
             times.append(time.perf_counter() - start)
     return float(torch.tensor(times[3:]).median()) * 1e6
 

@@ -57,13 +57,13 @@ class Answered(NamedTuple):
         )
 
 
-def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
-    """Return the recorded sequences whose correctness is known.
+def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
+    """Return the recorded sequences whose correctness is known, of those that were found without
+    the answer in view.
 
     Args:
         table: the records.
         rows: int64 [n], the queries.
-        groups: how the sequences were found, as in `RewardModelConfig.recorded`.
 
     Raises:
         InputError: there are no such sequences.
@@ -73,14 +73,14 @@ def recorded_answers(table: BeamTable, rows: Tensor, groups: str) -> Answered:
             f"beam table {table.name!r}: a learned reward needs sequences recorded as right or "
             "wrong; record vqa_correct, or leave out variants with reward_model"
         )
-    # of the groups, those whose answer is known
-    part = recorded_groups(table, GroupConfig(groups)).select(rows)
+    # those whose answer is known
+    part = recorded_groups(table, GroupConfig("without_beams")).select(rows)
     right = part.fields["vqa_correct"]
     query, beam = (part.beam_mask & ~right.isnan()).nonzero(as_tuple=True)
     if not len(query):
         raise InputError(
-            f"reward_model.recorded={groups}: no such sequence has a known answer; try "
-            "reward_model.recorded=all"
+            f"beam table {table.name!r}: every sequence with a known answer was found with the "
+            "answer in view; a learned reward needs others (beams.random, beams.retrieved)"
         )
     sequences = bank_rows(part.pool[query], part.sequences[query, beam])
     return Answered(rows[query], sequences, right[query, beam])

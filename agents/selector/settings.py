@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.settings import GROUPS
 
 UNREAD = {
     "v0": ("update",),
@@ -79,9 +78,6 @@ class RewardModelConfig:
 
     calls: int = 0
     """True calls of the answering model that correct it, spread evenly over the epochs of GRPO."""
-    recorded: str = "without_beams"
-    """The recorded sequences that it learns from first: all, without_beams (none that was found
-    with the answer in view), own (the policy's draws) or beams."""
     members: int = 5
     """Networks in the ensemble."""
     width: int = 64
@@ -93,4 +89,3 @@ class RewardModelConfig:
         at_least("reward_model.calls", self.calls, 0)
         for name in ("members", "width", "epochs"):
             at_least(f"reward_model.{name}", getattr(self, name), 1)
-        one_of("reward_model.recorded", self.recorded, tuple(GROUPS))

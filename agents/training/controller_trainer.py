@@ -45,7 +45,7 @@ from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, R
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
-from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.functional import STD_FLOOR, reward_weighted_cross_entropy
 from knobwise.losses.kl_control import weight_control
 from knobwise.losses.settings import LossConfig
 
@@ -53,6 +53,8 @@ VALUE_COEFF = 1.0
 """Weight of the squared error of PPO's value network."""
 
 # settings of the teacher's regression, as in `Stage`
+RCE_TEMPERATURES = 0.5, 0.1
+"""τ of the RCE warm-up at its beginning and its end, in units of reward; it falls linearly."""
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
@@ -252,7 +254,6 @@ class ControllerTrainer(JudgedTrainer):
             settings.warmup_lr,
             self._prepare_warm_up,
             dropout=True,
-            patience=settings.warmup_patience,
         )
         if agent.teacher is not None:
             warm_up.name = "imitation"
@@ -344,8 +345,7 @@ class ControllerTrainer(JudgedTrainer):
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         """Set RCE's temperature; without diagnostics nothing has to be drawn."""
-        start = self.loss.temperature_start
-        end = self.loss.temperature_end
+        start, end = RCE_TEMPERATURES
         self.rce.temperature.fill_(start + (end - start) * share)
         behaviour = self.behaviour
         self.rce.diagnostics = watched
@@ -411,8 +411,7 @@ class ControllerTrainer(JudgedTrainer):
         contexts["value_target"] = rewards.mean(-1, keepdim=True)
         advantage = rewards - contexts["state_value"]
         if self.loss.advantage == "zscore":
-            floor = self.loss.advantage_std_floor
-            advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(floor)
+            advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(STD_FLOOR)
         contexts["advantage"] = advantage.unsqueeze(-1)
         return self.grpo(contexts).apply(torch.mean)  # some diagnostics come for each draw
 

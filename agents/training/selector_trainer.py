@@ -40,6 +40,10 @@ from knobwise.losses.kl_control import temperature_control, weight_control
 from knobwise.losses.settings import SelectorLossConfig
 
 # the keys of the buffer
+RCE_TEMPERATURES = 2.0, 0.5
+"""τ of the RCE warm-up at its beginning and its end, in units of reward; it falls linearly."""
+CURRICULUM_TOP = 3
+"""How many sequences of each group are learned from under the curriculum."""
 STORED = (
     "row",
     "action",
@@ -218,13 +222,13 @@ class SelectorTrainer(Trainer):
     def _prepare(self, share: float, watched: bool) -> None:
         """Set the losses for this iteration; at the beginning of an epoch correct the reward
         model."""
-        start = self.loss.temperature_start
-        temperature = start + (self.loss.temperature_end - start) * share
+        start, end = RCE_TEMPERATURES
+        temperature = start + (end - start) * share
         if self.stage.name == "sft":
             temperature = math.inf  # all recorded sequences weigh the same
         self.imitation.temperature.fill_(temperature)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
-        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
+        self.grpo.top = CURRICULUM_TOP if share < self.loss.curriculum else None
         if self.reward_model is not None and self._logged:
             self._correct(self.reward_model)
 
@@ -249,9 +253,7 @@ class SelectorTrainer(Trainer):
         # all training queries in random order, as often as it takes
         passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
         rows = torch.cat(passes)[:count]
-        drawn = draw(
-            self.selector, self.agent.embeddings, self.table, rows, self.shots, self.loss.group_size
-        )
+        drawn = draw(self.agent, rows, self.loss.group_size)
         self.corrected = model.correct(
             self.table, rows, bank_rows(self.table.pool[rows], drawn), self._answer
         )
@@ -296,7 +298,7 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
+            chosen = choose(self.agent, rows)
             outcome = judge(self.table, self.scorer, chosen, rows)
         known = outcome[~outcome.isnan()]
         score = float(known.mean()) if len(known) else 0.0
@@ -349,7 +351,7 @@ class SelectorTrainer(Trainer):
         if name == "grpo":
             metrics["Loss"] = -self._expected_reward(batch)
         else:
-            temperature = math.inf if name == "sft" else self.loss.temperature_end
+            temperature = math.inf if name == "sft" else RCE_TEMPERATURES[1]
             self.imitation.temperature.fill_(temperature)
             metrics["Loss"] = self.imitation(batch)["loss_rce"]
         return {key: float(value) for key, value in metrics.items()}

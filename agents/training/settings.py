@@ -40,9 +40,6 @@ class OptimiserConfig:
     """Largest norm of the gradient."""
     evaluate_every: int = 20
     """Iterations between evaluations on the validation split."""
-    warmup_patience: int = 0
-    """Patience: evaluations without a better validation utility that end the warm-up; 0 never ends
-    it early."""
     patience: int = 8
     """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it
     early."""
@@ -54,7 +51,6 @@ class OptimiserConfig:
         for name in (
             "teacher_iterations",
             "warmup_iterations",
-            "warmup_patience",
             "iterations",
             "patience",
         ):

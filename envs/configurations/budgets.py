@@ -13,6 +13,10 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
+FACTORS = (0.8, 1.0, 1.2)
+"""Multiples of a sample's own latency that budget=relative draws from."""
+RANGE = (0.03, 0.97)
+"""The quantiles of all profiled latencies that budget=quantiles and budget=uniform lie between."""
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 """The quantiles of all profiled latencies that default budgets are."""
 FEASIBLE_SHARE = 0.75
@@ -202,24 +206,20 @@ class BudgetSampler:
         one_of("budget.strategy", config.strategy, self.STRATEGIES)
         if config.sense == "mean":
             self._numbers = worths_range(latencies).log()
-        elif config.strategy in ("relative", "fixed"):
-            name = "factors" if config.strategy == "relative" else "values_ms"
-            numbers = getattr(config, name)
-            if not numbers or not all(0 < number < math.inf for number in numbers):
+        elif config.strategy == "relative":
+            self._numbers = torch.tensor(FACTORS)
+        elif config.strategy == "fixed":
+            values = config.values_ms
+            if not values or not all(0 < value < math.inf for value in values):
                 raise InputError(
-                    f"budget.strategy={config.strategy}: {name} must hold at least one number, all "
-                    f"positive, not {numbers}"
+                    "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
+                    f"not {values}"
                 )
-            self._numbers = torch.tensor([*numbers])
+            self._numbers = torch.tensor([*values])
         else:
-            if not 0 <= config.low <= config.high <= 1:
-                raise InputError(
-                    f"budget.strategy={config.strategy}: needs 0 ≤ low ≤ high ≤ 1, not "
-                    f"{(config.low, config.high)}"
-                )
             # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
             points = 2 if config.strategy == "uniform" else 1025
-            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, points))
+            self._numbers = _quantile(latencies, torch.linspace(*RANGE, points))
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""

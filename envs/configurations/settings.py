@@ -14,15 +14,9 @@ class BudgetConfig:
     """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
 
     strategy: str = "quantiles"
-    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds'
-    form); `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled
-    latencies; `uniform`: evenly in ms between these two; `fixed`: one of `values_ms`."""
-    factors: tuple[float, ...] = (0.8, 1.0, 1.2)
-    """Multiples of the measured latency, for `relative`."""
-    low: float = 0.03
-    """Lower quantile for `quantiles` and `uniform`, in 0..1."""
-    high: float = 0.97
-    """Upper quantile for `quantiles` and `uniform`, in 0..1."""
+    """`relative`: a random profiled latency of the sample itself times 0.8, 1.0 or
+    1.2 (the seeds' form); `quantiles`: evenly by rank between the 3 % and 97 % quantiles of all
+    profiled latencies; `uniform`: evenly in ms between these two; `fixed`: one of `values_ms`."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
     sense: str = "deadline"

@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Query,
     Record,
-    TrailingQuery,
     beam_file,
     read_json,
     read_queries,
@@ -49,8 +47,6 @@ def read_beam_data(
     embeddings: Embeddings,
     query_embeddings: Embeddings | None = None,
     *,
-    trailing_query: TrailingQuery = "auto",
-    keep_fallback: bool = False,
     candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
@@ -60,7 +56,8 @@ def read_beam_data(
     list of records, see `beam_records.read_queries`.
 
     Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the
-    ids in its beams, scores become `beam_score`, and the method of every beam is `beam`.
+    ids in its beams, without the query's own id at the end of a row. Scores become `beam_score`,
+    and the method of every beam is `beam`.
 
     RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`.
     `pointer` holds places in `candidate_pool_ids` if the row also has `pointer_global`, otherwise
@@ -72,9 +69,6 @@ def read_beam_data(
         embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal
             matrix) queries and candidates are the same items: a query is no candidate of its own,
             and an item's image is known from either side.
-        trailing_query: `auto` drops the query's own id at the end of a row of a legacy file,
-            `never` takes it for a candidate.
-        keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
         candidate_images: the image that each candidate shows; candidates that show the query's own
             image are dropped. By default as `write_rl_data` noted them.
         name: of the table, by default as `write_rl_data` noted it, or else that of the file.
@@ -85,11 +79,10 @@ def read_beam_data(
             or a pool, lists differ in length, a pointer is outside the pool or contradicts
             `pointer_global`, a `gen_method` is unknown, or no beam is left.
     """
-    one_of("trailing_query", trailing_query, ("auto", "never"))
     path = beam_file(path)
     # what was recorded
     counts = Counter[str]()
-    queries, meta = read_queries(path, trailing_query, keep_fallback, counts)
+    queries, meta = read_queries(path, counts)
     # what is known of the table besides: arguments come before notes
     saved = _saved_by_us(path, meta)
     if name is not None:

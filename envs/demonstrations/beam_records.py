@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
@@ -19,7 +19,6 @@ Record = dict[str, Any]
 """An object of a JSON file."""
 NUMERAL = re.compile(r"[0-9]{1,18}")
 """A whole number ≥ 0 that fits into int64, as text."""
-TrailingQuery = Literal["auto", "never"]
 
 
 class Beam(NamedTuple):
@@ -77,9 +76,7 @@ def beam_file(path: str | Path) -> Path:
     return files[0]
 
 
-def read_queries(
-    path: Path, trailing_query: TrailingQuery, keep_fallback: bool, counts: Counter[str]
-) -> tuple[list[Query], Any]:
+def read_queries(path: Path, counts: Counter[str]) -> tuple[list[Query], Any]:
     """Return the queries of a file, and its `_meta`, None without one.
 
     What is dropped or noticed is counted in `counts`. Raises InputError as `read_beam_data`.
@@ -88,7 +85,7 @@ def read_queries(
     meta = None
     # a list of records, or an object by query
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
-        keys = _keys_of(path, content, trailing_query, counts)
+        keys = _keys_of(path, content, counts)
         records = list(zip(keys, content, strict=True))
     elif isinstance(content, dict):
         meta = content.pop("_meta", None)
@@ -105,8 +102,8 @@ def read_queries(
         where = f"{path}: query {key}"
         query = whole_numbers(where, "its key", [key])[0]
         if isinstance(record, dict) and "id_list" in record:
-            record = _as_rl_data(where, query, record, trailing_query, counts)
-        queries.append(_read_query(where, query, record, keep_fallback, counts))
+            record = _as_rl_data(where, query, record, counts)
+        queries.append(_read_query(where, query, record, counts))
     # JSON keys 7 and 07 are different, but the same row
     number, times = Counter(query.id for query in queries).most_common(1)[0]
     if times > 1:
@@ -114,9 +111,7 @@ def read_queries(
     return queries, meta
 
 
-def _keys_of(
-    path: Path, records: list[Record], trailing_query: TrailingQuery, counts: Counter[str]
-) -> list[Any]:
+def _keys_of(path: Path, records: list[Record], counts: Counter[str]) -> list[Any]:
     """Return the query of each record in a list.
 
     A record names its query as `query_id`. If none does, it is the id that ends all rows of a
@@ -128,7 +123,7 @@ def _keys_of(
         last = [_last_ids(record) for record in records]
         # a single row proves nothing: its last id may be a demonstration
         repeated = max(map(len, last), default=0) > 1
-        if trailing_query == "auto" and repeated and all(len(set(ids)) < 2 for ids in last):
+        if repeated and all(len(set(ids)) < 2 for ids in last):
             keys = [next(iter(ids), None) for ids in last]
         else:
             keys = [*range(len(keys))]
@@ -171,9 +166,7 @@ def _is_whole(value: Any) -> bool:
     return type(value) in (int, str) and NUMERAL.fullmatch(str(value)) is not None
 
 
-def _as_rl_data(
-    where: str, query: int, record: Record, trailing_query: TrailingQuery, counts: Counter[str]
-) -> Record:
+def _as_rl_data(where: str, query: int, record: Record, counts: Counter[str]) -> Record:
     """Convert the legacy record of a query to RL data without a pool.
 
     Raises InputError if a list is missing, lengths differ, an id is not valid, or a score is null.
@@ -192,16 +185,14 @@ def _as_rl_data(
         if score is None:
             raise InputError(f"{where}: score {number} of score_list is null; every beam has one")
         # beam generators write the query itself behind its demonstrations
-        if trailing_query == "auto" and ids[-1:] == [query]:
+        if ids[-1:] == [query]:
             ids.pop()
             counts["rows end with the query's own id, which is no demonstration"] += 1
         rows.append({"pointer": ids, "gen_method": "beam", "beam_score": score})
     return {"pointer_candidates": rows}
 
 
-def _read_query(
-    where: str, number: int, record: Any, keep_fallback: bool, counts: Counter[str]
-) -> Query:
+def _read_query(where: str, number: int, record: Any, counts: Counter[str]) -> Query:
     """Read a query in RL data, keeping the valid rows and counting the dropped ones."""
     # the rows, and what is said of the query
     query = image = None
@@ -231,7 +222,7 @@ def _read_query(
     beams = []
     for i, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
         at = f"{where}, row {i}"
-        if reason := _why_dropped(at, row, ids, keep_fallback):
+        if reason := _why_dropped(at, row, ids):
             counts[f"rows dropped: {reason}"] += 1
             continue
         if wrong := [i for i in ids if i not in known or ids.count(i) > 1]:
@@ -265,7 +256,7 @@ def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
     return ids
 
 
-def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -> str:
+def _why_dropped(where: str, row: Record, ids: list[int]) -> str:
     """Return the reason to drop a row, empty if it is kept."""
     failed = row.get("eval_failed")
     mode = row.get("vqa_eval_mode") or ""
@@ -276,10 +267,8 @@ def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -
         )
     if failed:
         return "eval_failed"
-    if mode.lower() == "error":
-        return "vqa_eval_mode error"
-    if mode.lower() == "fallback" and not keep_fallback:
-        return "vqa_eval_mode fallback (see keep_fallback)"
+    if mode.lower() in ("error", "fallback"):
+        return f"vqa_eval_mode {mode.lower()}"
     return "" if ids else "without demonstrations"
 
 

@@ -190,24 +190,23 @@ def check_written(config: Any) -> None:
         InputError: a folder where a file is to be written, or the other way round, or no
             permission.
     """
-    for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
-        for name in ("json", "html", "out", "runs"):
-            value = getattr(owner, name, None)
-            # options that this verb does not have
-            if value is None or isinstance(value, list):  # `compare` reads its runs
-                continue
-            # the folder that exists, in which others would be made
-            folder = Path(value)
-            if name in ("json", "html"):
-                folder = folder.parent
-            while not folder.exists():
-                folder = folder.parent
-            problem = ""
-            if folder != Path(value) and Path(value).is_dir():
-                problem = "is a folder, not a file"
-            elif not folder.is_dir():
-                problem = f"{folder} is a file, not a folder"
-            elif not os.access(folder, os.W_OK | os.X_OK):
-                problem = f"nothing can be written in {folder}"
-            if problem:
-                raise InputError(f"{prefix}{name}={value}: {problem}; choose another path")
+    for name in ("json", "html", "out", "runs"):
+        value = getattr(config, name, None)
+        # options that this verb does not have
+        if value is None or isinstance(value, list):  # `compare` reads its runs
+            continue
+        # the folder that exists, in which others would be made
+        folder = Path(value)
+        if name in ("json", "html"):
+            folder = folder.parent
+        while not folder.exists():
+            folder = folder.parent
+        problem = ""
+        if folder != Path(value) and Path(value).is_dir():
+            problem = "is a folder, not a file"
+        elif not folder.is_dir():
+            problem = f"{folder} is a file, not a folder"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            problem = f"nothing can be written in {folder}"
+        if problem:
+            raise InputError(f"{name}={value}: {problem}; choose another path")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import Oracle, make_baselines, static_of
 from knobwise.agents.judging.policy import Baseline
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
@@ -94,15 +95,12 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     from knobwise.experiments.deploy.live import run_live
     from knobwise.profiling.models import load_model, requests_of
 
-    # the stream takes these from the evaluation, unless it sets its own
-    stream = replace(config.stream, json=config.stream.json or config.json)
-    if stream.budgets_ms is None:
-        stream = replace(stream, budgets_ms=config.budgets_ms)
     table = read_profile(config.profile, loaded)
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)
     requests = requests_of(items, config.knobs)
-    return run_live(checkpoint, table, model, requests, stream)
+    stream = config.stream, config.budgets_ms, config.json
+    return run_live(checkpoint, table, model, requests, *stream)
 
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     selector = loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = [stored_embeddings(data.test, loaded, data.items)]
+    embeddings = stored_embeddings(data.test, loaded, data.items)
     # on its own beams, queries that it was trained on do not count
     if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
@@ -201,11 +199,12 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     policy = loaded.extra.get("policy", selector.stage)
     decided: dict[str, dict[int, Decided]] = defaultdict(dict)
     for shots in config.judged_shots:
-        request = data.test, data.test_scorer, shots
-        decided[policy][shots] = decide_selectors([selector], embeddings, *request, rows)
+        actor = SelectorActor(selector, embeddings, data.test.pool, shots)
+        decided[policy][shots] = decide_selectors([actor], data.test, data.test_scorer, rows)
         # the simple policies beside it
         if config.baselines:
-            simple = decide_simple(*request, rows=rows, trusted=data.trusted)
+            request = data.test, data.test_scorer, shots, rows
+            simple = decide_simple(*request, trusted=data.trusted)
             for name, outcome in simple.items():
                 decided[name][shots] = outcome
     return selector_results(

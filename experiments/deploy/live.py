@@ -48,7 +48,7 @@ from knobwise.experiments.deploy.live_results import (
     Stream,
     live_results,
 )
-from knobwise.experiments.report.live import print_live, write_live_page
+from knobwise.experiments.report.live import print_live
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
@@ -60,6 +60,13 @@ from knobwise.profiling.measuring.requests import Requests
 IN_A_ROW = 20
 """Number of requests that one policy serves before the next policy serves the same ones. Caches are
 then filled as in a real server."""
+CALIBRATION = 200
+"""Number of cells of the profile that are timed first, to find the speed of this machine and to
+start the tracker."""
+WARM_UP = 50
+"""Number of requests that every policy serves first and that do not count."""
+SEED = 0
+"""Seed of the budgets and of the orders of requests, samples and policies."""
 COMPARED = 100
 """Number of samples of a stream whose features are compared with those of the profile, before
 anything is served."""
@@ -75,8 +82,15 @@ def run_live(
     model: AdaptiveVLM,
     requests: Requests,
     config: LiveConfig,
+    budgets_ms: list[float] | None = None,
+    json_path: str | None = None,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
+
+    Args:
+        budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
+            machine; None for five quantiles of the profile's latencies.
+        json_path: the file to write, if any.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; model or
@@ -91,8 +105,8 @@ def run_live(
     fitted = torch.cat([loaded.extra[f"{part}_rows"] for part in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-    budgets_ms = judged_budgets(table, config.budgets_ms)
-    stream = draw_stream(table, test, fitted, budgets_ms, requests, config)
+    budgets = judged_budgets(table, budgets_ms)
+    stream = draw_stream(table, test, fitted, budgets, requests, config)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
@@ -100,10 +114,10 @@ def run_live(
         choices: list[int] = []
         ratios: list[float] = []
         if stream.timed:
-            choices, ratios = served.timed_cells(table, stream.timed, config.calibration)
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
-        fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
+        fixed = fixed_configurations(table, fitted, budgets)
         server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
@@ -119,7 +133,9 @@ def run_live(
     repeats = record["choice"].shape[2]
     results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
     results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    _show(results, config)
+    print_live(results, Console())
+    if json_path is not None:
+        write_text(json_path, json.dumps(results, indent=1))
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
@@ -141,24 +157,13 @@ def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTabl
         )
 
 
-def _show(results: dict[str, Any], config: LiveConfig) -> None:
-    """Print the results, and write them where the settings say."""
-    print_live(results, Console())
-    if config.json is not None:
-        write_text(config.json, json.dumps(results, indent=1))
-    if config.html is not None:
-        write_live_page(config.html, results)
-
-
-def fixed_configurations(
-    table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int
-) -> dict[str, int]:
+def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:
     """Return the fixed configurations to serve, by name, chosen by their results on the fitted rows
     (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
     chosen = {BEST_STATIC: best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
-    return {name: int(choice) for name, choice in list(chosen.items())[:count]}
+    return {name: int(choice) for name, choice in chosen.items()}
 
 
 # -- the stream ------------------------------------------------------------------------------------
@@ -177,14 +182,14 @@ def draw_stream(
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
     """
-    rng = np.random.default_rng(config.seed)
+    rng = np.random.default_rng(SEED)
     row_of = {sample_id: row for row, sample_id in enumerate(table.sample_ids)}
     if config.fresh:
         fresh = (name for name in requests.ids() if name not in row_of)
-        ids = list(itertools.islice(fresh, config.skip, config.skip + config.requests))
+        ids = list(itertools.islice(fresh, config.requests))
         problem = (
-            f"profile {table.name!r} holds every question after stream.skip={config.skip}; "
-            "stream.fresh=false serves its test samples"
+            f"profile {table.name!r} holds every question; stream.fresh=false "
+            " serves its test samples"
         )
     else:
         ids = [
@@ -203,9 +208,7 @@ def draw_stream(
     drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
     # cells that are timed beforehand are of samples that the controller was fitted on
     known = rng.permutation([row for row in fitted.tolist() if table.sample_ids[row] in requests])
-    timed = {
-        row: requests.request(table.sample_ids[row]) for row in known[: config.calibration].tolist()
-    }
+    timed = {row: requests.request(table.sample_ids[row]) for row in known[:CALIBRATION].tolist()}
     samples = {name: requests.request(name) for name in dict.fromkeys(ids)}
     return Stream(np.array([row_of.get(name, -1) for name in ids]), drawn, ids, samples, timed)
 
@@ -314,9 +317,9 @@ class Server:
         """
         n = len(self.stream.rows)
         repeats = self.config.repeats
-        rng = np.random.default_rng((self.config.seed, 1))
+        rng = np.random.default_rng((SEED, 1))
         try:
-            for i, policy in itertools.product(range(self.config.warm_up), self.policies):
+            for i, policy in itertools.product(range(WARM_UP), self.policies):
                 self._serve_request(policy, i % n)
             with progress("serving", n * repeats, 0) as tick:
                 for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):

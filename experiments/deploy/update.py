@@ -202,7 +202,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
     # each step learns on some folds of the requests and is judged on the others
-    result = update(agent, logged_of(log.rows, agent.decider), config.learning)
+    result = update(agent, logged_of(log.rows, agent.decider))
     _print_steps(result.steps)
     latest = log.rows[-(config.every or len(log.rows)) :]
     facts = {

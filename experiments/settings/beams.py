@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -111,8 +111,7 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(config.path)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    names = ("trailing_query", "candidate_images", "keep_fallback", "name")
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options = {"candidate_images": config.candidate_images, "name": config.name}
     return read_beam_data(config.path, config.embeddings, config.query_embeddings, **options)
 
 

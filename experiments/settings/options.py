@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
@@ -150,43 +149,16 @@ class LiveConfig:
     too few."""
     fresh: bool = False
     """Serve samples that are not in the profile instead. They cannot be replayed."""
-    skip: int = 0
-    """With `fresh`: how many such samples to skip first, so that different calls serve different
-    samples."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
-    budgets_ms: list[float] | None = None
-    """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They
-    are scaled by the speed of this machine."""
-    fixed: int = 3
-    """How many fixed configurations to compare with, of: the best static, the cheapest, the most
-    accurate."""
-    calibration: int = 200
-    """Cells of the profile that are timed first, to find the speed of this machine and to start the
-    tracker."""
-    warm_up: int = 50
-    """Requests that are served first and do not count."""
     clock: str = "wall"
     """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the
     same time."""
-    seed: int = 0
-    """Seed of budgets and orders."""
-    json: str | None = None
-    """Write the results to this file."""
-    html: str | None = None
-    """Write a page with charts of them to this file."""
 
     def __post_init__(self) -> None:
-        for name in ("requests", "repeats", "fixed", "calibration"):
+        for name in ("requests", "repeats"):
             at_least(f"stream.{name}", getattr(self, name), 1)
-        for name in ("warm_up", "skip"):
-            at_least(f"stream.{name}", getattr(self, name), 0)
-        a_seed("stream.seed", self.seed)
         one_of("stream.clock", self.clock, ("wall", "cpu"))
-        if self.fixed > 3:
-            raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
-        if self.skip and not self.fresh:
-            raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")
 
 
 @dataclass
@@ -344,8 +316,6 @@ class UpdateRun:
     Each update is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     """Where those steps are logged."""
-    learning: UpdateConfig = field(default_factory=UpdateConfig)
-    """How it learns from the log, and when the new controller takes over."""
     profile: Any = None
     """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some
     30 are enough."""

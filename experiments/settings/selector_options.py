@@ -50,11 +50,6 @@ class BeamFiles:
     """Embeddings of the queries; None if they are the same."""
     candidate_images: str | None = None
     """The image of each candidate, so that no candidate shows the query's image."""
-    trailing_query: str = "auto"
-    """In the legacy format: `auto` drops the query's id at the end of a row; `never` reads it as a
-    candidate (of another data set, where the same number is another item)."""
-    keep_fallback: bool = False
-    """Keep sequences whose answer only a fallback could score."""
     name: str | None = None
     """Name of the beams; None for the file's name."""
     train: float = 0.8

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.evaluation import draw
 from knobwise.agents.selector.reward_model import RewardModel
 from knobwise.agents.selector.selector import StoredEmbeddings
@@ -91,7 +92,8 @@ def _predicted(
         model = RewardModel(learned, selector.mean, selector.scale)
         model.load_state(state)
         with seeded(0, "cpu"):
-            drawn = draw(selector, embeddings, test, data.test_rows, config.shots, DRAWS)
+            actor = SelectorActor(selector, embeddings, test.pool, config.shots)
+            drawn = draw(actor, data.test_rows, DRAWS)
         # int64 [n · DRAWS, shots], rows of the bank
         sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
         expected.append(model.probabilities(test, queries, sequences).mean(0))

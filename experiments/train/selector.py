@@ -16,6 +16,7 @@ from joblib import Parallel, delayed
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
 from knobwise.agents.selector.evaluation import Decided
@@ -210,7 +211,7 @@ class SelectorStages:
         needs. Raises InputError, which names what is missing."""
         table = self.data.table
         if learned is not None:
-            recorded_answers(table, self.data.split.train, learned.recorded)
+            recorded_answers(table, self.data.split.train)
             settings["reward_model"] = RewardModel(learned, self.first.mean, self.first.scale)
         self._trainer(stage, table, self.first, **settings)
 
@@ -295,10 +296,7 @@ class SelectorStages:
         if variant.warmup:
             # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
             start = rce
-            usual = self.config.loss
-            temperatures = (usual.temperature_start, usual.temperature_end)
-            is_usual = (loss.temperature_start, loss.temperature_end) == temperatures
-            if not is_usual or replace(reward, shuffled=False) != self.config.reward:
+            if replace(reward, shuffled=False) != self.config.reward:
                 start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
         if learned is not None:
             settings["reward_model"] = self.reward_model(table, sft, learned)
@@ -324,7 +322,8 @@ class SelectorStages:
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         rows = torch.arange(table.num_queries)
         with seeded(self.seed + 1000 * k, "cpu"):
-            draws = evaluation.draw(selector, embeddings, table, rows, self.config.shots, count)
+            actor = SelectorActor(selector, embeddings, table.pool, self.config.shots)
+            draws = evaluation.draw(actor, rows, count)
         zero_shot = probability(scorer, rows)
         # information is the gain over the answer without demonstrations
         scored = score(scorer, rows, table.pool, draws, "policy", zero_shot)
@@ -335,13 +334,13 @@ class SelectorStages:
     ) -> RewardModel:
         """Return the learned reward as it is before GRPO. Variants whose settings differ only in
         GRPO share the fit."""
-        key = table.digest, config.recorded, config.members, config.width, config.epochs
+        key = table.digest, config.members, config.width, config.epochs
         with seeded(self.seed, "cpu"):
             model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
             if key in self.reward_models:
                 model.load_state(copy.deepcopy(self.reward_models[key]))
             else:
-                answered = recorded_answers(table, self.data.split.train, config.recorded)
+                answered = recorded_answers(table, self.data.split.train)
                 model.learn(table, answered, config.epochs)
                 self.reward_models[key] = copy.deepcopy(model.state())
         return model
@@ -453,27 +452,25 @@ def _decided(
     test = hide(data.test, blocks)
     rows = data.test_rows
     scorer = data.test_scorer
-    selectors = [checkpoint.selector for checkpoint in loaded]
-    embeddings = [stored_embeddings(test, checkpoint, data.items) for checkpoint in loaded]
-    decided = {}
-    if scorer is None:
-        for shots in config.judged_shots:
-            decided[shots] = evaluation.decide_selectors(
-                selectors, embeddings, test, None, shots, rows
-            )
-        return decided
-    # a longer greedy choice begins with the shorter one
     longest = max(config.judged_shots)
-    whole = [
-        evaluation.choose(selector, embedded, test, rows, longest)
-        for selector, embedded in zip(selectors, embeddings, strict=True)
-    ]
+    actors = []
+    for checkpoint in loaded:
+        embeddings = stored_embeddings(test, checkpoint, data.items)
+        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, longest))
+    decided = {}
+    # a longer greedy choice begins with the shorter one
+    whole = [] if scorer is None else [evaluation.choose(actor, rows) for actor in actors]
     for shots in config.judged_shots:
+        for actor in actors:
+            actor.shots = shots
+        if scorer is None:
+            decided[shots] = evaluation.decide_selectors(actors, test, None, rows)
+            continue
         # of each seed, int64 [n, shots]
         chosen = [choices[:, :shots] for choices in whole]
         outcome = evaluation.judged_choices(test, scorer, chosen, rows)
         assert outcome.demonstrations is not None
         votes = torch.stack([scorer.vote(rows, sequences) for sequences in outcome.demonstrations])
-        times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
+        times = evaluation.decision_us(actors[0], rows)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

@@ -77,12 +77,8 @@ class VLMTaskConfig:
     image_columns: int | None = None
     """The first columns that describe the image; the others describe the question. None where both
     are mixed, as in the mean of CLIP's two embeddings; whole embeddings are then compared."""
-    queries: int | None = None
-    """Record only the first queries, this many; None for all."""
     batch_size: int = 8
     """Prompts computed at a time."""
-    max_choices: int = 16
-    """Number of answers that a model chooses among if the data name no choices."""
     dtype: str = "auto"
     """Type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None

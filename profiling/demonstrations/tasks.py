@@ -112,17 +112,15 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         candidate_images=tuple(item.image_id for item in data.bank),
         blocks=blocks,
     )
-    if config.queries is not None:
-        table = table.select(torch.arange(min(config.queries, table.num_queries)))
     itself = None
     if data.queries is data.bank:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
-    sizes = {"batch_size": config.batch_size, "max_choices": config.max_choices}
-    scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **sizes)
-    options = changed_settings("vlm.", config) + changed_settings("pool.", pool)
+    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size")}
+    scorer = VLMScorer.load(model, data, **options)
+    changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
     sources = digests(Path(), filter(None, (config.data, config.bank)))
-    return BeamTask(table, scorer, [f"model={model}", *options], sources)
+    return BeamTask(table, scorer, [f"model={model}", *changed], sources)
 
 
 def _read_embeddings(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import PromptedModel, log_probs_of_answer
 from knobwise.profiling.measuring.questions import (
@@ -23,6 +24,8 @@ from knobwise.profiling.measuring.questions import (
     soft_accuracy,
 )
 
+MAX_CHOICES = 16
+"""The most candidate answers of a query for which the data name no choices."""
 Prompt = tuple[int, list[int]]
 """A query's row and its demonstrations' rows, in order."""
 
@@ -55,12 +58,11 @@ class VLMScorer(PromptedModel):
       answer is ranked first.
 
     The candidates (`VQAData.candidates`) include the right answer, so correctness here is a choice
-    among up to `max_choices` and higher than that of free generation.
+    among up to `MAX_CHOICES` and higher than that of free generation.
 
     Args:
         model, processor, device: as for `PromptedModel`.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
-        max_choices: the most candidates of a query for which the data name no choices, at least 2.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first
             batch: where that fails or gives other likelihoods than the whole sequence, each answer
             is computed with its prompt, one at a time, with a warning.
@@ -76,18 +78,13 @@ class VLMScorer(PromptedModel):
         data: VQAData,
         *,
         batch_size: int = 8,
-        max_choices: int = 16,
         device: str | torch.device | None = None,
         reuse_prompt: bool | None = None,
     ) -> None:
-        if batch_size < 1 or max_choices < 2:
-            raise InputError(
-                f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}"
-            )
+        at_least("batch_size", batch_size, 1)
         super().__init__(model, processor, device=device)
         self.data = data
         self.batch_size = batch_size
-        self.max_choices = max_choices
         self.reuse_prompt = reuse_prompt
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         self._end_tokens = special | self._stops
@@ -136,7 +133,7 @@ class VLMScorer(PromptedModel):
 
     def answers(self, query: int) -> tuple[str, ...]:
         """Return the candidate answers of a query, in the order of `log_likelihoods`."""
-        return self.data.candidates(query, self.max_choices)
+        return self.data.candidates(query, MAX_CHOICES)
 
     @torch.inference_mode()
     def log_likelihoods(self, prompts: Sequence[Prompt]) -> list[Tensor]:

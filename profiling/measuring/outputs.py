@@ -21,8 +21,6 @@ from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
 """The share of the time below which a knob is reported to save nothing."""
-WINDOW = 51
-"""The number of measurements that drift is estimated from, about as many as a tracker remembers."""
 CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
@@ -67,30 +65,6 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
 
 def _decode_ms() -> pl.Expr:
     return (pl.col("latency_ms") - pl.col("prefill_ms")).round(4).alias("decode_ms")
-
-
-def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
-    """Return the plan's part of a log with the momentary speed of the machine divided out.
-
-    The model is ln ms = cell + level + jitter for each measurement. The level is the running median
-    of ln ms − cell over `WINDOW` measurements, shifted to a median of 0; a cell is the median of
-    its ln ms − level. The two are estimated in turn. Cells are measured in random order, so every
-    running median covers a fair sample of them. With fewer than three repeats a cell is not known
-    well enough, and nothing changes.
-    """
-    if plan.repeats < 3:
-        return log
-    # back in the order of measuring
-    measured = plan.select(log.with_row_index("moment")).sort("moment")
-    cells = measured.select(*CELL, ln_ms=_ln_ms(), level=pl.lit(0.0))
-    # cells and level in turn; four rounds change nothing more
-    for _ in range(4):
-        steady = pl.col("ln_ms") - pl.col("level")
-        deviation = pl.col("ln_ms") - steady.median().over(CELL)
-        level = deviation.rolling_median(WINDOW, min_samples=1, center=True)
-        cells = cells.with_columns(level=level - level.median())
-    times = [c for c in measured.columns if c.endswith("_ms") and c != "features_ms"]
-    return measured.with_columns(pl.col(times) / cells["level"].exp()).drop("moment", *CELL)
 
 
 def _ln_ms() -> pl.Expr:
@@ -191,9 +165,6 @@ def write_vlm_profile(
     shape = (len(plan.items), len(plan.configurations))
     latency = cells["latency_ms"].to_numpy().reshape(shape)
     files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
-    drift = "left in"
-    if facts["config"]["detrend"]:
-        drift = f"divided out, by the running median of {WINDOW}"
     content = {
         **facts,
         "samples": shape[0],
@@ -202,7 +173,7 @@ def write_vlm_profile(
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
-            "drift": drift,
+            "drift": "left in",
             "log_spread_of_one_measurement": log_spread(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },

@@ -46,12 +46,16 @@ from knobwise.profiling.measuring.measuring import (
     measure,
     read_logs,
 )
-from knobwise.profiling.measuring.outputs import without_drift, write_vlm_profile
+from knobwise.profiling.measuring.outputs import write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
 FEATURES_FILE = "features.safetensors"
+SPLIT = "validation"
+"""The split of the data set that exp5/exp6 files name."""
+SEED = 0
+"""Seed of the samples, the configurations, their parts and the order of measuring."""
 _NOT_REPEATED = ("shard", "shards", "force")  # the profile is made again without them
 
 
@@ -87,9 +91,8 @@ def profile_vlm(
 
     identity = _identity(model, identity or {})
     plan = make_plan(items, configurations, identity, config)
-    store = None
-    if config.features:  # reads what exists, and writes nothing yet
-        store = _store(out, plan, config)
+    # reads what exists, and writes nothing yet
+    store = _store(out, plan, config)
     where = machine()
     _claim_folder(state, identity, where, config)
     _measure_part(state, model, plan, store, config)
@@ -102,11 +105,8 @@ def profile_vlm(
             "others are missing"
         )
         return out
-    if config.detrend:
-        log = without_drift(plan, log)
     with locked(state):  # two that finish at once write one after the other
-        if store is not None:
-            _merge_features(out, model, plan, config)
+        _merge_features(out, model, plan, config)
         facts = _facts(model, config, {**identity, "machine": where}, requests)
         profile = write_vlm_profile(
             out, plan, log, lambda i, text: requests.score(items[i].id, text), model.knobs, facts
@@ -130,7 +130,7 @@ def _facts(
         "name": config.name or "data",
         "config": asdict(config),
         "command": command(name, config, hasattr(model, "questions")),
-        "split": config.split,
+        "split": SPLIT,
         **origin,
         "shards": config.shards,
         "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
@@ -143,7 +143,7 @@ def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAI
     if count > len(items):
         raise InputError(f"knobs.samples={count}: the data hold only {len(items)} samples")
     # a prefix of one permutation, so that a larger number later includes these
-    drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
+    drawn = np.random.default_rng(SEED).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
 
 
@@ -173,7 +173,7 @@ def chosen_configurations(
     for name, knob_values in values.items():
         for value in knob_values:
             check_configuration(knobs, {name: value})
-    return tuple(sample_grid(values, config.count, config.seed))
+    return tuple(sample_grid(values, config.count, SEED))
 
 
 def make_plan(
@@ -193,7 +193,7 @@ def make_plan(
         contents,
         configurations,
         config.repeats,
-        config.seed,
+        SEED,
         config.warm_up,
         config.clock,
     )
@@ -222,25 +222,22 @@ def _measure_part(
     state: Path,
     model: AdaptiveVLM,
     plan: Plan,
-    store: FeatureStore | None,
+    store: FeatureStore,
     config: VLMProfileConfig,
 ) -> None:
     """Measure this process's part of the configurations, and take its part of the features.
 
     The parts are drawn at random, so that no value of a knob is measured on one GPU alone.
     """
-    drawn = np.random.default_rng(config.seed).permutation(len(plan.configurations))
+    drawn = np.random.default_rng(SEED).permutation(len(plan.configurations))
     part = sorted(drawn[config.shard :: config.shards])
     # the whole plan's samples under this part's configurations
     mine = replace(plan, configurations=tuple(plan.configurations[j] for j in part))
-    untaken: set[str] = set()
-    if store is not None:
-        samples = plan.contents[config.shard :: config.shards]
-        untaken = {key for key in samples if config.force or key not in store}
+    samples = plan.contents[config.shard :: config.shards]
+    untaken = {key for key in samples if config.force or key not in store}
     with appended(state / f"measured-{config.shard}.jsonl") as log:
         measure(model, mine, log, mine.done(read_logs(state)), store, untaken)
-        if store is not None:
-            _collect(model, store, plan, untaken)
+        _collect(model, store, plan, untaken)
 
 
 def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:

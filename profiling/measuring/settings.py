@@ -21,8 +21,6 @@ class VLMProfileConfig:
 
     name: str = ""
     """Name of the data set, such as text_vqa; empty for the name of the file."""
-    split: str = "validation"
-    """Which split of the data set the file holds; noted in exp5/exp6 files."""
     samples: int | None = None
     """How many samples to draw and measure; a larger number later includes these. None for all."""
     metric: str = "auto"
@@ -45,9 +43,6 @@ class VLMProfileConfig:
     repeats: int = 3
     """Measurements of each sample with each configuration. The table keeps all of them; figures are
     those of their medians."""
-    detrend: bool = False
-    """Divide out the momentary speed of the machine, which the tracker of a deployed controller
-    follows; needs three repeats."""
     clock: str = "wall"
     """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a
     machine that others use too and a model that runs on one thread."""
@@ -55,15 +50,10 @@ class VLMProfileConfig:
     """Untimed answers with each configuration before anything is timed."""
     max_new_tokens: int = 32
     """Length at which an answer is cut off."""
-    seed: int = 0
-    """Seed of the samples, the configurations, their parts and the order of measuring."""
     shard: int = 0
     """Which part of the configurations this process measures, from 0."""
     shards: int = 1
     """Number of parts that the configurations are divided into."""
-    features: bool = True
-    """Whether to keep the features that a decision sees, which the first stage of every measurement
-    yields."""
     force: bool = False
     """Compute all features anew, even those on disk; nothing is measured again."""
 

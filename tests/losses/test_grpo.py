@@ -138,8 +138,7 @@ def test_groups_that_teach_nothing_are_counted() -> None:
 @pytest.mark.parametrize(
     ("settings", "advantage"),
     [
-        ({"advantage": "zscore", "advantage_std_floor": 2.0}, 0.25),  # ±½ / 2
-        ({"advantage": "zscore", "advantage_std_floor": 0.1}, 1.0),  # ±½ / ½
+        ({"advantage": "zscore"}, 1.0),  # ±½ / ½
         ({"advantage": "centred", "advantage_clip": 0.2}, 0.2),
     ],
 )

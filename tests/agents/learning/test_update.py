@@ -10,14 +10,17 @@ import torch
 from helpers import arrays
 from replayed import logging_model, serve_requests, small_stack
 
+from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
-from knobwise.agents.learning.settings import UpdateConfig
 from knobwise.agents.learning.update import update
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
-HALVES = UpdateConfig(folds=2)
+
+@pytest.fixture(autouse=True)
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_module, "FOLDS", 2)
 
 
 def slow_crops(values: Mapping[str, int]) -> float:
@@ -51,7 +54,7 @@ def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(
 ) -> None:
     agent, table, logged = logged_requests(tmp_path, 2800)
     before = agent.decider.digest
-    result = update(agent, logged, HALVES)
+    result = update(agent, logged)
     true = np.array([slow_crops(table.configuration(c)) for c in range(12)])
     used = np.bincount(logged.choice, minlength=12) > 30
     assert np.log(result.factors)[used] == pytest.approx(np.log(true)[used], abs=0.25)
@@ -69,7 +72,7 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, drifts=False)
     lost = logged.choice >= 8
     logged = logged._replace(accuracy=np.where(lost, 0.0, logged.accuracy))
-    logits = np.array(update(agent, logged, HALVES).logits)
+    logits = np.array(update(agent, logged).logits)
     used = np.bincount(logged.choice, minlength=12) > 20
     fell = np.arange(12) >= 8
     assert (used & fell).any()
@@ -79,7 +82,7 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
 
 def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
     agent, table, logged = logged_requests(tmp_path, drifts=False, tracker=True)
-    result = update(agent, logged, HALVES)
+    result = update(agent, logged)
     assert abs(np.log(result.factors)).max() < 0.3
     if result.better:
         assert utility(result.agent, table) > utility(agent, table) - 0.005
@@ -87,7 +90,7 @@ def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
 
 def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, count=120, label=False)
-    result = update(agent, logged, HALVES)
+    result = update(agent, logged)
     assert list(result.steps) == ["latencies"]
     assert not result.better
     assert result.steps["latencies"].requests == 0
@@ -97,13 +100,7 @@ def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_pa
 def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path: Path) -> None:
     agent, _, logged = logged_requests(tmp_path, count=6)
     with pytest.raises(InputError, match="too few"):
-        update(agent, logged, HALVES)
+        update(agent, logged)
     alone = DeployedController(agent.controller, None, agent.settled)
     with pytest.raises(InputError, match="teacher"):
-        update(alone, logged, HALVES)
-
-
-@pytest.mark.parametrize(("name", "value"), [("confidence", 1.0), ("folds", 1), ("clip", 0.5)])
-def test_wrong_settings_are_refused(name: str, value: float) -> None:
-    with pytest.raises(InputError, match=rf"learning\.{name}"):
-        UpdateConfig(**{name: value})  # type: ignore[arg-type]
+        update(alone, logged)

@@ -80,7 +80,7 @@ def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
     table, scorer = small_beams(200)
     split = table.split(0.8, 0.1)
     model = fresh(table)
-    model.learn(table, recorded_answers(table, split.train, "without_beams"), 60)
+    model.learn(table, recorded_answers(table, split.train), 60)
     rows = split.test.repeat_interleave(6)
     sequences = table.pool[rows].gather(1, table.sequences[split.test].flatten(0, 1))
     right = scorer(rows, sequences)["vqa_correct"]
@@ -93,20 +93,19 @@ def test_it_learns_first_from_what_was_found_without_looking_at_the_answer() -> 
     draws."""
     table, _ = small_beams(20)
     rows = torch.tensor([3, 7])
-    answered = recorded_answers(table, rows, "without_beams")
+    answered = recorded_answers(table, rows)
     assert answered.rows.tolist() == [3] * 4 + [7] * 4
     assert torch.equal(
         answered.sequences,
         table.pool[answered.rows].gather(1, table.sequences[rows, 2:].flatten(0, 1)),
     )
     assert torch.equal(answered.right, table.fields["vqa_correct"][rows, 2:].flatten())
-    assert len(recorded_answers(table, rows, "all").rows) == 12
 
 
 def test_each_true_call_is_answered_once_and_learned_from() -> None:
     table, scorer = small_beams(20)
     model, rows, asked = fresh(table), torch.tensor([1, 4, 4]), []
-    model.learn(table, recorded_answers(table, torch.arange(20), "without_beams"), 1)
+    model.learn(table, recorded_answers(table, torch.arange(20)), 1)
     drawn = table.pool[rows][:, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]])]
     predicted = model.probabilities(table, rows.repeat_interleave(4), drawn.flatten(0, 1))
 
@@ -131,9 +130,9 @@ def test_beams_without_right_and_wrong_are_refused() -> None:
     unknown = table.fields | {"vqa_correct": torch.full((20, 6), torch.nan)}
     for fields in (scores, unknown):
         with pytest.raises(InputError, match="vqa_correct"):
-            recorded_answers(replace(table, fields=fields), torch.arange(20), "all")
+            recorded_answers(replace(table, fields=fields), torch.arange(20))
     of_beams = table.fields["vqa_correct"].clone()
     of_beams[:, 2:] = torch.nan
     fields = table.fields | {"vqa_correct": of_beams}
-    with pytest.raises(InputError, match="without_beams"):
-        recorded_answers(replace(table, fields=fields), torch.arange(20), "without_beams")
+    with pytest.raises(InputError, match="in view"):
+        recorded_answers(replace(table, fields=fields), torch.arange(20))

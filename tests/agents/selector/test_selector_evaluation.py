@@ -95,9 +95,10 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
     data = table()
     policy, stored = selector(data)
-    everything = choose(policy, stored, data, torch.arange(QUERIES), 2)
+    actor = SelectorActor(policy, stored, data.pool, 2)
+    everything = choose(actor, torch.arange(QUERIES))
     rows = torch.tensor([7, 3, 0, 11])
-    assert torch.equal(choose(policy, stored, data, rows, 2, batch=3), everything[rows])
+    assert torch.equal(choose(actor, rows, batch=3), everything[rows])
     whole = policy.choose(*stored.both(torch.arange(QUERIES), data.pool), data.pool_mask, 2)
     assert torch.equal(everything, whole)
     assert everything[3].tolist() == [0, -1]  # its pool has one candidate
@@ -117,8 +118,9 @@ def test_each_query_is_judged_on_its_own_pool() -> None:
 def test_a_selector_is_judged_by_what_it_chose(shots: int) -> None:
     data, rows = table(), torch.arange(1, 9)
     policy, stored = selector(data)
-    chosen = choose(policy, stored, data, rows, shots)
-    decided = decide_selectors([policy], [stored], data, Sums(), shots, rows)
+    actor = SelectorActor(policy, stored, data.pool, shots)
+    chosen = choose(actor, rows)
+    decided = decide_selectors([actor], data, Sums(), rows)
     assert torch.equal(decided.correct[0], judge(data, Sums(), chosen, rows))
     assert torch.equal(decided.demonstrations[0], bank_rows(data.pool[rows], chosen))
 
@@ -152,7 +154,9 @@ def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
     policy, stored = selector(data)
     threads = torch.get_num_threads()
     policy.train()
-    took = decision_us(policy, stored, data, torch.arange(QUERIES), 2, repeats=5)
+    took = decision_us(
+        SelectorActor(policy, stored, data.pool, 2), torch.arange(QUERIES), repeats=5
+    )
     assert 10 < took < 1e6
     assert torch.get_num_threads() == threads
     assert policy.training
@@ -209,14 +213,15 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     data, rows = table(), torch.tensor([9, 3, 1, 11])
     policy, stored = selector(data)
     policy.train()
-    results = SelectorActor(policy, stored, data.pool, 2).recorded_log_probs(data, rows, batch=3)
+    actor = SelectorActor(policy, stored, data.pool, 2)
+    results = actor.recorded_log_probs(data, rows, batch=3)
     assert policy.training
     assert results.shape == (4, BEAMS)
     query, pool = stored.both(rows[:1], data.pool[rows[:1]])
     alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(results[0], each.squeeze(1))
-    judged = decide_selectors([policy], [stored], data, None, 2, rows).correct[0]
+    judged = decide_selectors([actor], data, None, rows).correct[0]
     assert judged[0] == data.fields["vqa_correct"][9, results[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 

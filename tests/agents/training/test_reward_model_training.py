@@ -37,7 +37,7 @@ def trainer(
     torch.manual_seed(0)
     start = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
     model = RewardModel(reward, start.mean, start.scale)
-    model.learn(table, recorded_answers(table, split.train, reward.recorded), reward.epochs)
+    model.learn(table, recorded_answers(table, split.train), reward.epochs)
     options = {"scorer": scorer, "config": SHORT, "reward_model": model}
     options |= {"reward": DemonstrationRewardConfig(shuffled=shuffled)} | settings
     return SelectorTrainer("grpo", table, split, start, **options)

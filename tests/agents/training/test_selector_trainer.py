@@ -18,6 +18,7 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training import selector_trainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
 from knobwise.agents.training.stage import Stage
@@ -253,9 +254,12 @@ def test_the_start_is_not_closest_to_itself() -> None:
 # -- which sequences teach, and how far the policy may go ------------------------------------------
 
 
-def test_only_the_best_get_a_gradient_under_the_curriculum() -> None:
+def test_only_the_best_get_a_gradient_under_the_curriculum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Trap 4: their advantages are those of the whole group."""
-    loss = SelectorLossConfig(curriculum=0.5, curriculum_top=1)
+    monkeypatch.setattr(selector_trainer, "CURRICULUM_TOP", 1)
+    loss = SelectorLossConfig(curriculum=0.5)
     student = trainer("grpo", small_beams(40), loss=loss)
     student.grpo.kl_to_ref_coeff.zero_()
     batch = one_batch(student)

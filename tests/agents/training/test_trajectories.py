@@ -29,17 +29,12 @@ COMMITTED = {
     for name, steps in json.loads(FILE.read_text()).items()
 }
 COEFFICIENTS = {
-    (
-        "controller sampled",
-        "loss",
-    ): "temperature_start temperature_end advantage_std_floor advantage_clip "
-    "clip_epsilon kl_to_ref_coeff entropy_coeff",
+    ("controller sampled", "loss"): "advantage_clip clip_epsilon kl_to_ref_coeff entropy_coeff",
     ("controller sampled", "reward"): "miss",
     ("controller exact", "loss"): "clip_epsilon kl_to_ref_coeff entropy_coeff",
     ("controller exact", "optimiser"): "lr clip_grad",
     ("controller taught", "policy"): "sharpness",
     ("controller taught", "optimiser"): "warmup_lr lr",
-    ("selector RCE", "loss"): "temperature_end",
     ("selector RCE", "config"): "lr",
     ("selector GRPO", "loss"): "clip_epsilon kl_to_ref_coeff",
 }

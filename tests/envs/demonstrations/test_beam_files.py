@@ -64,10 +64,6 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
     assert scores == [[0.5, 0.25], [np.float32(1e-7), -9], [-9, -9]]
     assert torch.equal(table.queries, ASKED[[3, 1, 0]])
     assert [int(note.split()[0]) for note in table.notes] == [2, 3, 1, 1]
-    # it may be a candidate of another bank
-    assert read(tmp_path, content, trailing_query="never").pool[0].tolist() == [7, 9, 3, 5]
-    with pytest.raises(InputError, match="trailing_query"):
-        read(tmp_path, content, trailing_query="often")
 
 
 def test_rl_data_by_hand(tmp_path) -> None:
@@ -119,8 +115,6 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
     assert table.sequences.tolist() == [[[0, 1]], [[X, X]]]
     assert table.pool.tolist() == [[7, 9, 5], [8, X, X]]
     assert sorted(int(note.split()[0]) for note in table.notes) == [1, 1, 1, 1, 1, 1, 2]
-    kept = read(tmp_path, content, keep_fallback=True)
-    assert kept.sequences.tolist() == [[[2, X], [0, 1]], [[X, X]] * 2]
 
 
 IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
@@ -301,20 +295,19 @@ def test_a_list_of_records_is_read_as_the_object_by_query(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "options"),
+    "records",
     [
-        ([legacy([[7, 9], [5, 7]], [2, 1])["3"], legacy([[8, 2], [4, 8]], [2, 1])["3"]], {}),
+        [legacy([[7, 9], [5, 7]], [2, 1])["3"], legacy([[8, 2], [4, 8]], [2, 1])["3"]],
         # a single row, whose last id proves nothing
-        ([legacy([[7, 9]], [1])["3"], legacy([[8, 2]], [1])["3"]], {}),
+        [legacy([[7, 9]], [1])["3"], legacy([[8, 2]], [1])["3"]],
         # the id of a question is no row
-        ([*rl(row([7]), query={"question_id": 9}).values()] * 2, {}),
-        ([*LEGACY.values()], {"trailing_query": "never"}),
+        [*rl(row([7]), query={"question_id": 9}).values()] * 2,
     ],
 )
 def test_records_that_name_no_query_are_taken_in_order_which_is_noted(
-    tmp_path, records: list[Any], options: dict[str, Any]
+    tmp_path, records: list[Any]
 ) -> None:
-    table = read(tmp_path, records, **options)
+    table = read(tmp_path, records)
     assert table.query_ids == ("0", "1")
     assert any("records name no query" in note for note in table.notes)
 

@@ -13,6 +13,7 @@ from PIL import Image
 from tiny_models import tiny_model
 
 from knobwise.__main__ import main
+from knobwise.experiments.deploy import live
 from knobwise.experiments.settings.options import EvaluateRun
 
 ROOT = Path(__file__).parents[3]
@@ -28,8 +29,6 @@ STREAM = [
     "evaluate",
     "live=true",
     "stream.requests=12",
-    "stream.calibration=5",
-    "stream.warm_up=1",
     "json=live.json",
 ]
 MODELS = '''
@@ -95,12 +94,13 @@ def half(answer, right):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(live, "WARM_UP", 1)
     Path("models_of_a_test.py").write_text(MODELS)
     Path("examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
-def served(model: list[str], profile: list[str], live: list[str]) -> dict[str, Any]:
+def served(model: list[str], profile: list[str], words: list[str]) -> dict[str, Any]:
     """Profile, train, serve; gives what the live run writes."""
     assert main(["profile", *model, "out=out", *profile]) == 0
     table = [
@@ -109,7 +109,7 @@ def served(model: list[str], profile: list[str], live: list[str]) -> dict[str, A
         "profile.features=out/features.safetensors",
     ]
     assert main(["train", *LEAN, *table, "name=t"]) == 0
-    assert main([*STREAM, *table, *model, *live]) == 0
+    assert main([*STREAM, *table, *model, *words]) == 0
     results: dict[str, Any] = json.loads(Path("live.json").read_text())
     return results
 

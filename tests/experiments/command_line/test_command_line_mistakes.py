@@ -39,7 +39,7 @@ WITH_TORCH = {
     "profile=table profile.path=none.csv": "none.csv",
     "profile=exp5_exp6 profile.exp5_dir=a profile.exp6_dir=b profile.dataset_name=c": "b",
     "split.train=0.9": "train=0.9",
-    "budget=relative budget.factors=[-3]": "factors",
+    "budget=fixed budget.values_ms=[-3]": "values_ms",
     "budgets_ms=[-1.0]": "budgets_ms",
     "profile model=gpt": "elastic",
     "evaluate": "runs/latest",
@@ -172,7 +172,6 @@ MISTAKES = {
     "train device=tpu": "device=tpu",
     "profile knobs.samples=-1": "samples",
     "evaluate split.seed=-1": "split.seed=-1",
-    "evaluate stream.seed=-1": "stream.seed=-1",
     "evaluate beams=files beams.path=b.json beams.split_seed=-1": "beams.split_seed=-1",
     "evaluate judged_shots=1,2": "judged_shots=1,2",
 }

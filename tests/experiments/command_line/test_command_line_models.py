@@ -33,7 +33,7 @@ QUICK = [
     "seeds=[0]",
     "budgets_ms=[8,12]",
 ]
-LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
+LIVE = ["evaluate", "live=true", "stream.requests=25"]
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,7 @@ MISTAKES = {
     "LIVE of_BUILTIN profile.accuracy=soft_score": "live",
     "LIVE of_BUILTIN stream.requests=0": "stream.requests=0",
     "LIVE of_BUILTIN stream.clock=sun": "stream.clock='sun'",
-    "LIVE of_BUILTIN stream.fixed=4": "stream.fixed=4",
-    "LIVE of_BUILTIN stream.budgets_ms=[]": "budgets_ms=[]",
-    "LIVE of_BUILTIN stream.html=files/occupied/live.html": "files/occupied",
+    "LIVE of_BUILTIN budgets_ms=[]": "budgets_ms=[]",
     "LIVE of_BUILTIN json=files": "json=files",
     "evaluate of_BUILTIN stream.requests=5": "stream: ",
     "profile model=files/model device=cpu out=out data=gone.jsonl": "gone.jsonl",

@@ -167,7 +167,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
 ) -> None:
     log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     current = tmp_path / "out" / "current"
-    quick = ["update", log, out, "learning.folds=2", "learning.confidence=0.8"]
+    quick = ["update", log, out]
     back = ["update", "rollback=true", out]
 
     def slower(values: object) -> float:
@@ -235,7 +235,7 @@ def test_updates_go_on_while_the_log_grows(
         serve_requests(model, table, count, seed=1)
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
-    words = ["update", f"log={tmp_path / 'log'}", f"out={out}", "every=40", "learning.folds=2"]
+    words = ["update", f"log={tmp_path / 'log'}", f"out={out}", "every=40"]
     words.append("tracking=offline")
     assert main(words) == 130
     updates = [facts_in(path) for path in sorted((out / "versions").iterdir())]
@@ -263,7 +263,7 @@ def test_a_killed_update_leaves_what_served(
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
     serve_requests(model, table, 60)
     out = tmp_path / "out"
-    words = ["update", f"log={tmp_path / 'log'}", f"out={out}", "learning.folds=2"]
+    words = ["update", f"log={tmp_path / 'log'}", f"out={out}"]
     killing = (
         "import os, signal, sys\n"
         "from knobwise.__main__ import main\n"
@@ -300,9 +300,8 @@ def test_a_killed_update_leaves_what_served(
         ("log=a profile=builtin", "give log=FOLDER"),
         ("", "give log=FOLDER"),
         ("rollback=true out=nothing", "no version"),
-        ("log=a learning.confidence=2", "learning.confidence=2.0"),
         ("log=a every=0", "every=0"),
-        ("log=a learning.steps=100", "learning.steps"),
+        ("log=a tracking.steps=100", "tracking.steps"),
         ("trained_on=builtin profile=builtin", "'builtin'"),
         ("trained_on=a.csv", "trained_on/a.csv"),
     ],

@@ -353,7 +353,6 @@ MISTAKES = {
     "REPLAY beams.path=f.json beams.embeddings=none.npz": "none.npz",
     "JSON beams.path=e.json": "variants.grpo_recorded.groups=all",
     "JSON beams.path=e.json reward.mode=hard_plus_soft_v2": "vqa_correct",
-    "JSON beams.path=e.json beams.trailing_query=often": "auto, never",
     "train experiment=selector_replay": "beams.path",
     "train experiment=selector beams=disk": "builtin",
     "train experiment=selector_replays": "selector_replay",

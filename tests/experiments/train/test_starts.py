@@ -69,7 +69,6 @@ def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
         "rounds": {"rounds": 2, "own_draws": 3},
         "live": {"live": True},
         "other": {"reward": {"mode": "legacy"}},
-        "hot": {"loss": {"temperature_end": 1.0}},
         "shuffled": {"reward": {"shuffled": True}},
     }
     monkeypatch.setattr(selector, "SelectorTrainer", Watched)
@@ -86,14 +85,11 @@ def test_what_the_stages_start_from(stages: dict[str, dict[str, Any]], tmp_path:
     assert not equal_states(last["sft"], last["rce"])
     before = {"rce": "sft", "cold": "sft", "rounds": "rounds-1"}
     before |= dict.fromkeys(("warm", "live", "shuffled", "rounds-1"), "rce")
-    before |= {
-        "other": "other-rce",
-        "hot": "hot-rce",
-    }  # what RCE reads differs, so each has an RCE stage for itself
+    # what RCE reads differs, so this has an RCE stage for itself
+    before["other"] = "other-rce"
     for name, start in before.items():
         assert equal_states(stages[name]["start"], last[start])
-    for name in ("other", "hot"):
-        assert not equal_states(stages[name]["start"], last["rce"])
+    assert not equal_states(stages["other"]["start"], last["rce"])
     for name in ("warm", "cold", "rounds", "live", "other"):  # the KL is to SFT
         assert equal_states(stages[name]["reference"], last["sft"])
 

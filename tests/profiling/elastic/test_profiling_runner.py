@@ -1,7 +1,6 @@
 """The profile that the elastic model gets: measured by the profiler of all models."""
 
 import json
-import shutil
 from functools import partial
 
 import polars as pl
@@ -71,25 +70,6 @@ def test_the_command_measures_the_same_again(out):
     )
     assert (facts["samples"], facts["configurations"], facts["machine"]["threads"]) == (5, 8, 1)
     assert facts["clock"]["drift"] == "left in"
-
-
-def test_drift_is_divided_out_of_every_time(out, tmp_path):
-    """From a log of equal times, in which the machine was slower by 1.5 in the second half."""
-    drifted = shutil.copytree(out, tmp_path / "drifted")
-    log = drifted / "state" / "measured-0.jsonl"
-    rows = pl.read_ndjson(log)
-    slower = pl.when(pl.int_range(pl.len()) < 60).then(1.0).otherwise(1.5)
-    times = {"total_ms": 4.0, "extra.cpu_ms": 4.0, "prefill_ms": 2.0, "vision_ms": 1.0}
-    rows.with_columns(slower.mul(ms).alias(name) for name, ms in times.items()).write_ndjson(log)
-    before, _ = measured(drifted)
-    steady, facts = measured(drifted, detrend=True)
-    assert "divided out" in facts["clock"]["drift"]
-    others = pl.exclude("^.*_ms$")
-    assert steady.select(others).equals(before.select(others))
-    change = steady["latency_ms"] / before["latency_ms"]
-    assert change.quantile(0.75) / change.quantile(0.25) == pytest.approx(1.5)
-    assert steady["latency_ms"].quantile(0.25) == pytest.approx(steady["latency_ms"].quantile(0.75))
-    assert (steady["cpu_ms"] / before["cpu_ms"] / change - 1).abs().max() < 0.01
 
 
 def test_without_values_the_grid_of_the_built_in_profile_is_measured(tmp_path):

@@ -262,7 +262,6 @@ def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_wi
         ({}, [(3, [0])], "query 3"),
         ({}, [(0, [4])], "demonstration 4"),
         ({"batch_size": 0}, MIXED, "batch_size"),
-        ({"max_choices": 1}, MIXED, "max_choices"),
         ({"data": LONELY}, [(0, [])], "'0' has one candidate"),
     ],
 )

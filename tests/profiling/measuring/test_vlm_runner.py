@@ -342,11 +342,6 @@ def test_features_are_kept_when_nothing_changed_and_taken_anew_by_force(tmp_path
     assert torch.equal(features_of(tmp_path).blocks["image_features"], old + 1)
 
 
-def test_a_profile_without_features(tmp_path):
-    measured(tmp_path, replace(ONCE, features=False))
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_a_first_stage_that_nothing_goes_on_from_runs_once_for_each_sample(tmp_path):
     assert measured(tmp_path, CONFIG, Blurred(reuse=False)).first == 6
     assert set(table_of(tmp_path).filter(max_crops=8)["accuracy"]) == {1}
