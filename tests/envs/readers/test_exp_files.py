@@ -205,6 +205,16 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
     assert read(pair).latency_ms.tolist() == [[7.0]]
 
 
+def test_mean_latencies_of_a_whole_run_can_be_given_to_all_samples(pair):
+    means = [
+        {**named(setting), "latency_total_ms": {"mean": ms}}
+        for setting, ms in ((SMALL, 40.0), (LARGE, 80.0))
+    ]
+    path = put(pair / "exp6.json", {"summary": means, "all_samples": []})
+    table = read_exp5_exp6(pair / "exp5", path, "text_vqa", broadcast_latency=True)
+    assert table.latency_ms.tolist() == [[40.0, 80.0]] * 2
+
+
 ROW = {"sample_id": 0, "score": 1}
 ONE = named(SMALL) | {"num_samples": 1}
 
