@@ -1,8 +1,6 @@
 """The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their
 own."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -12,10 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -78,21 +74,21 @@ in_proc = pytest.mark.skipif(
 )
 
 
-def write_table(samples: int = 60, seed: int = 0, holes: float = 0.0, prefix: str = "") -> None:
+def write_table(samples=60, seed=0, holes=0.0, prefix=""):
     """Write a long table and its features into this folder."""
     table = small_table(samples, seed, holes)
     write_long_table(table, f"{prefix}t.parquet")
     write_features(table, f"{prefix}f.npz")
 
 
-def jobs_of(words: list[str]) -> list[Any]:
+def jobs_of(words):
     """The settings of every job of a sweep with these words."""
-    jobs: list[Any] = []
+    jobs = []
     run_hydra(schema_of("train", words), ["-m", *words], lambda job, _: jobs.append(job))
     return jobs
 
 
-def mistake(words: list[str], capsys: Capture) -> str:
+def mistake(words, capsys):
     """The one line that a command prints about a mistake."""
     capsys.readouterr()
     assert main(words) == 2
@@ -105,7 +101,7 @@ def mistake(words: list[str], capsys: Capture) -> str:
     return line
 
 
-def refused(words: list[str], capsys: Capture) -> str:
+def refused(words, capsys):
     """The one line that a command prints about a mistake; nothing below this folder changes."""
     before = sorted(Path().rglob("*"))
     line = mistake(words, capsys)
@@ -114,12 +110,12 @@ def refused(words: list[str], capsys: Capture) -> str:
 
 
 @contextmanager
-def ctrl_c(when: Callable[[Any], bool], error: BaseException | None = None) -> Iterator[None]:
+def ctrl_c(when, error=None):
     """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for
     which this holds."""
     learn = Trainer._learn
 
-    def pressed(self: Trainer, data: Any) -> Any:
+    def pressed(self, data):
         if when(self):
             raise error or KeyboardInterrupt
         return learn(self, data)
@@ -129,14 +125,14 @@ def ctrl_c(when: Callable[[Any], bool], error: BaseException | None = None) -> I
 
 
 @contextmanager
-def ctrl_c_in_report() -> Iterator[None]:
+def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""
 
     with patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt):
         yield
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first, second):
     """Whether two structures of tensors and plain values are equal to the bit."""
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
@@ -150,7 +146,7 @@ def same(first: Any, second: Any) -> bool:
 # -- in other processes ----------------------------------------------------------------------------
 
 
-def started(words: list[str], **variables: str) -> subprocess.Popen[str]:
+def started(words, **variables):
     """A command at work in a new interpreter, which joblib and Ray start their processes from."""
     environment = {**os.environ, **VARIABLES, **variables}
     pipe = subprocess.PIPE
@@ -163,7 +159,7 @@ class Command:
     """A command at work, in a process forked from one that has imported everything, which others
     need seconds for."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words):
         self.printed = tuple(
             Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err")
         )
@@ -177,17 +173,17 @@ class Command:
         self.pid = self.process.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         """None while it is at work; −n if signal n ended it."""
         return self.process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         os.kill(self.pid, number)
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout=None):
         """Wait for its end; what it wrote to stdout and stderr."""
         self.process.join(timeout)
         assert self.returncode is not None, f"at work after {timeout} s"
@@ -197,9 +193,7 @@ class Command:
         return out, err
 
 
-def _work(
-    words: list[str], folder: str, environment: dict[str, str], printed: Sequence[Path]
-) -> None:
+def _work(words, folder, environment, printed):
     """`python -m knobwise …` in this process."""
     os.chdir(folder)
     os.environ.clear()
@@ -211,7 +205,7 @@ def _work(
     sys.exit(main())
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition, seconds=120):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
@@ -219,11 +213,11 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
 
 
 def stop_when(
-    condition: Callable[[], object],
-    process: Command | subprocess.Popen[str],
-    number: int = signal.SIGKILL,
-    seconds: float = 120,
-) -> str:
+    condition,
+    process,
+    number=signal.SIGKILL,
+    seconds=120,
+):
     """Send a command this signal as soon as this holds; what it wrote to stderr."""
     wait_for(lambda: condition() or process.poll() is not None, seconds)
     process.send_signal(number)
@@ -232,23 +226,23 @@ def stop_when(
     return message
 
 
-def visible(output: bytes) -> str:
+def visible(output):
     """What a terminal was given, without control characters, each state of a bar a line."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode(errors="ignore")).replace("\r", "\n")
 
 
-def iteration_of(last: Path) -> int:
+def iteration_of(last):
     """Where the training of a `last.pt` stands; −1 before there is one."""
     return int(load_checkpoint(last).extra["training"]["iteration"]) if last.exists() else -1
 
 
-def alive(process: int) -> bool:
+def alive(process):
     """Whether a process is still at work; a dead one that nobody has asked after is not."""
     status = Path(f"/proc/{process}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def children_of(process: int) -> list[int]:
+def children_of(process):
     return [
         int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ]

@@ -1,13 +1,10 @@
 """Warnings of libraries are not ours; neither is their chatter. One thread: the tests run side by
 side."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,13 +28,13 @@ PRELOADED = [
 LONG = ("test_tutorial.py", "test_docs.py", "test_layout.py", "test_everywhere.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Long tests first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quiet_and_single_threaded() -> None:
+def _quiet_and_single_threaded():
     torch.set_num_threads(1)
     os.environ |= VARIABLES
     multiprocessing.set_forkserver_preload(PRELOADED)
@@ -45,7 +42,7 @@ def _quiet_and_single_threaded() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
+def _little_work(request):
     """Fewer boosted trees where tests are not about what predictors have learned, and fewer
     decisions timed where they are not about time."""
     with pytest.MonkeyPatch.context() as patch:
@@ -63,13 +60,13 @@ def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     """Environments without a seed draw theirs from torch's generator."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _signals_arrive(monkeypatch):
     """Also where the tests run in the background, where shells have Ctrl-C ignored."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in interruption.SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,7 +77,7 @@ def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def _forked() -> Iterator[None]:
+def _forked():
     """Processes are forked from the one that has imported everything."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)

@@ -1,19 +1,14 @@
 """Small tables for the tests, made in memory. Simulated, and only for testing."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
@@ -25,9 +20,7 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.profiling.demonstrations import builtin
 
 
-def small_table(
-    samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True
-) -> ProfileTable:
+def small_table(samples=60, seed=0, holes=0.0, features=True):
     """3 × 2 × 2 configurations; accuracy and latency depend on two hidden traits that the features
     show."""
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +56,7 @@ def small_table(
 Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 
-def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None) -> ProfileTable:
+def table_of(accuracy, latency_ms, features=None):
     """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not
     profiled."""
     a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
@@ -83,9 +76,7 @@ def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None)
     )
 
 
-def repeated(
-    table: ProfileTable, most: int = 4, seed: int = 0, jitter: float = 0.1
-) -> ProfileTable:
+def repeated(table, most=4, seed=0, jitter=0.1):
     """The table with 1 to `most` measurements of each cell, which vary by a factor; some cell has
     `most`."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +90,7 @@ def repeated(
     return replace(table, latency_ms=median_of(measured), repeats_ms=measured)
 
 
-def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
+def two_kinds(samples, shown, seed=0):
     """Two kinds of samples: one needs configuration 1, the other 2; the needed one is fast and the
     other is slow."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +106,7 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
     return table_of(accuracy, latency, x)
 
 
-def portfolio(samples: int) -> ProfileTable:
+def portfolio(samples):
     """37 solvers without an order, times over orders of magnitude, skewed features of which some
     are missing, holes."""
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +124,7 @@ def portfolio(samples: int) -> ProfileTable:
     return table_of((0.7 * better).sigmoid().masked_fill(holes, torch.nan), latency_ms, features)
 
 
-def otherwise(table: ProfileTable, rows: Tensor) -> ProfileTable:
+def otherwise(table, rows):
     """A copy of the table in which the outcomes and features of these rows are others."""
     other = copy.deepcopy(table)
     other.accuracy[rows] = 1 - other.accuracy[rows]
@@ -150,10 +141,10 @@ class MatchScorer:
     Query i wishes for kinds w₁(i) and w₂(i); candidate j is of kind k(j), and may be a liar.
     """
 
-    def __init__(self, wishes: Tensor, kinds: Tensor, liar: Tensor) -> None:
+    def __init__(self, wishes, kinds, liar):
         self.wishes, self.kinds, self.liar = wishes, kinds, liar
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         candidates = demonstrations.clamp_min(0)
         honest = (demonstrations >= 0) & ~self.liar[candidates]
         kinds = torch.where(honest, self.kinds[candidates], -1)
@@ -168,13 +159,11 @@ class MatchScorer:
             "vqa_rel_score": probability,
         }
 
-    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+    def vote(self, queries, demonstrations):
         return self(queries, demonstrations)["vqa_correct"]
 
 
-def small_beams(
-    queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3
-) -> tuple[BeamTable, MatchScorer]:
+def small_beams(queries=40, pool=8, seed=0, kinds=3):
     """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two
     for each: two that were found by looking at the answer, four at random."""
     generator = torch.Generator().manual_seed(seed)
@@ -214,7 +203,7 @@ def small_beams(
     return table, scorer
 
 
-def five_beams() -> BeamTable:
+def five_beams():
     """Five queries with short and empty pools, one without recorded sequences; the outcomes count
     up, so that each reward tells which sequence it belongs to."""
     none = [-1] * 3
@@ -249,10 +238,10 @@ def five_beams() -> BeamTable:
 class Lines(list[tuple[int, dict[str, float]]]):
     """A log that keeps what it gets."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics, step):
         self.append((step, dict(metrics)))
 
-    def values(self, name: str) -> list[float]:
+    def values(self, name):
         """All that was logged under this name."""
         return [metrics[name] for _, metrics in self if name in metrics]
 
@@ -260,37 +249,37 @@ class Lines(list[tuple[int, dict[str, float]]]):
 class Always:
     """Chooses one configuration for every request, and keeps the limits it was asked for."""
 
-    def __init__(self, configuration: int, name: str = "") -> None:
+    def __init__(self, configuration, name=""):
         self.configuration, self.name = configuration, name
 
     def choose(
         self,
-        features: Mapping[str, NDArray[Any]],
-        limits: NDArray[Any],
-        mask: NDArray[Any] | None = None,
-    ) -> NDArray[np.int64]:
+        features,
+        limits,
+        mask=None,
+    ):
         self.limits = limits
         return np.full(len(limits), self.configuration)
 
 
-def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
+def blocks(table, rows):
     """The features of these rows."""
     return {name: block[rows] for name, block in table.features.items()}
 
 
-def arrays(table: ProfileTable, rows: Tensor | None = None) -> dict[str, NDArray[Any]]:
+def arrays(table, rows=None):
     """The same as a policy reads them, in NumPy; of all rows by default."""
     rows = torch.arange(table.num_samples) if rows is None else rows
     return {name: block.numpy() for name, block in blocks(table, rows).items()}
 
 
 def driven_apart(
-    table: ProfileTable,
-    config: PolicyConfig,
-    rows: Tensor | None = None,
-    sense: str = "deadline",
-    by: float = 0.3,
-) -> Controller:
+    table,
+    config,
+    rows=None,
+    sense="deadline",
+    by=0.3,
+):
     """A controller for the table (or some rows of it) that was not trained; all its weights
     differ."""
     torch.manual_seed(0)
@@ -323,12 +312,12 @@ BRIEF = OptimiserConfig(
 
 
 def deployed(
-    table: ProfileTable,
-    policy: PolicyConfig = TAUGHT,
-    budgets_ms: Tensor | None = None,
-    sense: str = "deadline",
-    **settings: Any,
-) -> DeployedController:
+    table,
+    policy=TAUGHT,
+    budgets_ms=None,
+    sense="deadline",
+    **settings,
+):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
     options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
@@ -337,7 +326,7 @@ def deployed(
     return deployed_by(trainer, budgets_ms)
 
 
-def member_of(controller: Controller, number: int) -> Controller:
+def member_of(controller, number):
     """One of the networks side by side as a controller of its own, in eval mode."""
     learned = {name for name, _ in controller.named_parameters()}
     plain = controller.plain()
@@ -348,7 +337,7 @@ def member_of(controller: Controller, number: int) -> Controller:
     return Controller.restored(plain)
 
 
-def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+def equal_states(first, second):
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -356,15 +345,15 @@ def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
 class Harmful:
     """Prints when it is unpickled."""
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return print, ("this must not run",)
 
 
-def few_demonstrations(patch: pytest.MonkeyPatch, train: int = 600, test: int = 200) -> None:
+def few_demonstrations(patch, train=600, test=200):
     """Leave the built-in data of the selector its first queries."""
     load = builtin.builtin_demonstrations
 
-    def loaded(variant: str = "careless") -> builtin.Demonstrations:
+    def loaded(variant="careless"):
         data = load(variant)
         tables = {
             "train": data.train.select(torch.arange(train)),

@@ -1,13 +1,8 @@
 """What a page holds: its charts, their data, the rows of its tables; and what is printed."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import altair as alt
 import vl_convert
@@ -17,13 +12,13 @@ from knobwise.experiments.report import page
 from knobwise.experiments.report.report import write_report
 
 
-def report_of(folder: Path, results: dict[str, Any]) -> str:
+def report_of(folder, results):
     """The report of a run with these results, in a folder where its other files may be."""
     (folder / "results.json").write_text(json.dumps(results))
     return write_report(folder).read_text()
 
 
-def run_folder(folder: Path, results: dict[str, Any], metrics: str, config: str) -> Path:
+def run_folder(folder, results, metrics, config):
     """The new folder with the files of a finished run."""
     folder.mkdir(parents=True)
     for name, content in (
@@ -35,14 +30,14 @@ def run_folder(folder: Path, results: dict[str, Any], metrics: str, config: str)
     return folder
 
 
-def charts_of(text: str) -> list[dict[str, Any]]:
+def charts_of(text):
     return [
         json.loads(spec)
         for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
     ]
 
 
-def specifications(figure: Any) -> list[dict[str, Any]]:
+def specifications(figure):
     """The charts of a figure."""
     charts = figure.charts if isinstance(figure.charts, list) else [figure.charts]
     found = [page.specification(chart) for chart in charts]
@@ -51,26 +46,26 @@ def specifications(figure: Any) -> list[dict[str, Any]]:
     return found
 
 
-def data_of(*specs: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def data_of(*specs):
     return [rows for spec in specs for rows in spec["datasets"].values()]
 
 
-def points_of(*specs: dict[str, Any]) -> list[dict[str, Any]]:
+def points_of(*specs):
     """The points of all layers."""
     return [row for rows in data_of(*specs) for row in rows]
 
 
-def svg_of(*specs: dict[str, Any], theme: str = "dark") -> str:
+def svg_of(*specs, theme="dark"):
     drawn = [vl_convert.vegalite_to_svg(spec, config=page.THEMES[theme]) for spec in specs]
     assert all("<svg" in svg for svg in drawn)
     return "".join(drawn)
 
 
-def titles_of(specs: list[dict[str, Any]]) -> list[str]:
+def titles_of(specs):
     return [spec.get("title", "") for spec in specs]
 
 
-def rows_of(text: str) -> list[list[str]]:
+def rows_of(text):
     """The rows of each table."""
     return [
         re.findall(r"<tr.*?</tr>", table, re.S)
@@ -78,11 +73,11 @@ def rows_of(text: str) -> list[list[str]]:
     ]
 
 
-def printed(show: Callable[..., None], content: Any, width: int | None = None) -> str:
+def printed(show, content, width=None):
     """What is printed on a terminal of some width, or where there is none; nothing is cut off."""
     console = Console(file=io.StringIO(), width=width, force_terminal=width is not None)
     show(content, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "…" not in text
     assert ("\x1b" in text) == (width is not None)
     return text

@@ -2,9 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.stack.deployed import DeployedController, Settled
 from knobwise.agents.stack.teacher import Teacher
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 Factors = Callable[[Mapping[str, int]], float]
@@ -40,7 +37,7 @@ class ReplayedModel:
 
     name = "replayed"
 
-    def __init__(self, table: ProfileTable, slower: Factors = lambda values: 1.0) -> None:
+    def __init__(self, table, slower=lambda values: 1.0):
         self.table, self.slower = table, slower
         self.knobs = tuple(
             KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs
@@ -49,13 +46,11 @@ class ReplayedModel:
             tuple(table.configuration(c).items()): c for c in range(table.num_configurations)
         }
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         blocks = {name: block[request.image].numpy() for name, block in self.table.features.items()}
         return FirstStage(request, blocks if features else {}, None, 0.0, 0.0)
 
-    def answer(
-        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
-    ) -> list[Answer]:
+    def answer(self, stages, configuration):
         column = self.columns[tuple(configuration.items())]
         times = [
             float(self.table.latency_ms[s.request.image, column]) * self.slower(configuration)
@@ -69,10 +64,10 @@ class ReplayedModel:
 
 
 def settled_for(
-    table: ProfileTable,
-    margins: Sequence[float] | None = None,
-    deploy: Sequence[bool] | None = None,
-) -> Settled:
+    table,
+    margins=None,
+    deploy=None,
+):
     """Mean latencies, and if there are margins a guard for the default budgets, which falls back
     nowhere by default."""
     static = static_of(table, torch.arange(table.num_samples))
@@ -91,12 +86,12 @@ def settled_for(
 
 
 def untrained(
-    table: ProfileTable,
-    config: PolicyConfig | None = None,
-    margins: Sequence[float] | None = None,
-    deploy: Sequence[bool] | None = None,
-    by: float = 0.3,
-) -> DeployedController:
+    table,
+    config=None,
+    margins=None,
+    deploy=None,
+    by=0.3,
+):
     """A controller that was not trained, whose networks and configurations differ; margins and
     fall-backs as in `settled_for`."""
     config = config or PolicyConfig(hidden=8, dropout=0.0)
@@ -105,7 +100,7 @@ def untrained(
 
 
 @functools.cache
-def _knows_means(samples: int) -> DeployedController:
+def _knows_means(samples):
     """Its teacher has the means of a small table; its heads imitate it, whatever the features."""
     table = small_table(samples)
     rows = torch.arange(samples)
@@ -139,9 +134,9 @@ def _knows_means(samples: int) -> DeployedController:
 
 
 def small_stack(
-    samples: int = 200,
-    falls_back: bool = False,
-) -> tuple[DeployedController, ProfileTable]:
+    samples=200,
+    falls_back=False,
+):
     """A controller that knows the means of a small table, and nothing beyond; with a guard that
     falls back at every budget but the largest, or at none."""
     agent = copy.deepcopy(_knows_means(samples))
@@ -153,9 +148,7 @@ def small_stack(
 # -- requests --------------------------------------------------------------------------------------
 
 
-def serve_requests(
-    model: AdaptiveModel, table: ProfileTable, count: int, label: bool = True, seed: int = 0
-) -> list[Any]:
+def serve_requests(model, table, count, label=True, seed=0):
     """Let a model answer random rows under random default budgets, and label the answers."""
     generator = np.random.default_rng(seed)
     budgets = (default_budgets(table) + 1).tolist()  # the controller's own time comes on top
@@ -172,10 +165,10 @@ def serve_requests(
 
 
 def logging_model(
-    folder: Path,
-    agent: Any,
-    table: ProfileTable,
-    slower: Factors = lambda values: 1.0,
-    **options: Any,
-) -> AdaptiveModel:
+    folder,
+    agent,
+    table,
+    slower=lambda values: 1.0,
+    **options,
+):
     return AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)

@@ -1,11 +1,6 @@
 """Folders of finished runs, written without training: what came of every decision is known."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -31,18 +26,18 @@ HULL = [
 
 
 def write_run(
-    folder: Path,
+    folder,
     *,
-    gain: float = 0.0,
-    seeds: Sequence[int] = (0, 1),
-    samples: Sequence[int] = range(60),
-    budgets: Sequence[float] = BUDGETS,
-    digest: str = "sha256:a",
-    sense: str = "deadline",
-    spent: float = 0.0,
-    settings: Mapping[str, Any] | None = None,
-    decisions: bool = True,
-) -> Path:
+    gain=0.0,
+    seeds=(0, 1),
+    samples=range(60),
+    budgets=BUDGETS,
+    digest="sha256:a",
+    sense="deadline",
+    spent=0.0,
+    settings=None,
+    decisions=True,
+):
     """A run of a controller. On every sample it gets what a run with no gain gets, and on the share
     `gain` of them 1 where that one gets 0. Under mean budgets it spends `spent` ms more."""
     draws = np.random.default_rng(0)
@@ -61,7 +56,7 @@ def write_run(
                 right = right ^ (luck * 1000 % 1 < 0.02 * (1 + seed)) | (order < gain)[:, None]
             cubes.append(right.astype(float))
             for b, budget in enumerate(budgets):
-                columns: dict[str, Any] = {
+                columns = {
                     "sample_id": [f"s{i}" for i in samples],
                     "accuracy": cubes[-1][:, b],
                 }
@@ -91,7 +86,7 @@ def write_run(
                     "over_static_mix_ci95": [mean - 0.45, mean - 0.35],
                 }
             rows.append(row)
-    results: dict[str, Any] = {"sense": "mean", "static_hull": HULL} if sense == "mean" else {}
+    results = {"sense": "mean", "static_hull": HULL} if sense == "mean" else {}
     results |= {
         "test_samples": len(samples),
         "seeds": list(seeds),
@@ -125,9 +120,7 @@ def write_run(
     return _write(folder, results, values, csv, frames if decisions else [])
 
 
-def _write(
-    folder: Path, results: object, settings: Any, csv: str, frames: list[pl.DataFrame]
-) -> Path:
+def _write(folder, results, settings, csv, frames):
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(results))
     # `default` and names made of settings are nobody's choice
@@ -140,16 +133,16 @@ def _write(
 
 
 def write_selector_run(
-    folder: Path,
+    folder,
     *,
-    wrong: float = 0.5,
-    form: str = "grpo_recorded",
-    shots: Sequence[int] = (1, 2),
-    queries: int = 60,
-    digest: str = "sha256:t",
-    unknown: int = 0,
-    first: int = 0,
-) -> Path:
+    wrong=0.5,
+    form="grpo_recorded",
+    shots=(1, 2),
+    queries=60,
+    digest="sha256:t",
+    unknown=0,
+    first=0,
+):
     """A run of a selector that gets the share `wrong` of the queries wrong, the same ones at any
     number of shots; of the first `unknown` queries nothing is known at the last number of shots.
     Queries are counted from `first`."""
@@ -183,7 +176,7 @@ def write_selector_run(
                 "place": float(count),
             }
             frames.append(pl.DataFrame(columns))
-    results: dict[str, Any] = {
+    results = {
         "system": "selector",
         "test_digest": digest,
         "test_queries": queries,

@@ -5,8 +5,6 @@ Rows C are the project as a whole, K the controller, S the selector. CONTRIBUTIN
 test here is removed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -61,12 +59,12 @@ from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def seeds_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeds_run(tmp_path_factory):
     """A finished run of `experiment=seeds` on a tiny table, as a job of a W&B sweep, offline. Only
     the learning rate and the sizes differ from the experiment's, so that a few iterations learn
     something."""
@@ -104,7 +102,7 @@ def seeds_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three_shots(tmp_path_factory):
     """A finished run of `experiment=selector_seeds` on a file of ten queries with five beams of
     three shots, each of which ends with the id of its query. Nothing says that there are three."""
 
@@ -146,7 +144,7 @@ def three_shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- C1: the folders and the packages --------------------------------------------------------------
 
 
-def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
+def test_c1_the_folders_are_packages_of_the_libraries_that_were_named():
 
     root = Path(__file__).parents[1]
     for folder in ("envs", "agents", "losses", "experiments"):
@@ -163,7 +161,7 @@ def test_c1_the_folders_are_packages_of_the_libraries_that_were_named() -> None:
 # -- C2: a gymnasium-style bandit that is stepped by hand ------------------------------------------
 
 
-def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
+def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand():
 
     table = small_table()
     env = gymnasium.make("knobwise/ConfigBandit-v0", table=table)
@@ -181,7 +179,7 @@ def test_c2_the_bandit_replays_the_profile_and_is_stepped_by_hand() -> None:
 # -- C3: three categorical actions under three keys ------------------------------------------------
 
 
-def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser() -> None:
+def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser():
 
     table, knobs = small_table(holes=0.5), ["max_crops", "top_k", "num_active_blocks"]
     options = {"action_keys": "knobs", "unprofiled": "error", "full_information": True, "seed": 0}
@@ -225,7 +223,7 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
 # -- C4: what GRPO trains is what is deployed ------------------------------------------------------
 
 
-def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path) -> None:
+def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run):
     """Under policy=independent."""
 
     best = load_checkpoint(seeds_run / "checkpoints/best.pt")
@@ -234,7 +232,7 @@ def test_c4_the_weights_that_grpo_trained_are_the_deployed_ones(seeds_run: Path)
     assert deployed_arrays_are(best.network, seeds_run)
 
 
-def deployed_arrays_are(network: Controller, run: Path) -> bool:
+def deployed_arrays_are(network, run):
     """Whether what a run exports decides by exactly the weights of the last of these networks."""
     exported = np.load(run / "controller.npz")
     weights = [*network.network.layers, network.network.head.logits]
@@ -252,8 +250,8 @@ def deployed_arrays_are(network: Controller, run: Path) -> bool:
 
 @pytest.mark.parametrize("policy", ["auto", "utility"])
 def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_deploys(
-    policy: str,
-) -> None:
+    policy,
+):
     """Nothing comes after GRPO: no student, no mixture with its teacher, no weights from before
     it."""
 
@@ -302,7 +300,7 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
 # -- C5: experiment files, and runs compared in Weights & Biases -----------------------------------
 
 
-def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path) -> None:
+def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run):
 
     assert [job.loss.group_size for job in jobs_of(["experiment=group_size"])] == [5, 8, 16, 64]
     training, *_, results = offline_runs(seeds_run)
@@ -320,7 +318,7 @@ def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run: Path)
 # -- C6: a sweep file for `wandb agent` ------------------------------------------------------------
 
 
-def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -> None:
+def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run):
     """W&B ships its schema of sweeps in another package, so what our file uses of it stands
     here."""
 
@@ -339,7 +337,7 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -
     env, program, verb, *words, last = sweep["command"]
     assert (env, program, verb, last) == ("${env}", "knobwise", "train", "${args_no_hyphens}")
     assert read_settings("train", words).experiment == "controller"
-    jobs: list[dict[str, float]] = [{}, {}]  # the least of everything, and the most
+    jobs = [{}, {}]  # the least of everything, and the most
     for key, parameter in sweep["parameters"].items():
         bounds = {name: value for name, value in parameter.items() if name != "distribution"}
         assert bounds.keys() in ({"values"}, {"min", "max"})
@@ -367,7 +365,7 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run: Path) -
 # -- K1: exp5 and exp6, core_exp, long tables ------------------------------------------------------
 
 
-def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
+def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read():
 
     table = small_table(6)
     write_long_table(table, "t.csv")
@@ -412,9 +410,9 @@ def test_k1_exp5_with_exp6_core_exp_and_long_tables_are_read() -> None:
 # -- K2: accuracy in per cent, features in .pt files, controller_training_data.json ----------------
 
 
-def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read() -> None:
+def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read():
 
-    def read(*words: str):
+    def read(*words):
         return read_profile(read_settings("inspect", ["profile=table", *words]).profile)
 
     cells = {
@@ -466,7 +464,7 @@ def test_k2_per_cent_features_by_sample_and_the_original_training_data_are_read(
 
 
 # -- K3: image and language features, a budget encoding, three heads -------------------------------
-def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> None:
+def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines():
 
     write_table()
     words = [
@@ -490,7 +488,7 @@ def test_k3_the_budget_is_read_as_one_number_or_by_32_sines_and_cosines() -> Non
 
 
 # -- K4: features reduced before the first layer ---------------------------------------------------
-def test_k4_features_are_projected_before_the_first_layer() -> None:
+def test_k4_features_are_projected_before_the_first_layer():
 
     write_table()
     words = [
@@ -514,7 +512,7 @@ def test_k4_features_are_projected_before_the_first_layer() -> None:
 # -- K5: the shaped reward -------------------------------------------------------------------------
 
 
-def test_k5_the_shaped_reward_has_its_five_coefficients() -> None:
+def test_k5_the_shaped_reward_has_its_five_coefficients():
 
     reward = read_settings("train", ["reward=shaped"]).reward
     assert (reward.alpha, reward.beta, reward.gamma, reward.delta, reward.epsilon) == (
@@ -542,7 +540,7 @@ def test_k5_the_shaped_reward_has_its_five_coefficients() -> None:
 
 
 # -- K6: relative budgets, and budgets drawn from a range ------------------------------------------
-def test_k6_budgets_are_relative_or_uniform() -> None:
+def test_k6_budgets_are_relative_or_uniform():
 
     table, rows = small_table(), torch.zeros(4000, dtype=torch.int64)
     relative = BudgetSampler(table, read_settings("train", ["budget=relative"]).budget)(rows)
@@ -558,7 +556,7 @@ def test_k6_budgets_are_relative_or_uniform() -> None:
 # -- K7: groups of draws, z-scores, the clip, the KL -----------------------------------------------
 
 
-def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> None:
+def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run):
 
     words = ["loss=sampled", "loss.group_size=8", "loss.advantage=zscore"]
     loss = read_settings("train", [*words, "loss.kl_to_ref_coeff=0.1"]).loss
@@ -584,7 +582,7 @@ def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run: Path) -> No
 # -- K8: a KL coefficient that follows the KL ------------------------------------------------------
 
 
-def test_k8_the_weight_of_the_kl_follows_the_kl() -> None:
+def test_k8_the_weight_of_the_kl_follows_the_kl():
 
     words = [
         *SIMULATED,
@@ -606,7 +604,7 @@ def test_k8_the_weight_of_the_kl_follows_the_kl() -> None:
 
 
 # -- K9: balanced sampling, k-fold splits ----------------------------------------------------------
-def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
+def test_k9_small_data_sets_are_drawn_as_often_as_large_ones():
 
     table = replace(small_table(60), datasets=("large",) * 50 + ("small",) * 10)
     settings = read_settings("train", ["balance.by=dataset"])
@@ -616,7 +614,7 @@ def test_k9_small_data_sets_are_drawn_as_often_as_large_ones() -> None:
     assert torch.isin(rows, table.split().train).all()
 
 
-def test_k9_five_folds_judge_every_sample_once() -> None:
+def test_k9_five_folds_judge_every_sample_once():
 
     write_table()
     words = [
@@ -640,7 +638,7 @@ def test_k9_five_folds_judge_every_sample_once() -> None:
 # -- K10: the original's training settings ---------------------------------------------------------
 
 
-def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
+def test_k10_the_settings_of_the_original_training(seeds_run):
 
     settings = read_settings("train", ["experiment=seeds"])
     optimiser = settings.optimiser
@@ -663,7 +661,7 @@ def test_k10_the_settings_of_the_original_training(seeds_run: Path) -> None:
 # -- K11: the logged names -------------------------------------------------------------------------
 
 
-def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Path) -> None:
+def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run):
 
     means = [f"{what}_{of}" for what in ("Reward", "Accuracy", "Latency") for of in ("Mean", "Std")]
     wanted = {
@@ -682,7 +680,7 @@ def test_k11_tensorboard_and_wandb_have_the_names_of_the_original(seeds_run: Pat
 # -- K12: a decision as a dict of the three knobs --------------------------------------------------
 
 
-def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run: Path) -> None:
+def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run):
 
     table, policy = small_table(), knobwise.load(seeds_run)
     greedy = load_checkpoint(seeds_run / "checkpoints/best.pt").controller.choose(
@@ -702,8 +700,8 @@ def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run
 
 # -- K13: ONNX and INT8 ----------------------------------------------------------------------------
 def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
 
     words = ["onnx=true", "int8=true"]
     assert "nowhere" in refused(["export", "checkpoint=nowhere/at_all.pt", *words], capsys)
@@ -723,9 +721,7 @@ def test_k13_what_is_deployed_is_exported_as_onnx_and_int8(
 
 
 # -- K14: cached features and decisions, the first stage in the background -------------------------
-def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background() -> (
-    None
-):
+def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_background():
 
     torch.set_num_threads(1)
     requests = [ElasticRequests().request(str(number)) for number in (0, 1, 0, 1)]
@@ -746,7 +742,7 @@ def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_
 # -- K15: the knobs of a running model -------------------------------------------------------------
 
 
-def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> None:
+def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage():
 
     table = builtin_profile()
     split = table.split()
@@ -766,7 +762,7 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage() -> 
 
 
 # -- K16: several data sets ------------------------------------------------------------------------
-def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
+def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
 
     for number, name in enumerate("abc"):
         write_table(40, seed=number, prefix=name)
@@ -801,7 +797,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros() -> None:
 # -- K17: PPO with a value network -----------------------------------------------------------------
 
 
-def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
+def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo():
 
     words = ["experiment=ppo", *SIMULATED, *OPTIMISER, "seeds=[0]", "baselines=false", "name=run"]
     assert main(["train", *words, "optimiser.warmup_iterations=0"]) == 0
@@ -816,7 +812,7 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo() -> None:
 # -- K18: updates, other hardware, explanations ----------------------------------------------------
 
 
-def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
+def test_k18_a_controller_is_updated_for_other_hardware_and_explained():
 
     write_table()
     policy = ["policy=utility", "policy.members=2", "seeds=[0]", "baselines=false", "name=x"]
@@ -834,7 +830,7 @@ def test_k18_a_controller_is_updated_for_other_hardware_and_explained() -> None:
 # -- S1: beams in every format ---------------------------------------------------------------------
 
 
-def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -> None:
+def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots):
 
     assert OmegaConf.load(three_shots / "config.yaml").shots == 3
     folder = three_shots.parents[2]
@@ -846,7 +842,7 @@ def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -
         json.dumps([{"query_id": int(query), **beams} for query, beams in by_query.items()])
     )
 
-    def read(path: Path | str, file: Path | str) -> BeamTable:
+    def read(path, file):
         words = [
             "experiment=selector_seeds",
             "beams=files",
@@ -879,7 +875,7 @@ def test_s1_beams_are_read_in_every_format_with_three_shots(three_shots: Path) -
 # -- S2: pools, the generation of beams ------------------------------------------------------------
 
 
-def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
+def test_s2_beams_are_generated_from_four_kinds_of_pools():
 
     small = [
         "model=learner",
@@ -915,7 +911,7 @@ def test_s2_beams_are_generated_from_four_kinds_of_pools() -> None:
 
 
 @pytest.mark.parametrize("version", ["v0", "v1", "v2", "v3"])
-def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(version: str) -> None:
+def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(version):
 
     table, _ = small_beams(pool=4)
     table.save("b.safetensors")
@@ -933,7 +929,7 @@ def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(ver
 # -- S4: CLIP with LoRA ----------------------------------------------------------------------------
 
 
-def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
+def test_s4_clip_learns_along_by_its_lora_weights_alone():
 
     from tiny_models import picture, tiny_clip
 
@@ -961,7 +957,7 @@ def test_s4_clip_learns_along_by_its_lora_weights_alone() -> None:
 # -- S5: supervised fine-tuning, RCE, GRPO ---------------------------------------------------------
 
 
-def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -> None:
+def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots):
 
     metrics = pl.read_csv(three_shots / "metrics.csv")
     first = {}
@@ -979,7 +975,7 @@ def test_s5_sft_then_rce_with_falling_temperature_then_grpo(three_shots: Path) -
 # -- S6: a start from a checkpoint -----------------------------------------------------------------
 
 
-def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
+def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy():
 
     table, _ = small_beams(60)
     table.save("b.safetensors")
@@ -996,7 +992,7 @@ def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy() -> None:
 # -- S7: the curriculum, the temperature by KL, conditional GRPO, rank advantages ------------------
 
 
-def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
+def test_s7_curriculum_conditional_rank_and_temperature_by_kl():
 
     small_beams(40)[0].save("b.safetensors")
     words = [
@@ -1026,7 +1022,7 @@ def test_s7_curriculum_conditional_rank_and_temperature_by_kl() -> None:
 # -- S8: the checkpoint of the best KL -------------------------------------------------------------
 
 
-def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
+def test_s8_the_epoch_of_the_lowest_kl_is_kept():
 
     small_beams(40)[0].save("b.safetensors")
     words = [
@@ -1061,7 +1057,7 @@ def test_s8_the_epoch_of_the_lowest_kl_is_kept() -> None:
         ),  # nothing varies in a group of one
     ],
 )
-def test_s9_reward_modes_and_weights(options: list[str], wanted: float) -> None:
+def test_s9_reward_modes_and_weights(options, wanted):
 
     settings = read_settings("train_selector", options)
     fields = {
@@ -1089,15 +1085,13 @@ def test_s9_reward_modes_and_weights(options: list[str], wanted: float) -> None:
         ("selector_weights", [(1, 1), (2, 1), (1, 0.5), (2, 0.5)]),
     ],
 )
-def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> None:
+def test_s10_the_planned_experiments(experiment, planned):
 
     small_beams(40)[0].save("b.safetensors")
     settings = read_settings("train_selector", [f"experiment={experiment}"])
     plans = {name: settings.plan(name) for name in settings.variants}
     if experiment == "selector_rewards":
-        tried: list[object] = [
-            plan.reward.mode for name, plan in plans.items() if name == plan.reward.mode
-        ]
+        tried = [plan.reward.mode for name, plan in plans.items() if name == plan.reward.mode]
         tried.append("hard_plus_soft_v2")  # the first, by default
     elif experiment == "selector_advantages":
         tried = [plan.loss.advantage for plan in plans.values()]
@@ -1114,7 +1108,7 @@ def test_s10_the_planned_experiments(experiment: str, planned: list[object]) -> 
 # -- S11: the logged names -------------------------------------------------------------------------
 
 
-def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path) -> None:
+def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots):
 
     metrics = pl.read_csv(three_shots / "metrics.csv")
     train = ("Policy_Loss", "KL_Loss", "Advantage_Mean", "Advantage_Std", "KL", "Beta")
@@ -1129,7 +1123,7 @@ def test_s11_losses_advantages_beta_and_temperature_are_logged(three_shots: Path
 # -- S12: a learned reward -------------------------------------------------------------------------
 
 
-def test_s12_a_learned_reward_scores_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s12_a_learned_reward_scores_the_draws(monkeypatch):
 
     few_demonstrations(monkeypatch, 60, 20)
     small = [

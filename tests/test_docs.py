@@ -5,10 +5,8 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -24,7 +22,6 @@ from knobwise.__main__ import main
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.wandb_run import THROUGHPUT
@@ -86,13 +83,13 @@ RUNS = {
 }
 
 
-def write_measured(table: ProfileTable, path: str, features: str) -> None:
+def write_measured(table, path, features):
     write_long_table(table, path)
     write_features(table, features)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def runs(tmp_path_factory):
     """Small runs of every kind, logged offline, by name."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("metrics")
@@ -109,11 +106,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         yield {name: next((home / "runs").glob(f"*/{name}")) for name in RUNS}
 
 
-def section(title: str) -> str:
+def section(title):
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def explains_each(explained: list[str], logged: set[str]) -> None:
+def explains_each(explained, logged):
     """Every logged name is explained by exactly one line, where `<…>` stands for any word, and
     every line is about a name that is logged."""
     lines = {
@@ -128,17 +125,17 @@ def explains_each(explained: list[str], logged: set[str]) -> None:
     assert set(explained) == {line for matching in by_name.values() for line in matching}
 
 
-def short(key: str) -> str:
+def short(key):
     """The name that a table, a picture or a page was logged under; W&B notes several values of
     each."""
     return re.sub(r"^(Test/\w+?|Knobs/[^.]+?|Charts/[^/.]+|report)(_table)?\.\w+$", r"\1", key)
 
 
 @functools.cache
-def logged_to_wandb(run: Path) -> dict[tuple[str, int | None], set[str]]:
+def logged_to_wandb(run):
     """Names in history and summary of every W&B run of a folder, by stage and seed; seed None for
     the results."""
-    names: dict[tuple[str, int | None], set[str]] = {}
+    names = {}
     for offline in offline_runs(run):
         keys = {short(key) for row in offline.history for key in row}
         assert len(keys) <= 40
@@ -151,12 +148,10 @@ def logged_to_wandb(run: Path) -> dict[tuple[str, int | None], set[str]]:
 
 
 @pytest.fixture(scope="module")
-def names(runs: dict[str, Path]) -> dict[str, set[str]]:
+def names(runs):
     """Every name that is logged to W&B: by runs that trained a controller or prices, by those of a
     selector's stages, as test scores of either, and with the results."""
-    logged: dict[str, set[str]] = {
-        kind: set() for kind in ("controller", "selector", "scores", "results")
-    }
+    logged = {kind: set() for kind in ("controller", "selector", "scores", "results")}
     for run in runs.values():
         results = read_results(run)
         by_run = logged_to_wandb(run)
@@ -174,7 +169,7 @@ def names(runs: dict[str, Path]) -> dict[str, set[str]]:
     return logged
 
 
-def test_every_logged_name_is_explained_and_no_other(names: dict[str, set[str]]) -> None:
+def test_every_logged_name_is_explained_and_no_other(names):
     training, results = (
         section("Training").split("For each stage of a selector"),
         section("Results").split("\nThe run with"),
@@ -192,12 +187,10 @@ def test_every_logged_name_is_explained_and_no_other(names: dict[str, set[str]])
             assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
 
 
-def test_every_name_in_the_workspace_is_logged(
-    runs: dict[str, Path], names: dict[str, set[str]]
-) -> None:
+def test_every_name_in_the_workspace_is_logged(runs, names):
     spec = view_of(WorkspaceRun())._to_model().spec.model_dump(by_alias=True, exclude_none=True)
     rows = {column for run in runs.values() for column in columns_of(read_results(run)["rows"])}
-    wanted: set[str] = set()
+    wanted = set()
     for part in spec["section"]["panelBankConfig"]["sections"]:
         for panel in part["panels"]:
             config = panel["config"]
@@ -231,9 +224,7 @@ def test_every_name_in_the_workspace_is_logged(
     assert wanted - knobs - set().union(*names.values()) == set()
 
 
-def test_metrics_csv_holds_the_training_names(
-    runs: dict[str, Path], names: dict[str, set[str]]
-) -> None:
+def test_metrics_csv_holds_the_training_names(runs, names):
     columns = {
         name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns
     }
@@ -242,7 +233,7 @@ def test_metrics_csv_holds_the_training_names(
     assert columns - of_stages == {"seed", "step", *names["controller"]} - {THROUGHPUT}
 
 
-def columns_of(value: Any) -> set[str]:
+def columns_of(value):
     """Names of the columns of a list of rows, also where there is such a list for each seed."""
     if isinstance(value, list):
         return {
@@ -254,15 +245,15 @@ def columns_of(value: Any) -> set[str]:
 
 
 def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(
-    runs: dict[str, Path],
-) -> None:
+    runs,
+):
     results = [read_results(run) for run in runs.values()]
     policies = {
         row["policy"] for result in results for row in result["rows"] + result.get("controls", [])
     }
     variants = {name for result in results for name in result.get("variants", [])}
     explains_each(NAMED.findall(section("Results").split("| policy |")[1]), policies - variants)
-    names: set[str] = set()
+    names = set()
     of_rows = {column for result in results for column in columns_of(result["rows"])}
     for name, value in [item for result in results for item in result.items()]:
         columns = set(value) if name == "profile" else columns_of(value)
@@ -273,7 +264,7 @@ def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(
     explains_each(NAMED.findall(section("results.json")), names)
 
 
-def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Path]) -> None:
+def test_every_column_of_decisions_is_explained_and_no_other(runs):
     columns = {
         column
         for run in runs.values()
@@ -282,7 +273,7 @@ def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Pat
     explains_each(NAMED.findall(section("decisions.parquet")), columns)
 
 
-def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]) -> None:
+def test_the_run_of_the_results_holds_the_validation_score(runs):
     """Settings are chosen by it."""
     scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}
     scores |= {"live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
@@ -329,12 +320,12 @@ SHORTER_SELECTOR = [
 ]
 
 
-def blocks(guide: str, language: str) -> list[str]:
+def blocks(guide, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / guide).read_text(), re.DOTALL)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty folder with a profile in every form that the guides speak of."""
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
@@ -360,7 +351,7 @@ LEAN = ["policy=utility", "policy.hidden=16", "policy.members=2", "baselines=fal
 SHORTER_LIVE = ["stream.requests=6"]
 
 
-def shortened(words: list[str]) -> list[str]:
+def shortened(words):
     if words[0] == "evaluate" and "live=true" in words:
         return words + SHORTER_LIVE
     if words[0] == "profile" and "model=examples.own_model:DigitForest" in words:
@@ -379,9 +370,7 @@ def shortened(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_every_command_of_a_guide_and_then_every_snippet(
-    guide: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypatch, capsys):
     lines = [
         line
         for block in blocks(guide, "bash")
@@ -414,7 +403,7 @@ def test_every_command_of_a_guide_and_then_every_snippet(
         knobwise, "fit", functools.partial(knobwise.fit, optimiser=shorter, **{"policy.members": 2})
     )
     capsys.readouterr()
-    names: dict[str, object] = {}
+    names = {}
     for snippet in blocks(guide, "python"):
         exec(compile(snippet, guide, "exec"), names)
     assert capsys.readouterr().out or not blocks(guide, "python")

@@ -2,9 +2,7 @@
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 import torch
 from PIL import Image
 
@@ -16,7 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 QUICK = {"teacher_iterations": 5, "warmup_iterations": 5, "iterations": 5}
 
 
-def example(name: str) -> ModuleType:
+def example(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -25,7 +23,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def test_every_example_is_here() -> None:
+def test_every_example_is_here():
     names = {
         "step_by_hand",
         "torchrl_loop",
@@ -40,7 +38,7 @@ def test_every_example_is_here() -> None:
     assert {path.stem for path in EXAMPLES} == names
 
 
-def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_step_by_hand(capsys, tmp_path):
     reward = example("step_by_hand").main()
     printed = capsys.readouterr().out
     assert f"reward {reward:+.2f}" in printed
@@ -51,7 +49,7 @@ def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert len(picture.getcolors(1 << 24) or []) > 50  # a drawing, not a blank
 
 
-def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments() -> None:
+def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments():
     """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.595;
     this is held to within a point of it, by half of its iterations."""
     # lines with code: what explains is free
@@ -62,20 +60,20 @@ def test_the_loop_fits_on_a_page_and_is_as_good_as_the_heads_of_the_experiments(
     assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.585
 
 
-def test_torchrls_trainer_learns() -> None:
+def test_torchrls_trainer_learns():
     torch.manual_seed(0)
     before, after = example("train_with_torchrl_trainer").main(iterations=100)
     assert after > before + 0.1
 
 
-def test_ppo_by_torchrl_alone_learns() -> None:
+def test_ppo_by_torchrl_alone_learns():
     assert len((ROOT / "examples" / "ppo.py").read_text().splitlines()) <= 60
     torch.manual_seed(0)
     before, after = example("ppo").main(iterations=15, contexts=512)
     assert after > before + 0.1
 
 
-def test_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_table(tmp_path, capsys):
     module = example("own_table")
     decisions = module.main(*module.builtin_files(tmp_path), policy="utility", optimiser=QUICK)
     printed = capsys.readouterr().out
@@ -83,7 +81,7 @@ def test_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"ms: {decision}" in printed for decision in decisions)
 
 
-def test_deploy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy(tmp_path, capsys):
     knobwise.fit(builtin_profile(), policy="utility", optimiser=QUICK).save(tmp_path / "policy.pt")
     on_time = example("deploy").main(str(tmp_path / "policy.pt"), requests=3)
     printed = capsys.readouterr().out

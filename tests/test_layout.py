@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -45,13 +44,13 @@ BANNED = re.compile(
 """Names that name nothing; CONTRIBUTING.md has the project's words."""
 
 
-def top_of(path: Path) -> str:
+def top_of(path):
     """The part of the project that a file is in: one of `MAY_IMPORT`."""
     parts = path.relative_to(ROOT).parts
     return parts[1] if parts[0] == "knobwise" else parts[0]
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,13 +64,13 @@ def imported(path: Path) -> set[str]:
     return modules
 
 
-def test_what_is_exported_needs_numpy_alone() -> None:
+def test_what_is_exported_needs_numpy_alone():
     for path in sorted(EXPORTED.glob("*.py")):
         parts = {name.split(".")[0] for name in imported(path)}
         assert parts - sys.stdlib_module_names <= {"numpy"}, path
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     for path in SOURCES:
         names = imported(path)
         parts = {name.split(".")[1] for name in names if name.startswith("knobwise.")} & {
@@ -84,15 +83,15 @@ def test_imports_go_one_way() -> None:
         )
 
 
-def test_no_circle_between_folders() -> None:
+def test_no_circle_between_folders():
     """Imports inside functions count too; those for type checkers and in `__main__` blocks do
     not."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
     modules = {path: f"knobwise.{name.removeprefix('knobwise.')}" for path, name in modules.items()}
     folder_of = {name: str(path.parent.relative_to(ROOT)) for path, name in modules.items()}
-    edges: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+    edges = {folder: set() for folder in folder_of.values()}
 
-    def visit(node: ast.AST, folder: str) -> None:
+    def visit(node, folder):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and re.search(
                 "TYPE_CHECKING|__name__", ast.unparse(child.test)
@@ -108,12 +107,12 @@ def test_no_circle_between_folders() -> None:
     TopologicalSorter(edges).prepare()  # raises CycleError, which names the folders
 
 
-def test_tests_never_import_our_folders_bare() -> None:
+def test_tests_never_import_our_folders_bare():
     for path in (ROOT / "tests").rglob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & set(FOLDERS), path
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
+def names_in(tree):
     """Every name that a file gives to something: functions, classes, arguments, variables,
     fields."""
     for node in ast.walk(tree):
@@ -132,14 +131,14 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def test_names_say_what_a_thing_is() -> None:
+def test_names_say_what_a_thing_is():
     for path in (*SOURCES, *BENCHMARKS):
         assert not {name for name in names_in(ast.parse(path.read_text())) if BANNED.match(name)}, (
             path
         )
 
 
-def lines_with_tokens(source: str) -> Counter[int]:
+def lines_with_tokens(source):
     """Count the tokens of each line of Python, without docstrings, comments and line breaks."""
     docstrings = set[int]()
     for node in ast.walk(ast.parse(source)):
@@ -154,7 +153,7 @@ def lines_with_tokens(source: str) -> Counter[int]:
     return counts
 
 
-def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting() -> None:
+def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting():
     counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
     assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
     lengths = {
@@ -166,7 +165,7 @@ def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting() -> Non
 COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
-def test_code_is_open() -> None:
+def test_code_is_open():
     """Few statements say several things at once; counted in 1,000 lines."""
     counts = Counter[str]()
     lines = 0
@@ -195,14 +194,14 @@ def test_code_is_open() -> None:
     assert not {name: share for name, share in per_1000.items() if share > most[name]}
 
 
-def test_the_links_point_to_the_folders() -> None:
+def test_the_links_point_to_the_folders():
     for folder in FOLDERS:
         link = ROOT / "knobwise" / folder
         assert link.is_symlink()
         assert link.readlink() == Path("..") / folder
 
 
-def test_the_spine_can_be_read_in_one_sitting() -> None:
+def test_the_spine_can_be_read_in_one_sitting():
     spine = [
         "envs/tables/profile_table.py",
         "envs/configurations/torchrl_env.py",
@@ -213,7 +212,7 @@ def test_the_spine_can_be_read_in_one_sitting() -> None:
     assert sum(len(lines_with_tokens((ROOT / path).read_text())) for path in spine) <= 1000
 
 
-def test_no_path_of_this_machine_and_no_registry_in_the_project() -> None:
+def test_no_path_of_this_machine_and_no_registry_in_the_project():
     places = "|".join(
         re.escape(f"{path}/") for path in (ROOT, ROOT.parent, Path.home()) if len(path.parts) > 1
     )
@@ -223,7 +222,7 @@ def test_no_path_of_this_machine_and_no_registry_in_the_project() -> None:
             assert not suspicious.search(path.read_text()), path
 
 
-def test_the_readme_holds_no_placeholder_and_its_tree_names_every_folder_and_nothing_else() -> None:
+def test_the_readme_holds_no_placeholder_and_its_tree_names_every_folder_and_nothing_else():
     readme = (ROOT / "README.md").read_text()
     assert not re.search(r"^RESULTS$|SEEDS", readme, re.MULTILINE)
     tree = readme.split("## The tree")[1].split("```")[1].strip("\n").splitlines()
@@ -246,7 +245,7 @@ PIP = ["-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel, built from what git keeps or would keep."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -263,7 +262,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def install(python: str, wheel: Path, folder: Path) -> Path:
+def install(python, wheel, folder):
     """Put nothing but the wheel into a folder; pip refuses it where its metadata does not allow
     this Python."""
     words = ["install", "--no-deps", "--no-compile", "--target", str(folder), str(wheel)]
@@ -272,16 +271,16 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     return install(sys.executable, wheel, tmp_path_factory.mktemp("installed") / "site")
 
 
-def works(python: str) -> bool:
+def works(python):
     return subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
 
 
 @functools.cache
-def pythons() -> dict[str, str]:
+def pythons():
     """An interpreter of each supported version, as far as there is one: this one, pyenv's, those on
     the path."""
     supported = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text())
@@ -306,9 +305,7 @@ print(about.version, command.name, compileall.compile_dir(sys.argv[1], quiet=1))
 
 
 @pytest.mark.parametrize("version", pythons())
-def test_the_wheel_installs_and_compiles_on_each_python(
-    version: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_installs_and_compiles_on_each_python(version, wheel, tmp_path):
     """Where the dependencies are installed it also trains, below; elsewhere this does not download
     them."""
     python = pythons()[version]
@@ -317,7 +314,7 @@ def test_the_wheel_installs_and_compiles_on_each_python(
     assert done.split() == [__version__, "knobwise", "True"]
 
 
-def run(installed: Path, folder: Path, *words: str, python: str = sys.executable) -> str:
+def run(installed, folder, *words, python=sys.executable):
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     command = [python, *words]
     return subprocess.run(
@@ -333,7 +330,7 @@ knobwise.__main__.main(["inspect"])  # the built-in profile is in it
 """
 
 
-def test_the_wheel_holds_everything_and_only_knobwise(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_holds_everything_and_only_knobwise(installed, tmp_path):
     """Help and a training run from another folder, without the checkout."""
     folders = {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"}
     assert folders == {"knobwise", *(path.name for path in installed.glob("knobwise-*.dist-info"))}

@@ -5,7 +5,6 @@ import re
 import subprocess
 from configparser import ConfigParser
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,11 +16,11 @@ SETUP.read(ROOT / "setup.cfg")
 VERSIONS = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
 
 
-def read_yaml(path: str) -> Any:
+def read_yaml(path):
     return yaml.safe_load((ROOT / path).read_text())
 
 
-def test_version_and_date_agree_everywhere() -> None:
+def test_version_and_date_agree_everywhere():
     citation, changelog = read_yaml("CITATION.cff"), (ROOT / "CHANGELOG.md").read_text()
     released = dict(
         re.findall(r"^## (\d+\.\d+\.\d+), (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
@@ -31,7 +30,7 @@ def test_version_and_date_agree_everywhere() -> None:
     assert citation["license"] == SETUP["metadata"]["license"]
 
 
-def test_workflows_test_each_supported_python_and_publish_without_a_password() -> None:
+def test_workflows_test_each_supported_python_and_publish_without_a_password():
     (test,) = read_yaml(".github/workflows/test.yml")["jobs"].values()
     assert test["strategy"]["matrix"]["python"] == VERSIONS
     assert {system.split("-")[0] for system in test["strategy"]["matrix"]["os"]} == {
@@ -56,7 +55,7 @@ def test_workflows_test_each_supported_python_and_publish_without_a_password() -
         assert done.returncode == status
 
 
-def test_every_tool_that_a_project_file_runs_is_installed_with_the_tests() -> None:
+def test_every_tool_that_a_project_file_runs_is_installed_with_the_tests():
     extras = SETUP["options.extras_require"]
     tested = set(extras["test"].split())
     assert set(extras["docs"].split()) <= tested
@@ -76,7 +75,7 @@ def test_every_tool_that_a_project_file_runs_is_installed_with_the_tests() -> No
     )
 
 
-def test_templates_ask_for_what_helps() -> None:
+def test_templates_ask_for_what_helps():
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         form = yaml.safe_load(path.read_text())
         if path.name != "config.yml":

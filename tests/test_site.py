@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def site(tmp_path_factory):
     """The pages by name. A broken link, a page outside the navigation, or a parameter that is
     documented and does not exist fails the build."""
     folder = tmp_path_factory.mktemp("site")
@@ -32,20 +32,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.html")}
 
 
-def test_pages_load_nothing_from_elsewhere(site: dict[str, str]) -> None:
+def test_pages_load_nothing_from_elsewhere(site):
     for name, page in site.items():
         loaded = re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="([^"]+)"', page)
         assert not [address for address in loaded if "//" in address], name
 
 
-def test_lists_are_lists(site: dict[str, str]) -> None:
+def test_lists_are_lists(site):
     """On GitHub they need no blank line before them."""
     for name, page in site.items():
         assert not re.search(r"<p>[^<]*(?:<(?!/p>)[^<]*)*\n(?:[-*]|1\.) ", page), name
     assert site["changelog.html"].count("<li>") > 100
 
 
-def test_every_setting_and_every_public_name_is_on_its_page(site: dict[str, str]) -> None:
+def test_every_setting_and_every_public_name_is_on_its_page(site):
     for verb in VERBS:
         page = unescape(site[f"commands/{verb}.html"])
         assert all(
@@ -61,18 +61,18 @@ def test_every_setting_and_every_public_name_is_on_its_page(site: dict[str, str]
             assert f'id="{module.__name__}.{public}"' in site[f"api/{name}.html"], public
 
 
-def test_the_tutorial_has_its_pictures_and_outputs(site: dict[str, str]) -> None:
+def test_the_tutorial_has_its_pictures_and_outputs(site):
     assert site["tutorial.html"].count('<img alt="what this cell draws"') == 4
     assert "2,000 samples × 64 configurations" in site["tutorial.html"]
 
 
-def test_guides_are_linked_from_the_first_page(site: dict[str, str]) -> None:
+def test_guides_are_linked_from_the_first_page(site):
     guides = ("tutorial", "profiles", "real_models", "beams", "export", "runtime", "experiments")
     assert all(f'<a href="{guide}.html">' in site["index.html"] for guide in guides)
     assert len((ROOT / "docs" / "index.md").read_text().split()) <= 200
 
 
-def test_links_work_on_github_too() -> None:
+def test_links_work_on_github_too():
     """There they lead to files, and not to the pages that the site makes of them."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     links = [
@@ -93,7 +93,7 @@ RESULTS = (ROOT / "docs" / "results.md").read_text()
 DEMONSTRATIONS = (ROOT / "docs" / "results_demonstrations.md").read_text()
 
 
-def test_the_forest_plot_is_drawn_from_the_page() -> None:
+def test_the_forest_plot_is_drawn_from_the_page():
     """`python docs/forest.py` after a change of the page."""
     names = runpy.run_path(str(ROOT / "docs" / "forest.py"))
     every = names["differences"](f"{RESULTS}\n{DEMONSTRATIONS}")
@@ -109,7 +109,7 @@ def test_the_forest_plot_is_drawn_from_the_page() -> None:
     )
 
 
-def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it() -> None:
+def test_the_page_opens_with_ten_sentences_whose_figures_stand_on_it():
     (findings,) = re.findall(r"(?:^\d+\. .+\n)+", RESULTS, re.MULTILINE)
     top, rest = f"{RESULTS}{DEMONSTRATIONS}".split(findings)
     assert len(top.splitlines()) < 6

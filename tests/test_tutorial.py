@@ -21,19 +21,19 @@ AGAIN = "run `python tests/test_tutorial.py` and commit docs/tutorial.ipynb"
 COMMITTED = nbformat.read(NOTEBOOK, as_version=4)
 
 
-def digest(notebook: nbformat.NotebookNode) -> str:
+def digest(notebook):
     """Of the code of all cells."""
     return hashlib.sha256(
         "\0".join(cell.source for cell in code_cells(notebook)).encode()
     ).hexdigest()
 
 
-def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def code_cells(notebook):
     """Those cells that run."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def executed(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+def executed(notebook, folder):
     """The notebook as it is after running it from top to bottom in this folder, without the outputs
     it had before."""
     fresh = copy.deepcopy(notebook)
@@ -47,20 +47,20 @@ def executed(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.Notebook
     return fresh
 
 
-def printed(cell: nbformat.NotebookNode) -> str:
+def printed(cell):
     """What a cell printed on stdout."""
     return "".join(
         out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout"
     )
 
 
-def utility(text: str, policy: str) -> float:
+def utility(text, policy):
     match = re.search(rf"^{policy} +(?:utility )?(\d\.\d+)", text, re.MULTILINE)
     assert match, f"no utility of {policy} in: {text}"
     return float(match[1])
 
 
-def kinds(cell: nbformat.NotebookNode) -> list[str]:
+def kinds(cell):
     """What a cell shows: text, pictures."""
     return [
         out.get("name") or " ".join(sorted(out.data))
@@ -69,7 +69,7 @@ def kinds(cell: nbformat.NotebookNode) -> list[str]:
     ]
 
 
-def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
+def check_what_the_text_says(notebook):
     """GRPO trains the policy, it is better than the static rule, and the two runs differ."""
     text = {cell.id: printed(cell) for cell in code_cells(notebook)}
     policies = ("budget-aware static", "controller", "oracle")
@@ -85,7 +85,7 @@ def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
 
 
 @pytest.mark.campaign
-def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
+def test_every_cell_runs_and_shows_what_is_committed(tmp_path):
     fresh = executed(COMMITTED, tmp_path)
     assert not list(tmp_path.iterdir()), "the notebook leaves files beside itself"
     cells = code_cells(fresh)
@@ -100,7 +100,7 @@ def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
     check_what_the_text_says(fresh)
 
 
-def test_the_outputs_in_the_file_belong_to_its_code() -> None:
+def test_the_outputs_in_the_file_belong_to_its_code():
     assert COMMITTED.metadata.get("code") == digest(COMMITTED), AGAIN
     assert not [
         out for cell in code_cells(COMMITTED) for out in cell.outputs if out.output_type == "error"
@@ -108,14 +108,14 @@ def test_the_outputs_in_the_file_belong_to_its_code() -> None:
     check_what_the_text_says(COMMITTED)
 
 
-def test_links_lead_to_guides() -> None:
+def test_links_lead_to_guides():
     words = "\n".join(cell.source for cell in COMMITTED.cells if cell.cell_type == "markdown")
     linked = re.findall(r"\]\(([^)#]+)", words)
     assert linked
     assert all((Path(NOTEBOOK).parent / name).exists() for name in linked)
 
 
-def small(picture: str) -> str:
+def small(picture):
     """A PNG in base64 with 64 colours, which is enough for a chart: a tenth of the size, and of the
     repository's."""
     quantised, smaller = (
@@ -126,7 +126,7 @@ def small(picture: str) -> str:
     return base64.b64encode(smaller.getvalue()).decode()
 
 
-def main() -> None:
+def main():
     """Run it and keep what came out, without warnings and progress."""
     notebook = executed(COMMITTED, NOTEBOOK.parent)
     for cell in code_cells(notebook):

@@ -14,21 +14,18 @@ far from a tie.
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers import small_beams, small_table
-from tensordict import TensorDictBase
-from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.envs.configurations.settings import RewardConfig
@@ -36,7 +33,7 @@ from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 FILE = Path(__file__).with_suffix(".json")
 Settings = Mapping[str, Mapping[str, Any]]
-CONTROLLER: dict[str, dict[str, Any]] = {
+CONTROLLER = {
     "policy": {"hidden": 16, "dropout": 0.0},
     "loss": {"entropy_coeff": 0.02, "kl_to_ref_coeff": 0.2, "clip_epsilon": 0.2},
     "optimiser": {"warmup_iterations": 10, "iterations": 10, "contexts": 32, "epochs": 3}
@@ -44,7 +41,7 @@ CONTROLLER: dict[str, dict[str, Any]] = {
     "reward": {"kind": "utility", "miss": 0.2},
 }
 SELECTOR = {"lr": 2e-3, "queries": 8, "keep": "last"}
-SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+SETTINGS = {
     # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
     "controller sampled": {
         "policy": CONTROLLER["policy"],
@@ -97,20 +94,18 @@ saturates."""
 RUNS = tuple(SETTINGS)
 
 
-def steps_of(trainer: Trainer) -> list[list[float]]:
+def steps_of(trainer):
     """Train; of every optimiser step the loss, and the norm of the gradient that the optimiser was
     given."""
-    losses: list[float] = []
-    norms: list[float] = []
+    losses = []
+    norms = []
 
-    def noted(
-        loss: Callable[[TensorDictBase], TensorDictBase], minibatch: TensorDictBase
-    ) -> TensorDictBase:
+    def noted(loss, minibatch):
         out = loss(minibatch)
         losses.append(sum(float(value.detach()) for value in out.values() if value.requires_grad))
         return out
 
-    def about_to_step(optimiser: Optimizer, *_: object) -> None:
+    def about_to_step(optimiser, *_):
         gradients = [
             p.grad
             for group in optimiser.param_groups
@@ -129,7 +124,7 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
     return [list(step) for step in zip(losses, norms, strict=True)]
 
 
-def controller(settings: Settings) -> list[list[float]]:
+def controller(settings):
     """A controller on a small table with holes."""
     table = small_table(60, holes=0.2)
     kinds = {
@@ -145,7 +140,7 @@ def controller(settings: Settings) -> list[list[float]]:
     )
 
 
-def selector(stage: str, settings: Settings) -> list[list[float]]:
+def selector(stage, settings):
     """A selector on small recorded beams; GRPO starts from a short RCE, and its reference is where
     that started."""
     table, _ = small_beams(40)
@@ -154,7 +149,7 @@ def selector(stage: str, settings: Settings) -> list[list[float]]:
         SelectorConfig(width=16, heads=2, dropout=0.0), table.queries, table.candidates
     )
 
-    def trainer(stage: str, start: Selector, settings: Settings) -> SelectorTrainer:
+    def trainer(stage, start, settings):
         loss, config = SelectorLossConfig(**settings["loss"]), StageConfig(**settings["config"])
         return SelectorTrainer(
             stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config
@@ -164,7 +159,7 @@ def selector(stage: str, settings: Settings) -> list[list[float]]:
     return steps_of(trainer(stage, start, settings))
 
 
-def trajectory(name: str, settings: Settings | None = None) -> Tensor:
+def trajectory(name, settings=None):
     """Loss and gradient norm of every step of a run, float64 [steps, 2]; with other settings when
     they are given."""
     torch.set_num_threads(1)
@@ -173,7 +168,7 @@ def trajectory(name: str, settings: Settings | None = None) -> Tensor:
     return torch.tensor(steps, dtype=torch.float64)
 
 
-def main() -> None:
+def main():
     """Write what the code gives today."""
     runs = []
     for name in RUNS:

@@ -14,11 +14,9 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -29,7 +27,7 @@ from wandb.util import get_core_path
 KEY = "0" * 40
 ENTITY = "someone"
 USER = {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}
-ANSWERS: dict[str, dict[str, Any]] = {
+ANSWERS = {
     "Viewer": {"viewer": USER},
     "GetDefaultEntity": {"viewer": USER},
     "ServerFeaturesQuery": {"serverInfo": {"features": []}},
@@ -41,7 +39,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 """GraphQL operations that are always answered in the same way."""
 
 
-def forget_wandb(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def forget_wandb(patch, folder):
     """No key, no netrc, none of the developer's own W&B variables."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         patch.delenv(name)
@@ -66,7 +64,7 @@ class ReceivedRun:
     records: list[dict[str, Any]] = field(default_factory=list)  # what an offline run has written
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self):
         """Every row, in order, without W&B's own columns."""
         rows = [
             json.loads(line)
@@ -75,16 +73,16 @@ class ReceivedRun:
         return [{k: _number(v) for k, v in row.items() if not k.startswith("_")} for row in rows]
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self):
         lines = self.lines.get("wandb-summary.json", {})
-        content: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
+        content = json.loads(lines[max(lines)]) if lines else {}
         return {
             k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v
             for k, v in content.items()
         }
 
 
-def _number(value: Any) -> Any:
+def _number(value):
     """What JSON has no numbers for W&B writes as words."""
     return (
         float(value)
@@ -93,7 +91,7 @@ def _number(value: Any) -> Any:
     )
 
 
-def offline_runs(run_folder: Path) -> list[ReceivedRun]:
+def offline_runs(run_folder):
     """The offline W&B runs in a folder, as the server would have them, in the order of their
     creation; records are read by the program behind `wandb leet inspect`, which itself takes
     seconds to start."""
@@ -134,7 +132,7 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
     return runs
 
 
-def joined(sessions: list[ReceivedRun]) -> ReceivedRun:
+def joined(sessions):
     """The sessions of one run, as the server joins them: what the last one says of the run
     counts."""
     first, *others = sessions
@@ -173,13 +171,13 @@ class ReceivedArtifact:
 class WandbStub:
     """The server; a context manager. All that came lies in its attributes."""
 
-    def __init__(self) -> None:
-        self.runs: dict[str, ReceivedRun] = {}
-        self.artifacts: dict[str, ReceivedArtifact] = {}
-        self.unknown: list[str] = []
-        self.views: dict[str, dict[str, Any]] = {}
+    def __init__(self):
+        self.runs = {}
+        self.artifacts = {}
+        self.unknown = []
+        self.views = {}
         self.projects = {"knobwise", "other"}
-        self.refuse: Callable[[str], bool] = lambda what: False
+        self.refuse = lambda what: False
         """Operations and paths that are answered with an error that is not tried again."""
         self._lock = threading.Lock()
         stub = self
@@ -187,7 +185,7 @@ class WandbStub:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def _answer(self) -> None:
+            def _answer(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with stub._lock:
                     status, answer = stub._answered(
@@ -202,27 +200,27 @@ class WandbStub:
 
             do_GET = do_POST = do_PUT = _answer
 
-            def log_message(self, *words: Any) -> None: ...
+            def log_message(self, *words): ...
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.handle_error = lambda *_: None  # of a client that hangs up
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> WandbStub:
+    def __enter__(self):
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._server.shutdown()
         self._server.server_close()
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """What makes wandb talk to this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": KEY}
 
     @contextmanager
-    def connected(self) -> Iterator[None]:
+    def connected(self):
         """A block in which wandb, which reads the environment once in the life of a process, talks
         to this server."""
         wandb.teardown()
@@ -234,7 +232,7 @@ class WandbStub:
 
     # -- HTTP --------------------------------------------------------------------------------------
 
-    def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+    def _answered(self, method, path, body):
         if path == "/graphql":
             return self._of_graphql(json.loads(body))
         if self.refuse(path):
@@ -256,7 +254,7 @@ class WandbStub:
         self.unknown.append(f"{method} {path}")
         return 404, {}
 
-    def _stream(self, run: ReceivedRun, sent: dict[str, Any]) -> dict[str, Any]:
+    def _stream(self, run, sent):
         for file, chunk in (sent.get("files") or {}).items():
             for number, line in enumerate(chunk["content"], chunk["offset"]):
                 run.lines.setdefault(file, {})[number] = line
@@ -266,7 +264,7 @@ class WandbStub:
 
     # -- GraphQL: one method for each operation ----------------------------------------------------
 
-    def _of_graphql(self, request: dict[str, Any]) -> tuple[int, Any]:
+    def _of_graphql(self, request):
         name = (re.findall(r"(?:query|mutation)\s+(\w+)", request["query"]) or ["anonymous"])[0]
         if self.refuse(name):
             return 400, {"errors": [{"message": f"{name} refused"}]}
@@ -277,7 +275,7 @@ class WandbStub:
         self.unknown.append(request["query"])
         return 400, {"errors": [{"message": f"{name} unknown"}]}
 
-    def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _RunResumeStatus(self, variables):
         model = {
             "id": "p",
             "name": variables["project"],
@@ -306,7 +304,7 @@ class WandbStub:
         }
         return {"model": model | {"bucket": bucket}}
 
-    def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _UpsertBucket(self, variables):
         name = variables.get("name") or variables["id"]
         inserted = name not in self.runs
         run = self.runs.setdefault(name, ReceivedRun(name))
@@ -333,24 +331,24 @@ class WandbStub:
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
-    def _View(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _View(self, variables):
         if variables["projectName"] not in self.projects:
             return {"project": None}
         found = [view for view in self.views.values() if view["name"] == variables["viewName"]]
         return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
 
-    def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _UpsertView2(self, variables):
         identity = variables.get("id") or f"view-{len(self.views)}"
         self.views[identity] = {"id": identity, **variables}
         return {
             "upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}
         }
 
-    def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _CreateRunFiles(self, variables):
         files = [self._upload("run", variables["run"], file) for file in variables["files"]]
         return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
 
-    def _CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _CreateArtifact(self, variables):
         sent = variables["input"]
         identity = f"artifact-{len(self.artifacts)}"
         self.artifacts[identity] = ReceivedArtifact(
@@ -369,7 +367,7 @@ class WandbStub:
         }
         return {"createArtifact": {"artifact": found}}
 
-    def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _CreateArtifactManifest(self, variables):
         owner = variables.get("artifactID") or variables["artifactManifestID"]
         manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
         return {
@@ -379,11 +377,11 @@ class WandbStub:
 
     _UpdateArtifactManifest = _CreateArtifactManifest
 
-    def _upload(self, kind: str, owner: str, name: str) -> dict[str, Any]:
+    def _upload(self, kind, owner, name):
         address = {"uploadUrl": f"{self.url}/upload/{kind}/{owner}/{name}", "uploadHeaders": []}
         return {"id": "f", "name": name, "displayName": name, **address}
 
-    def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _CreateArtifactFiles(self, variables):
         edges = []
         for file in variables["input"]["artifactFiles"]:
             name, owner = file["name"], file["artifactID"]
@@ -394,14 +392,14 @@ class WandbStub:
             edges.append({"node": node | {"uploadMultipartUrls": None}})
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
-    def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _CommitArtifact(self, variables):
         artifact = self.artifacts[variables["artifactID"]]
         artifact.committed = True
         return {
             "commitArtifact": {"artifact": {"id": artifact.identity, "digest": artifact.digest}}
         }
 
-    def _ArtifactByID(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _ArtifactByID(self, variables):
         artifact = self.artifacts[variables["id"]]
         project = {"id": "p", "internalId": "1", "name": "knobwise", "entity": {"name": ENTITY}}
         collection = {"__typename": "ArtifactSequence", "name": artifact.name, "project": project}
@@ -429,7 +427,7 @@ class WandbStub:
         }
         return {"artifact": found}
 
-    def _UseArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _UseArtifact(self, variables):
         sent = variables.get(
             "input", variables
         )  # of a new artifact, or of one that a run has logged

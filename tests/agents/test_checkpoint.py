@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import functools
 import operator
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +21,6 @@ from helpers import (
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.stack.deployed import DeployedController
@@ -34,19 +29,16 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def heads(table: ProfileTable, **settings: Any) -> DeployedController:
+def heads(table, **settings):
     """A controller without teacher and guard, which was not trained."""
     return DeployedController(driven_apart(table, PolicyConfig(hidden=16, **settings)))
 
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize(("width", "project"), [(1, 0), (9, 0), (32, 3)])
-def test_a_loaded_controller_decides_like_the_saved_one(
-    tmp_path: Path, members: int, width: int, project: int
-) -> None:
+def test_a_loaded_controller_decides_like_the_saved_one(tmp_path, members, width, project):
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
     agent = heads(table, budget_width=width, project=project, members=members)
@@ -62,7 +54,7 @@ def test_a_loaded_controller_decides_like_the_saved_one(
     assert (loaded.controller.choose(*request) == agent.choose(*request)).all()
 
 
-def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path: Path) -> None:
+def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path):
     table = small_table(30)
     agent = heads(table)
     save_checkpoint(tmp_path / "c.pt", agent, table, {})
@@ -76,7 +68,7 @@ def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path: 
     assert loaded.decider.digest == agent.decider.digest
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_another_file_is_refused(tmp_path):
     (tmp_path / "text.pt").write_text("no")
     torch.save({"state": {}}, tmp_path / "other.pt")
     for name in ("none", "text", "other"):
@@ -84,7 +76,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / f"{name}.pt")
 
 
-def test_a_setting_that_was_removed_is_named(tmp_path: Path) -> None:
+def test_a_setting_that_was_removed_is_named(tmp_path):
     table = small_table(20)
     save_checkpoint(tmp_path / "c.pt", heads(table), table, {})
     content = torch.load(tmp_path / "c.pt", weights_only=True)
@@ -98,9 +90,9 @@ def test_a_setting_that_was_removed_is_named(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c.pt")
 
 
-def test_loading_executes_no_code(tmp_path: Path) -> None:
+def test_loading_executes_no_code(tmp_path):
     class Evil:
-        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        def __reduce__(self):
             return Path.touch, (tmp_path / "touched",)
 
     with (tmp_path / "evil.pt").open("wb") as file:
@@ -116,12 +108,12 @@ def test_loading_executes_no_code(tmp_path: Path) -> None:
 TABLE = small_table(60, holes=0.2)
 
 
-def decided(agent: DeployedController, budget_ms: float = 9.0) -> list[int]:
+def decided(agent, budget_ms=9.0):
     return agent.choose(arrays(TABLE), np.full(60, budget_ms)).tolist()
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught(tmp_path_factory):
     """What a run deploys, with a teacher, experts and a guard."""
     trainer = ControllerTrainer(TABLE, TABLE.split(), policy=TAUGHT, optimiser=BRIEF)
     trainer.run()
@@ -131,7 +123,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_flipped_bit_is_noticed(taught: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_noticed(taught, tmp_path):
     whole, path, draw, refused = taught.read_bytes(), tmp_path / "c.pt", random.Random(0), 0
     good = decided(load_checkpoint(taught).controller)
     for place in draw.sample(range(len(whole)), 60):
@@ -160,9 +152,7 @@ def test_a_flipped_bit_is_noticed(taught: Path, tmp_path: Path) -> None:
         ("guard", lambda rows: [*rows[:1], {}]),
     ],
 )
-def test_what_cannot_decide_is_refused_on_loading(
-    taught: Path, tmp_path: Path, place: str, mutation: Callable[[Any], Any]
-) -> None:
+def test_what_cannot_decide_is_refused_on_loading(taught, tmp_path, place, mutation):
     content = torch.load(taught, weights_only=True)
     *path, last = place.split("/")
     part = functools.reduce(operator.getitem, path, content["controller"])
@@ -190,13 +180,13 @@ CUT = {name: getattr(TABLE, name)[:, :11] for name in ("accuracy", "latency_ms",
 FEWER = replace(TABLE, configurations=TABLE.configurations[:11], **CUT)
 
 
-def trainer(how: str, table: ProfileTable = TABLE, **settings: Any) -> ControllerTrainer:
+def trainer(how, table=TABLE, **settings):
     options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()} | settings
     return ControllerTrainer(table, **options)
 
 
 @pytest.fixture(scope="module")
-def starts(taught: Path) -> Path:
+def starts(taught):
     """A folder with the best and the last checkpoint of RCE, with a taught one, and with a
     selector."""
     folder = taught.parent
@@ -209,9 +199,7 @@ def starts(taught: Path) -> Path:
 
 @pytest.mark.parametrize("table", [TABLE, OTHER], ids=["its profile", "another profile"])
 @pytest.mark.parametrize(("file", "how"), [("RCE/best.pt", "RCE"), ("taught.pt", "taught")])
-def test_grpo_starts_from_weights_and_from_their_statistics(
-    starts: Path, file: str, how: str, table: ProfileTable
-) -> None:
+def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, table):
     student = trainer(how, table, init_from=starts / file)
     start = load_checkpoint(starts / file).network
     assert equal_states(start, student.agent.controller)
@@ -226,9 +214,9 @@ def test_grpo_starts_from_weights_and_from_their_statistics(
 
 
 def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(
-    starts: Path,
-) -> None:
-    def shared() -> Experts:
+    starts,
+):
+    def shared():
         raise AssertionError("fitted for other statistics of the features")
 
     policy = replace(TAUGHT, experts=("ridge",))
@@ -246,7 +234,7 @@ def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_do
     torch.testing.assert_close(predicted.accuracy.mean(0), mean, atol=0.02, rtol=0)
 
 
-def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
+def test_what_the_start_has_seen_is_not_forgotten(starts):
     first = load_checkpoint(starts / "taught.pt").extra
     again = trainer("taught", init_from=starts / "taught.pt", seed=3)
     # the folds are those of the start, so what is held out of a network never was its training data
@@ -273,9 +261,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
         ({"split": TABLE.split(seed=7)}, "test samples"),
     ],
 )
-def test_what_cannot_be_started_from_is_refused(
-    starts: Path, settings: dict[str, Any], difference: str
-) -> None:
+def test_what_cannot_be_started_from_is_refused(starts, settings, difference):
     settings = {"init_from": "RCE/best.pt"} | settings
     settings["init_from"] = starts / settings["init_from"]
     with pytest.raises(InputError, match=difference) as refused:
@@ -284,7 +270,7 @@ def test_what_cannot_be_started_from_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> None:
+def test_a_selector_starts_from_a_selector_of_the_same_network(starts):
     path, config = starts / "selector.pt", SelectorConfig(width=16, heads=2)
     loaded = load_checkpoint(path)
     fresh = Selector(replace(config, dropout=0.5), 4)
@@ -302,9 +288,7 @@ def test_a_selector_starts_from_a_selector_of_the_same_network(starts: Path) -> 
             started_from(path, start, wanted)
 
 
-def test_a_training_that_began_with_other_weights_is_not_resumed(
-    starts: Path, tmp_path: Path
-) -> None:
+def test_a_training_that_began_with_other_weights_is_not_resumed(starts, tmp_path):
     last = tmp_path / "last.pt"
     trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).run()
     assert trainer("RCE", init_from=starts / "RCE" / "best.pt").resume(last)

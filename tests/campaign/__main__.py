@@ -5,8 +5,6 @@ to go on.
 `trials.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -16,18 +14,16 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from campaign import children  # noqa: E402
 from campaign.formats import FORMATS, OUTCOMES, Mutations  # noqa: E402
-from campaign.kills import Reference, kill_trial, reference_of  # noqa: E402
+from campaign.kills import kill_trial, reference_of  # noqa: E402
 from campaign.limits import LIMITS, limit_trial  # noqa: E402
 from campaign.workloads import WORKLOADS  # noqa: E402
 from knobwise.common.progress import progress  # noqa: E402
@@ -64,14 +60,14 @@ class Campaign:
         folder: of `trials.jsonl`, and of the files of trials while they run.
     """
 
-    def __init__(self, kills: int, inputs: int, seed: int, folder: Path, only: str = "") -> None:
+    def __init__(self, kills, inputs, seed, folder, only=""):
         self.seed, self.folder, self.work = seed, folder, folder / "work"
         self.path, self._lock = folder / "trials.jsonl", threading.Lock()
-        self._references: dict[str, Reference] = {}
+        self._references = {}
         self._making = {workload.name: threading.Lock() for workload in WORKLOADS}
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
-        plan: dict[str, int] = {}
+        plan = {}
         for i in range(kills):
             workload = WORKLOADS[i % len(WORKLOADS)].name
             kind = "torn" if i // len(WORKLOADS) % 3 == 2 else "kill"
@@ -80,13 +76,13 @@ class Campaign:
             plan[f"mutation: {name}"] = inputs // len(FORMATS) + (number < inputs % len(FORMATS))
         plan |= {f"limit: {name}": 1 for name in LIMITS}
         self.plan = {kind: count for kind, count in plan.items() if only in kind and count}
-        self.made: dict[Trial, tuple[str, str]] = {}
+        self.made = {}
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             trial = json.loads(line)
             if trial["seed"] == seed and trial["number"] < self.plan.get(trial["kind"], 0):
                 self.made[trial["kind"], trial["number"]] = trial["outcome"], trial["note"]
 
-    def run(self, jobs: int) -> None:
+    def run(self, jobs):
         """Make the trials that are missing."""
         total = sum(self.plan.values())
         with (
@@ -104,7 +100,7 @@ class Campaign:
                 future.result()
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def _works(self) -> Iterator[Callable[[], Any]]:
+    def _works(self):
         kills, rest = [], []
         for kind, count in self.plan.items():
             missing = [number for number in range(count) if (kind, number) not in self.made]
@@ -120,7 +116,7 @@ class Campaign:
         for works in (kills, rest):
             yield from (work for _, work in sorted(works, key=lambda pair: pair[0]))
 
-    def _kill(self, kind: str, number: int) -> None:
+    def _kill(self, kind, number):
         what, _, name = kind.partition(": ")
         workload = next(workload for workload in WORKLOADS if workload.name == name)
         with self._making[name]:
@@ -135,11 +131,11 @@ class Campaign:
         )
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _limit(self, kind: str) -> None:
+    def _limit(self, kind):
         folder = self.work / kind.replace(": ", " ")
         self._note(kind, 0, *limit_trial(kind.partition(": ")[2], folder.absolute()))
 
-    def _mutations(self, kind: str, numbers: list[int]) -> None:
+    def _mutations(self, kind, numbers):
         """In a process of its own, so that a crash costs one trial."""
         while numbers:
             folder = self.work / f"{kind} {numbers[0]}".replace(": ", " ").replace("/", " ")
@@ -167,7 +163,7 @@ class Campaign:
                 )
             shutil.rmtree(folder)
 
-    def _note(self, kind: str, number: int, outcome: str, note: str) -> None:
+    def _note(self, kind, number, outcome, note):
         with self._lock, self.path.open("a") as file:
             line = {
                 "seed": self.seed,
@@ -179,9 +175,9 @@ class Campaign:
             file.write(json.dumps(line) + "\n")
             self.made[kind, number] = outcome, note
 
-    def table(self) -> str:
+    def table(self):
         """A row for each kind, in Markdown."""
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        counts = defaultdict(Counter)
         for (kind, _), (outcome, _) in sorted(self.made.items()):
             for row in (kind, f"**all: {kind.partition(':')[0]}**"):
                 counts[row][outcome] += 1
@@ -198,7 +194,7 @@ class Campaign:
             )
         return "\n".join(lines)
 
-    def broken(self) -> list[str]:
+    def broken(self):
         """The trials that did not end as promised."""
         made = sorted(self.made.items())
         return [
@@ -208,7 +204,7 @@ class Campaign:
         ]
 
 
-def main(words: list[str]) -> int:
+def main(words):
     given = dict(word.partition("=")[::2] for word in words)
     if unknown := given.keys() - DEFAULTS.keys():
         print(

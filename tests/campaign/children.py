@@ -13,10 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = ("campaign.workloads", "campaign.formats", "hydra.compose", "torch.utils.tensorboard")
@@ -60,7 +59,7 @@ class Ended(NamedTuple):
     """Changes of files below its folder; 0 for a process that did not come to its end."""
 
     @property
-    def traceback(self) -> bool:
+    def traceback(self):
         return "Traceback (most recent call last)" in self.err or self.status not in (
             0,
             1,
@@ -72,7 +71,7 @@ class Ended(NamedTuple):
         )
 
     @property
-    def complaint(self) -> list[str]:
+    def complaint(self):
         """The lines that say what was wrong."""
         lines = self.err.rstrip("\n").split("\n")
         first = next(
@@ -81,22 +80,22 @@ class Ended(NamedTuple):
         return lines[first:]
 
 
-def prepare_server() -> None:
+def prepare_server():
     """Import everything once, in the process that the others are forked from."""
     os.environ |= VARIABLES | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
 def run(
-    work: list[str] | Callable[[], Any],
-    folder: Path,
-    die_at: int = 0,
-    die_after_s: float | None = None,
-    number: int = signal.SIGKILL,
-    alone: bool = False,
-    fresh: bool = False,
-    limit_s: float = LIMIT_S,
-) -> Ended:
+    work,
+    folder,
+    die_at=0,
+    die_after_s=None,
+    number=signal.SIGKILL,
+    alone=False,
+    fresh=False,
+    limit_s=LIMIT_S,
+):
     """Run a command, or call a function, in a folder.
 
     Args:
@@ -139,9 +138,7 @@ def run(
 Process = subprocess.Popen[bytes] | BaseProcess
 
 
-def _started(
-    work: list[str] | Callable[[], Any], folder: Path, printed: list[Path], die_at: int, fresh: bool
-) -> Process:
+def _started(work, folder, printed, die_at, fresh):
     if fresh:
         words = [work, str(folder), [str(path) for path in printed], die_at]
         return subprocess.Popen(
@@ -155,7 +152,7 @@ def _started(
     return process
 
 
-def _status(process: Process, seconds: float) -> int | None:
+def _status(process, seconds):
     """The exit status, as soon as there is one; None after this time without."""
     if isinstance(process, BaseProcess):
         process.join(seconds)
@@ -166,7 +163,7 @@ def _status(process: Process, seconds: float) -> int | None:
         return None
 
 
-def _session(leader: int) -> list[int]:
+def _session(leader):
     """The living processes of the session that a process began, itself first."""
     living = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -179,7 +176,7 @@ def _session(leader: int) -> list[int]:
     return sorted(living, key=lambda process: process != leader)
 
 
-def _kill(processes: list[int], number: int = signal.SIGKILL) -> None:
+def _kill(processes, number=signal.SIGKILL):
     for process in processes:
         try:
             os.kill(process, number)
@@ -187,9 +184,7 @@ def _kill(processes: list[int], number: int = signal.SIGKILL) -> None:
             continue
 
 
-def _work(
-    work: list[str] | Callable[[], Any], folder: str, printed: list[Path], die_at: int
-) -> None:
+def _work(work, folder, printed, die_at):
     os.setsid()
     os.chdir(folder)
     os.environ |= VARIABLES
@@ -215,12 +210,12 @@ def _work(
     sys.exit(status)
 
 
-def die_at_change(changes: itertools.count[int], folder: str, number: int) -> None:
+def die_at_change(changes, folder, number):
     """Count what this process changes below a folder, and kill it before the change of this
     number."""
     write = os.write
 
-    def watch(event: str, values: tuple[Any, ...]) -> None:
+    def watch(event, values):
         if event == "open":
             path, flags = values[0], values[2]
             counted = isinstance(flags, int) and flags & WRITING
@@ -231,7 +226,7 @@ def die_at_change(changes: itertools.count[int], folder: str, number: int) -> No
             if place.startswith(folder + os.sep) and next(changes) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def written(handle: int, content: Any) -> int:
+    def written(handle, content):
         if handle > 2 and next(changes) == number:
             write(handle, bytes(content)[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -71,12 +71,12 @@ class Format(NamedTuple):
     """What a refusal may name instead of the file."""
 
 
-def _frame() -> pl.DataFrame:
+def _frame():
     """Made late: threads of polars do not survive a fork."""
     return long_frame(TABLE).with_columns(sample_id=pl.col("sample_id").cast(pl.String))
 
 
-def _core() -> None:
+def _core():
     frame = _frame().with_columns(tier=pl.lit("low"))
     for (tier, k, blocks), rows in frame.group_by("tier", "top_k", "num_active_blocks"):
         cells = rows.unique("sample_id").sort("sample_id")
@@ -93,7 +93,7 @@ def _core() -> None:
         path.write_text(json.dumps(content))
 
 
-def _beams() -> None:
+def _beams():
     table, _ = small_beams(6)
     write_rl_data(table, "rl.json")
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
@@ -108,7 +108,7 @@ def _beams() -> None:
     save_file({"embeddings": table.queries}, "q.safetensors")
 
 
-def _agent(path: str) -> None:
+def _agent(path):
     agent, table = small_stack(60)
     if path.endswith(".npz"):
         agent.export(path)
@@ -116,16 +116,16 @@ def _agent(path: str) -> None:
         save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
 
 
-def _log() -> None:
+def _log():
     agent, table = small_stack(60)
     serve_requests(logging_model(Path("log"), agent, table, explore=0.3), table, 12)
 
 
-def _tracker() -> None:
+def _tracker():
     Path("tracker.json").write_text(json.dumps(_restored({}).state()))
 
 
-def _restored(state: Mapping[str, Any]) -> LatencyTracker:
+def _restored(state):
     tracker = LatencyTracker(
         [TABLE.configuration(c) for c in range(TABLE.num_configurations)], "digest"
     )
@@ -136,7 +136,7 @@ def _restored(state: Mapping[str, Any]) -> LatencyTracker:
     return tracker
 
 
-def _measured() -> None:
+def _measured():
     times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
     rows = [
         {"sample_id": f"{i}", "content": f"c{i}", "repeat": 0, "max_crops": 2, **times}
@@ -148,7 +148,7 @@ def _measured() -> None:
     )
 
 
-def _questions() -> None:
+def _questions():
     rows = [
         {"id": i, "image": "i.png", "question": "what?", "answers": ["a", "b"]} for i in range(3)
     ]
@@ -156,7 +156,7 @@ def _questions() -> None:
     Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _runs(checked: bool = True) -> None:
+def _runs(checked=True):
     """Two runs; without digests they are as earlier versions wrote them."""
     for number in (0, 1):
         run = write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
@@ -164,13 +164,13 @@ def _runs(checked: bool = True) -> None:
             write_results(run, json.loads((run / "results.json").read_bytes()))
 
 
-def _compared() -> Any:
+def _compared():
     with contextlib.redirect_stdout(io.StringIO()):
         comparison = compare(CompareRun(["r0", "r1"], html=None))
     return results_cells(comparison), settings_cells(comparison)
 
 
-def _decided(path: str) -> Any:
+def _decided(path):
     loaded = NumpyController.load(path) if path.endswith("z") else load_checkpoint(path)
     table = small_table(20)
     limits = torch.linspace(5, 60, 20)
@@ -190,14 +190,14 @@ def _decided(path: str) -> Any:
 Files = Mapping[str, bytes]
 
 
-def _same(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+def _same(result, files, whole, by_bytes):
     """Whoever rewrites a checkpoint on purpose has made another one, which need only decide."""
     if by_bytes and result != whole:
         return "decides otherwise"
     return f"NaN in {result[2]}" if not isinstance(result, list) and result[2] else ""
 
 
-def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+def _logged(result, files, whole, by_bytes):
     """Every row that is used is a line of the log, with numbers that can be."""
     lines = []
     for line in b"".join(files.values()).split(b"\n"):
@@ -215,34 +215,32 @@ def _logged(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
     return ""
 
 
-def _unjudged(*_: Any) -> str:
+def _unjudged(*_):
     return ""
 
 
-def _stored(result: Any, files: Files, whole: Any, by_bytes: bool) -> str:
+def _stored(result, files, whole, by_bytes):
     return "another table" if by_bytes and result.digest != whole.digest else ""
 
 
-def _by(wrong: Callable[..., str], *options: Any) -> Callable[..., str]:
+def _by(wrong, *options):
     """A judge that gives the oracle the one file that was read."""
     return lambda result, files, whole, by_bytes: wrong(result, *files.values(), *options)
 
 
-def _long(rows: Callable[[bytes], Any]) -> Callable[..., str]:
+def _long(rows):
     return _by(lambda table, content: oracle.wrong_table(table, *rows(content)))
 
 
-def _exp(core: bool) -> Callable[..., str]:
+def _exp(core):
     return lambda result, files, whole, by_bytes: oracle.wrong_configurations(result, files, core)
 
 
-def _file(
-    path: str, make: Callable[[str], Any], read: Callable[[str], Any], judge: Callable[..., str]
-) -> Format:
+def _file(path, make, read, judge):
     return Format(partial(make, path), path, partial(read, path), judge)
 
 
-def _beam_file(path: str) -> Format:
+def _beam_file(path):
     return Format(
         _beams,
         path,
@@ -251,19 +249,19 @@ def _beam_file(path: str) -> Format:
     )
 
 
-def _run_file(name: str) -> Format:
+def _run_file(name):
     return Format(_runs, f"r0/{name}", _compared, _unjudged)
 
 
-def _claimed(path: str) -> None:
+def _claimed(path):
     claim(Path(path), {"a": 1, "b": [2, 3]})
 
 
-def _tracked() -> Any:
+def _tracked():
     return _restored(oracle.strict(Path("tracker.json").read_bytes()))
 
 
-def _written(path: str) -> None:
+def _written(path):
     write_features(TABLE, path)
 
 
@@ -323,7 +321,7 @@ FORMATS = {
 }
 
 
-def _arrays_changed(path: Path, content: bytes, random: Random) -> bytes:
+def _arrays_changed(path, content, random):
     tensors = path.suffix == ".pt"
     if tensors:
         tree = torch.load(io.BytesIO(content), weights_only=True)
@@ -358,9 +356,7 @@ def _arrays_changed(path: Path, content: bytes, random: Random) -> bytes:
     return out.getvalue()
 
 
-def _mutated(
-    path: Path, content: bytes, random: Random, by_bytes: bool, others: list[bytes]
-) -> bytes:
+def _mutated(path, content, random, by_bytes, others):
     if by_bytes or not content:
         return mutate.damaged(content, random, others)
     changes = {
@@ -381,9 +377,7 @@ def _mutated(
         return mutate.damaged(content, random, others)
 
 
-def trials(
-    name: str, folder: Path, seed: int, numbers: Iterator[int] | range
-) -> Iterator[tuple[int, str, str]]:
+def trials(name, folder, seed, numbers):
     """Change the files of a format, let the product read them, and judge: number, outcome and a
     note of each trial."""
     about = FORMATS[name]
@@ -411,17 +405,15 @@ class Mutations(NamedTuple):
     seed: int
     numbers: tuple[int, ...]
 
-    def __call__(self) -> None:
+    def __call__(self):
         path = Path("outcomes.jsonl").absolute()
         for trial in trials(self.format, Path("files"), self.seed, self.numbers):
             with path.open("a") as file:
                 file.write(json.dumps(trial) + "\n")
 
 
-def _outcome(
-    about: Format, path: str, files: Mapping[str, bytes], whole: Any, by_bytes: bool
-) -> tuple[str, str]:
-    def too_late(*_: Any) -> None:
+def _outcome(about, path, files, whole, by_bytes):
+    def too_late(*_):
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, too_late)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
-from campaign.children import Ended, run
+from campaign.children import run
 from campaign.state import State, difference, noise_of, state_of
-from campaign.workloads import WORKLOADS, Workload
+from campaign.workloads import WORKLOADS
 
 BLOCK = 4096
 TEARS = {
@@ -36,7 +35,7 @@ class Reference(NamedTuple):
     writes: int
 
 
-def reference_of(workload: Workload, folder: Path) -> Reference:
+def reference_of(workload, folder):
     """Run the command twice without a break."""
     prepared, ends, states = folder / "prepared", [], []
     shutil.rmtree(folder, ignore_errors=True)
@@ -57,9 +56,7 @@ def reference_of(workload: Workload, folder: Path) -> Reference:
     return Reference(prepared, states[0], noise, min(end.seconds for end in ends), ends[0].writes)
 
 
-def kill_trial(
-    workload: Workload, reference: Reference, folder: Path, random: Random, torn: bool
-) -> tuple[str, str]:
+def kill_trial(workload, reference, folder, random, torn):
     """Kill it once or twice, tear a file if wanted, run it to its end. The outcome and a note."""
     shutil.copytree(reference.prepared, folder, symlinks=True)
     before, story = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, []
@@ -100,13 +97,11 @@ def kill_trial(
     return _judged(workload, reference, folder, end, path, " + ".join(story))
 
 
-def _complete(folder: Path, reference: Reference) -> bool:
+def _complete(folder, reference):
     return not any(difference(state_of(folder), reference.state, reference.noise))
 
 
-def _tear(
-    workload: Workload, folder: Path, before: dict[Path, bytes], random: Random, story: list[str]
-) -> Path | None:
+def _tear(workload, folder, before, random, story):
     paths = [
         path
         for path in sorted(folder.glob(workload.torn))
@@ -123,22 +118,22 @@ def _tear(
     return path
 
 
-def _bad_end(end: Ended) -> str:
+def _bad_end(end):
     return "hang" if end.status is None else "traceback" if end.traceback else ""
 
 
-def _words(end: Ended) -> str:
+def _words(end):
     return f"{end.status} {end.err.strip()[-400:]!r}"
 
 
 def _judged(
-    workload: Workload,
-    reference: Reference,
-    folder: Path,
-    end: Ended,
-    torn: Path | None,
-    story: str,
-) -> tuple[str, str]:
+    workload,
+    reference,
+    folder,
+    end,
+    torn,
+    story,
+):
     if outcome := _bad_end(end):
         return outcome, f"{story}: {_words(end)}"
     named = torn is not None and torn.name in end.out + end.err
@@ -171,7 +166,7 @@ class _Check(NamedTuple):
 
     name: str
 
-    def __call__(self) -> None:
+    def __call__(self):
         check = BY_NAME[self.name].check
         assert check is not None
         if wrong := check():

@@ -1,7 +1,5 @@
 """Limits of the machine and of the person: a trial for each, in a new interpreter."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -10,10 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from campaign.children import ROOT, VARIABLES, Ended, run
 from campaign.kills import reference_of
@@ -28,9 +23,7 @@ INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(
-    words: list[str], folder: Path, before: Callable[[], Any] = lambda: None, **variables: str
-) -> Ended:
+def _command(words, folder, before=lambda: None, **variables):
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
     start = time.monotonic()
@@ -50,7 +43,7 @@ def _command(
     return Ended(end.returncode, out, err, time.monotonic() - start, 0)
 
 
-def _judged(end: Ended, statuses: tuple[int, ...] = (0, 1, 2), blames: str = "") -> Outcome:
+def _judged(end, statuses=(0, 1, 2), blames=""):
     """Fine, or a complaint of one line, which must not blame this file."""
     note = f"{end.status} {end.err.strip()[-300:]!r}"
     if end.status is None:
@@ -65,21 +58,21 @@ def _judged(end: Ended, statuses: tuple[int, ...] = (0, 1, 2), blames: str = "")
     return ("refused" if plain else "vague"), note
 
 
-def _limited(folder: Path, words: list[str], blames: str = "", **limits: int) -> Outcome:
-    def lower() -> None:
+def _limited(folder, words, blames="", **limits):
+    def lower():
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
     return _judged(_command(words, folder, lower), blames=blames)
 
 
-def _removed(folder: Path) -> Outcome:
+def _removed(folder):
     place = folder / "gone"
     place.mkdir()
     return _judged(_command(INSPECT, place, place.rmdir))
 
 
-def _full_disk(folder: Path) -> Outcome:
+def _full_disk(folder):
     """On a file system of its own, which is full before the run has ended."""
     place = folder / "small"
     place.mkdir()
@@ -92,10 +85,10 @@ def _full_disk(folder: Path) -> Outcome:
         subprocess.run(["umount", place], check=True)
 
 
-def _read_only(folder: Path) -> Outcome:
+def _read_only(folder):
     folder.chmod(0o555)
 
-    def lower() -> None:
+    def lower():
         ctypes.CDLL(None).prctl(
             DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0
         )  # root has it; others have none to drop
@@ -106,9 +99,9 @@ def _read_only(folder: Path) -> Outcome:
         folder.chmod(0o755)
 
 
-def _at_once(folder: Path) -> Outcome:
+def _at_once(folder):
     """Two of the same command: both end well, as one after the other does."""
-    command = [sys.executable, "-m", "knobwise", *RUN.work]  # type: ignore[misc]
+    command = [sys.executable, "-m", "knobwise", *RUN.work]
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)}
     both = [
         subprocess.Popen(
@@ -130,7 +123,7 @@ def _at_once(folder: Path) -> Outcome:
     return ("unlike", str(unlike[:4])) if unlike else ("fine", "")
 
 
-def _stopped(folder: Path, number: int, status: int, set_back_s: float = 0.0) -> Outcome:
+def _stopped(folder, number, status, set_back_s=0.0):
     """It saves, says how to go on, and ends like the unbroken run; also where the clock was set
     back meanwhile, so that its files are from the future."""
     shutil.rmtree(folder)
@@ -153,7 +146,7 @@ def _stopped(folder: Path, number: int, status: int, set_back_s: float = 0.0) ->
     return ("unlike" if left.unlike else "leftovers", str(left)) if any(left) else ("fine", "")
 
 
-LIMITS: dict[str, Callable[[Path], Outcome]] = {
+LIMITS = {
     "file size": partial(_limited, words=[*LEAN, "name=r"], FSIZE=20_000),
     "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
     "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
@@ -179,7 +172,7 @@ if os.geteuid() == 0:  # who else may not mount
     LIMITS["full disk"] = _full_disk
 
 
-def limit_trial(name: str, folder: Path) -> Outcome:
+def limit_trial(name, folder):
     """One limit, in a folder with a table."""
     folder.mkdir(parents=True)
     prepared = run(write_table, folder)

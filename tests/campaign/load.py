@@ -7,13 +7,10 @@ log. `table`: a profile of n (10,000,000) samples × 27 configurations is writte
 trained on and judged.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +34,19 @@ from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, Knob
 PART = 100_000
 
 
-def memory_mb() -> float:
+def memory_mb():
     """What this process alone holds, without pages mapped from files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
-def controller_of(table: ProfileTable) -> DeployedController:
+def controller_of(table):
     """A network that is not trained; it decides as fast as one that is."""
     network = Controller.for_table(table, torch.arange(1000), PolicyConfig(hidden=96))
     return DeployedController(network).eval()
 
 
-def threads(count: int = 100_000) -> None:
+def threads(count=100_000):
     table = builtin_profile()
     controller = controller_of(table).decider
     samples = [
@@ -59,7 +56,7 @@ def threads(count: int = 100_000) -> None:
     expected = [controller.decide_index(samples[k % 256], budgets[k % 5]) for k in range(1280)]
     wrong, before = [0] * 8, memory_mb()
 
-    def decide(number: int) -> None:
+    def decide(number):
         for k in range(count):
             if controller.decide_index(samples[k % 256], budgets[k % 5]) != expected[k % 1280]:
                 wrong[number] += 1
@@ -84,7 +81,7 @@ class SimulatedModel:
 
     name = "simulated"
 
-    def __init__(self, table: ProfileTable) -> None:
+    def __init__(self, table):
         self.knobs = tuple(
             KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in table.knobs
         )
@@ -97,18 +94,16 @@ class SimulatedModel:
             for row in range(table.num_samples)
         ]
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         return FirstStage(request, self.blocks[request.image] if features else {}, None, 0.0, 0.0)
 
-    def answer(
-        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
-    ) -> list[Answer]:
+    def answer(self, stages, configuration):
         column = self.columns[tuple(configuration.items())]
         times = [self.latency_ms[stage.request.image][column] for stage in stages]
         return [Answer("", ms, ms, 0.0, 1, 1, 1) for ms in times]
 
 
-def stream(count: int = 1_000_000) -> None:
+def stream(count=1_000_000):
     table, generator = builtin_profile(), np.random.default_rng(0)
     rows, budgets = (
         generator.integers(table.num_samples, size=count),
@@ -145,7 +140,7 @@ def stream(count: int = 1_000_000) -> None:
         print(f"of the first files {len(read.rows):,} rows read, set aside: {dict(read.aside)}")
 
 
-def table(count: int = 10_000_000) -> None:
+def table(count=10_000_000):
     """The measurements repeat those of the built-in profile with noise, so that only their number
     is large."""
     small = builtin_profile()
@@ -174,24 +169,24 @@ def table(count: int = 10_000_000) -> None:
         _mapped(path)
 
 
-def _mapped(path: Path) -> None:
+def _mapped(path):
     """In a process of its own, so that its memory is what reading, training and judging take."""
     import subprocess
 
     subprocess.run([sys.executable, "-m", "tests.campaign.load", "mapped", str(path)], check=True)
 
 
-def mapped(path: str) -> None:
+def mapped(path):
     peak, done = [0.0], threading.Event()
 
-    def follow() -> None:
+    def follow():
         while not done.wait(0.2):
             peak[0] = max(peak[0], memory_mb())
 
     follower, start = threading.Thread(target=follow), time.perf_counter()
     follower.start()
 
-    def report(what: str) -> None:
+    def report(what):
         print(
             f"{what}: {time.perf_counter() - start:.0f} s, peak {peak[0] / 1024:.1f} GiB",
             flush=True,

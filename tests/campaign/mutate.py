@@ -1,14 +1,9 @@
 """Damage by structure (fields, types, lengths, numbers) and by bytes."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import re
-from collections.abc import Callable
-from random import Random
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -62,7 +57,7 @@ class Raw(str):
     """Text that stands in JSON as it is."""
 
 
-def damaged(content: bytes, random: Random, others: list[bytes]) -> bytes:
+def damaged(content, random, others):
     """Some bytes flipped, cut, put in, lost, repeated, zeroed, or taken from another file."""
     out = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 2, 5))):
@@ -88,7 +83,7 @@ def damaged(content: bytes, random: Random, others: list[bytes]) -> bytes:
     return bytes(out)
 
 
-def json_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
+def json_changed(content, random, others):
     """A field of a JSON document (or of some line of JSON lines) changed in one or two ways."""
     lines = content.split(b"\n") if content.count(b"\n{") else [content]
     number = random.choice([i for i, line in enumerate(lines) if line.strip()])
@@ -105,15 +100,15 @@ def json_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     return b"\n".join(lines)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value):
     return isinstance(value, dict)
 
 
-def _tree_changed(tree: Any, random: Random) -> Any:
+def _tree_changed(tree, random):
     """Objects are {"": [[key, value], …]}, so that a key may occur twice."""
-    places: list[tuple[list[Any], int]] = []
+    places = []
 
-    def walk(value: Any) -> None:
+    def walk(value):
         if _is_object(value):
             for pair in value[""]:
                 places.append((pair, 1))
@@ -127,7 +122,7 @@ def _tree_changed(tree: Any, random: Random) -> Any:
     places.append((top, 0))
     walk(tree)
     # rare fields as often as those of which there are many
-    by_key: dict[str, list[tuple[list[Any], int]]] = {}
+    by_key = {}
     for holder, i in places:
         by_key.setdefault(
             str(holder[0]) if i == 1 and isinstance(holder[0], str) else "", []
@@ -164,7 +159,7 @@ def _tree_changed(tree: Any, random: Random) -> Any:
     return top[0]
 
 
-def _dumped(value: Any) -> str:
+def _dumped(value):
     if isinstance(value, Raw):
         return str(value)
     if _is_object(value):
@@ -174,7 +169,7 @@ def _dumped(value: Any) -> str:
     return f"[{', '.join(map(_dumped, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def csv_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
+def csv_changed(content, random, others):
     """Columns and rows dropped, twice, renamed or swapped; cells of other kinds; ragged rows."""
     rows = list(csv.reader(io.StringIO(content.decode())))
     for _ in range(random.choice((1, 1, 2))):
@@ -203,7 +198,7 @@ def csv_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     return out.getvalue().encode()
 
 
-def text_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
+def text_changed(content, random, others):
     """A line or a value of YAML dropped, twice, or of another kind."""
     lines = content.decode().split("\n")
     number = random.randrange(len(lines))
@@ -217,7 +212,7 @@ def text_changed(content: bytes, random: Random, others: list[bytes]) -> bytes:
     return "\n".join(lines).encode()
 
 
-def frame_changed(frame: pl.DataFrame, random: Random) -> pl.DataFrame:
+def frame_changed(frame, random):
     """A table with a column or some values changed."""
     column, row = random.choice(frame.columns), random.randrange(frame.height)
     numeric = [name for name in frame.columns if frame[name].dtype.is_numeric()]
@@ -257,12 +252,12 @@ def frame_changed(frame: pl.DataFrame, random: Random) -> pl.DataFrame:
             return frame.with_columns(changed.alias(column))
 
 
-def tree_of_arrays_changed(tree: Any, random: Random, wrap: Callable[[np.ndarray], Any]) -> Any:
+def tree_of_arrays_changed(tree, random, wrap):
     """Nested dicts and lists with arrays or tensors at the ends: a part dropped, renamed, of
     another kind or length, or with numbers that are not finite."""
-    places: list[tuple[Any, Any]] = []
+    places = []
 
-    def walk(holder: Any) -> None:
+    def walk(holder):
         for key in holder if isinstance(holder, dict) else range(len(holder)):
             places.append((holder, key))
             if isinstance(holder[key], dict | list) and len(places) < 5000:

@@ -3,8 +3,6 @@ NumPy; Parquet by rows, since no other decoder is installed. Each function gives
 what the product accepted; "" if nothing.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -14,7 +12,7 @@ import statistics
 import struct
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +49,10 @@ class Wrong(Exception):
     """Accepted, and should have been refused."""
 
 
-def strict(content: bytes) -> Any:
+def strict(content):
     """JSON; raises Wrong for what is none, and for a key twice."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs):
         if len(dict(pairs)) < len(pairs):
             raise Wrong("a key occurs twice in an object")
         return dict(pairs)
@@ -65,7 +63,7 @@ def strict(content: bytes) -> Any:
         raise Wrong(f"no JSON ({type(error).__name__})") from error
 
 
-def csv_rows(content: bytes) -> tuple[list[str], Rows]:
+def csv_rows(content):
     try:
         lines = list(csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -78,21 +76,21 @@ def csv_rows(content: bytes) -> tuple[list[str], Rows]:
     ]
 
 
-def json_rows(content: bytes) -> tuple[list[str], Rows]:
+def json_rows(content):
     rows = [strict(line) for line in content.split(b"\n") if line.strip()]
     if not all(isinstance(row, dict) for row in rows):
         raise Wrong("a line that holds no object")
     return list(dict.fromkeys(key for row in rows for key in row)), rows
 
 
-def parquet_rows(content: bytes) -> tuple[list[str], Rows]:
+def parquet_rows(content):
     frame = pl.read_parquet(
         io.BytesIO(content), parallel="none", use_statistics=False, low_memory=True
     )
     return frame.columns, frame.to_dicts()
 
 
-def number(value: Any, logical: bool) -> float | None:
+def number(value, logical):
     """A measurement; None where it is missing."""
     text = value.strip().lower() if isinstance(value, str) else value
     if text is None or text == "":
@@ -110,12 +108,12 @@ def number(value: Any, logical: bool) -> float | None:
     return float(text)
 
 
-def identity(value: Any) -> str:
+def identity(value):
     """An id: the text 7.0 is another one than 7, the number 7.0 is not."""
     return value if isinstance(value, str) else name(value)
 
 
-def name(value: Any) -> str:
+def name(value):
     """The value of a knob: 7, 7.0 and the numeral 7 are one."""
     if (
         value is None
@@ -132,7 +130,7 @@ def name(value: Any) -> str:
     return str(int(value) if math.isfinite(value) and value == int(value) else value)
 
 
-def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
+def wrong_table(table, head, rows):
     """A `ProfileTable` against the rows of a long table."""
     if len(set(head)) < len(head):
         raise Wrong("a column occurs twice")
@@ -142,7 +140,7 @@ def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
     )
     if {*knobs} & {*COLUMNS, accuracy} or not {*knobs} <= {*head}:
         raise Wrong(f"the knobs {knobs}")
-    cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    cells = defaultdict(list)
     for row in rows:
         right, ms = number(row.get(accuracy), True), number(row.get("latency_ms"), False)
         if right is not None and ms is not None:
@@ -153,7 +151,7 @@ def wrong_table(table: Any, head: Sequence[str], rows: Rows) -> str:
     return _compared(table, cells, "dataset" in head)
 
 
-def _compared(table: Any, cells: Mapping[Any, list[tuple[float, float]]], named: bool) -> str:
+def _compared(table, cells, named):
     measured = {}
     for row, column in table.mask.nonzero().tolist():
         setting = tuple(name(value) for value in table.configuration(column).values())
@@ -173,9 +171,9 @@ def _compared(table: Any, cells: Mapping[Any, list[tuple[float, float]]], named:
     return ""
 
 
-def wrong_configurations(table: Any, files: Mapping[str, bytes], core: bool) -> str:
+def wrong_configurations(table, files, core):
     """A `ProfileTable` against exp5 and exp6 files, or core_exp files."""
-    sides: dict[str, dict[Any, list[float]]] = {
+    sides = {
         "accuracy": defaultdict(list),
         "ms": defaultdict(list),
     }
@@ -228,12 +226,12 @@ def wrong_configurations(table: Any, files: Mapping[str, bytes], core: bool) -> 
     return _compared(table, cells, False)
 
 
-def _rows_of(document: Any) -> Iterable[list[Any]]:
+def _rows_of(document):
     keys = ("all_samples", "per_sample_latencies", "per_sample_results")
     return (document[key] for key in keys if document.get(key))
 
 
-def wrong_features(features: Any, content: bytes, zipped: bool) -> str:
+def wrong_features(features, content, zipped):
     """`Features` against a file of arrays."""
     arrays, words = npz_arrays(content) if zipped else safetensors_arrays(content)
     ids = words["sample_id"] if "sample_id" in words else arrays.pop("sample_id").tolist()
@@ -251,7 +249,7 @@ def wrong_features(features: Any, content: bytes, zipped: bool) -> str:
     return ""
 
 
-def npz_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def npz_arrays(content):
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if len(set(archive.namelist())) < len(archive.namelist()):
@@ -264,7 +262,7 @@ def npz_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise Wrong(f"no archive of arrays ({error})") from error
 
 
-def safetensors_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def safetensors_arrays(content):
     size = struct.unpack("<Q", content[:8])[0]
     head = strict(content[8 : 8 + size])
     words = {
@@ -281,7 +279,7 @@ def safetensors_arrays(content: bytes) -> tuple[dict[str, np.ndarray], dict[str,
     return arrays, words
 
 
-def wrong_beams(table: Any, content: bytes) -> str:
+def wrong_beams(table, content):
     """A `BeamTable` against legacy beams or RL data."""
     document, expected = strict(content), Counter[Any]()
     if isinstance(document, list):
@@ -328,5 +326,5 @@ def wrong_beams(table: Any, content: bytes) -> str:
     )
 
 
-def _rounded(score: float | None) -> float | None:
+def _rounded(score):
     return None if score is None or math.isnan(score) else float(f"{np.float32(score):.5g}")

@@ -6,9 +6,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -32,9 +30,9 @@ class Difference(NamedTuple):
     unlike: list[str]
 
 
-def state_of(folder: Path) -> State:
+def state_of(folder):
     """Every file and link below a folder."""
-    state: State = {}
+    state = {}
     for path in sorted(folder.rglob("*")):
         name = DATE.sub("DATE", str(path.relative_to(folder)))
         if UNSEEN.search(name):
@@ -51,12 +49,12 @@ def state_of(folder: Path) -> State:
     return state
 
 
-def noise_of(first: State, second: State) -> set[tuple[str, str]]:
+def noise_of(first, second):
     """The places at which two unbroken runs differ; those in a list count as one place."""
     return {(name, _kind(place)) for name, place in _unequal(first, second)}
 
 
-def difference(state: State, reference: State, noise: set[tuple[str, str]]) -> Difference:
+def difference(state, reference, noise):
     """Files that should not be there, and places with other values than the unbroken run left."""
     leftovers = [name for name in state if name not in reference]
     unlike = {
@@ -67,7 +65,7 @@ def difference(state: State, reference: State, noise: set[tuple[str, str]]) -> D
     return Difference(leftovers, [f"{name} {place}".strip() for name, place in unlike.items()])
 
 
-def _unequal(first: State, second: State) -> Iterator[tuple[str, str]]:
+def _unequal(first, second):
     for name in first.keys() | second.keys():
         if name not in first or name not in second:
             yield name, "" if name in first else "(missing)"
@@ -77,11 +75,11 @@ def _unequal(first: State, second: State) -> Iterator[tuple[str, str]]:
                 yield name, place
 
 
-def _kind(place: str) -> str:
+def _kind(place):
     return re.sub(r"\[\d+\]", "[]", place)
 
 
-def _values(path: Path) -> Iterator[tuple[str, str]]:
+def _values(path):
     if path.suffix == ".json":
         yield from _flat(json.loads(path.read_bytes()))
     elif path.suffix == ".jsonl":
@@ -112,7 +110,7 @@ def _values(path: Path) -> Iterator[tuple[str, str]]:
         )
 
 
-def _flat(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _flat(value, place=""):
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flat(part, f"{place}.{key}")

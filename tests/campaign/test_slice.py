@@ -1,10 +1,7 @@
 """A slice of the campaign with a fixed seed: all of its zeroes hold. `make campaign` makes the
 rest."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -17,9 +14,7 @@ SEED = 3
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_changed_files_are_read_rightly_or_refused_in_a_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_files_are_read_rightly_or_refused_in_a_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, about what they were given
@@ -31,13 +26,13 @@ def test_changed_files_are_read_rightly_or_refused_in_a_line(
 @pytest.mark.parametrize(
     ("name", "torn"), [("request log", False), ("request log", True), ("export", True)]
 )
-def test_what_was_killed_ends_like_what_was_not(name: str, torn: bool, tmp_path: Path) -> None:
+def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
     reference = reference_of(BY_NAME[name], tmp_path / "reference")
     outcome, note = kill_trial(BY_NAME[name], reference, tmp_path / "killed", Random(SEED), torn)
     assert outcome in ("fine", "refused"), note
 
 
 @pytest.mark.parametrize("name", ["profile=0", "ASCII output"])
-def test_limits_are_met_in_a_line(name: str, tmp_path: Path) -> None:
+def test_limits_are_met_in_a_line(name, tmp_path):
     outcome, note = limit_trial(name, tmp_path / "limited")
     assert outcome in ("fine", "refused"), note

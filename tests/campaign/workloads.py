@@ -97,7 +97,7 @@ class Workload(NamedTuple):
     """Files and places in them that differ from call to call."""
 
 
-def _stack() -> None:
+def _stack():
     write_table()
     agent, table = small_stack(60)
     save_checkpoint(
@@ -105,7 +105,7 @@ def _stack() -> None:
     )
 
 
-def _parts(samples: int) -> dict[str, Any]:
+def _parts(samples):
     ends = (0, int(samples * 0.6), int(samples * 0.8), samples)
     return {
         part: torch.arange(*ends[i : i + 2])
@@ -113,27 +113,27 @@ def _parts(samples: int) -> dict[str, Any]:
     }
 
 
-def _nothing() -> None:
+def _nothing():
     """It needs no file."""
 
 
-def _beams() -> None:
+def _beams():
     small_beams(60)[0].save("b.safetensors")
 
 
-def _trained() -> None:
+def _trained():
     write_table()
     assert knobwise.__main__.main([*LEAN, "name=r"]) == 0
 
 
-def _log() -> None:
+def _log():
     _stack()
     agent, table = small_stack(60)
     model = logging_model(Path("log"), agent, table, explore=0.2)
     serve_requests(model, table, 260)
 
 
-def serve() -> None:
+def serve():
     """A program that serves requests; it notes each request after the log has taken it."""
     agent, table = small_stack(60)
     model = logging_model(Path("log"), agent, table)
@@ -143,7 +143,7 @@ def serve() -> None:
             file.write(f"{result.request_id}\n".encode())
 
 
-def every_acknowledged_request_is_logged() -> list[str]:
+def every_acknowledged_request_is_logged():
     """What is wrong with the log that `serve` left, of which some processes were killed."""
     read = read_log("log")
     lines = Path(ACKNOWLEDGED).read_text().split("\n")[:-1] if Path(ACKNOWLEDGED).exists() else []
@@ -164,19 +164,19 @@ def every_acknowledged_request_is_logged() -> list[str]:
     return wrong
 
 
-def _live() -> None:
+def _live():
     with pytest.MonkeyPatch.context() as patch:
         few_demonstrations(patch, 300, 60)
         if status := knobwise.__main__.main(LIVE):
             os._exit(status)
 
 
-def _two_runs() -> None:
+def _two_runs():
     for number in (0, 1):
         write_run(Path("runs/lean") / f"r{number}", gain=0.1 * number)
 
 
-def fewer_trees() -> None:
+def fewer_trees():
     """As in the test suite: nothing here is about what trees learn."""
     FAMILIES["gradient_boosting"] = FAMILIES["gradient_boosting"]._replace(settings=(10, 40))
 

@@ -3,15 +3,12 @@ form of the environment, a table, an agent, a way of collecting and a transform 
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers import small_table
-from tensordict import TensorDictBase
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
     LazyMemmapStorage,
@@ -22,7 +19,6 @@ from torchrl.data import (
 from torchrl.envs import (
     CatTensors,
     DTypeCastTransform,
-    EnvBase,
     GymEnv,
     GymWrapper,
     ObservationNorm,
@@ -36,7 +32,7 @@ from torchrl.trainers import DefaultOptimizationStepper, Trainer
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from knobwise.agents import Controller, PolicyConfig, make_actor
-from knobwise.envs import ConfigBandit, ConfigBanditEnv, ConfigBanditVectorEnv, ProfileTable
+from knobwise.envs import ConfigBandit, ConfigBanditEnv, ConfigBanditVectorEnv
 from knobwise.losses import GRPOLoss
 
 P, FRAMES = 4, 8
@@ -50,24 +46,24 @@ class Case(NamedTuple):
     transform: str
 
 
-TABLES: dict[str, Callable[[], ProfileTable]] = {
+TABLES = {
     "full": small_table,
     "sparse": lambda: small_table(holes=0.68),
     "no_features": lambda: small_table(features=False),
 }
 
 
-def native(table: ProfileTable) -> EnvBase:
+def native(table):
     return ConfigBandit(table, batch_size=P)
 
 
-def vector(mode: AutoresetMode, table: ProfileTable) -> EnvBase:
+def vector(mode, table):
     return GymWrapper(
         ConfigBanditVectorEnv(P, table, autoreset_mode=mode), categorical_action_encoding=True
     )
 
 
-FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
+FORMS = {
     "native": native,
     "serial": lambda table: SerialEnv(2, functools.partial(native, table)),
     "parallel": lambda table: ParallelEnv(
@@ -82,7 +78,7 @@ FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
 }
 AGENTS = ("random", "policy")
 USES = ("collector", "multi_sync", "multi_async", "trainer", "memmap", "priorities")
-TRANSFORMS: dict[str, Callable[[], Any]] = {
+TRANSFORMS = {
     "none": lambda: None,
     "cat_tensors": lambda: CatTensors(
         in_keys=["budget_ms"], out_key="observation", dim=-1, unsqueeze_if_oor=True
@@ -96,7 +92,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def allowed(case: Case) -> bool:
+def allowed(case):
     """Processes are slow to start, so that few forms meet them; a policy cannot read what a
     transform took away."""
     processes = case.use.startswith("multi") or case.form == "parallel"
@@ -110,7 +106,7 @@ def allowed(case: Case) -> bool:
     return quick and not blind and not (case.agent == "random" and case.use == "trainer")
 
 
-def cases() -> Iterator[Case]:
+def cases():
     """Greedily, the next case is the first of those that cover most pairs that no case has yet."""
     every = itertools.starmap(Case, itertools.product(FORMS, TABLES, AGENTS, USES, TRANSFORMS))
     pairs = {
@@ -125,7 +121,7 @@ def cases() -> Iterator[Case]:
         yield case
 
 
-def policy_of(agent: str, table: ProfileTable) -> Any:
+def policy_of(agent, table):
     """None for a random agent."""
     if agent == "random":
         return None
@@ -134,7 +130,7 @@ def policy_of(agent: str, table: ProfileTable) -> Any:
     return make_actor(controller)
 
 
-def environment(case: Case) -> EnvBase:
+def environment(case):
     env, change = FORMS[case.form](TABLES[case.table]()), TRANSFORMS[case.transform]()
     if change is None:
         return env
@@ -145,7 +141,7 @@ def environment(case: Case) -> EnvBase:
     )
 
 
-def check(case: Case, batch: TensorDictBase) -> None:
+def check(case, batch):
     """Every decision has an outcome of its own context, and what follows it is the observation of
     this context."""
     after = batch["next"]
@@ -164,7 +160,7 @@ def check(case: Case, batch: TensorDictBase) -> None:
         assert batch["mask"].bool().gather(-1, index.unsqueeze(-1)).all()
 
 
-def run(case: Case, folder: Path) -> None:
+def run(case, folder):
     policy, make = policy_of(case.agent, TABLES[case.table]()), functools.partial(environment, case)
     env = make()
     frames = FRAMES * env.batch_size.numel()
@@ -198,7 +194,7 @@ def run(case: Case, folder: Path) -> None:
         trainer.train()
         assert any(not torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
         return
-    buffer: Any = None
+    buffer = None
     if case.use == "memmap":
         buffer = ReplayBuffer(
             storage=LazyMemmapStorage(2 * frames, scratch_dir=folder), batch_size=8
@@ -225,5 +221,5 @@ def run(case: Case, folder: Path) -> None:
 
 @pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("case", cases(), ids="-".join)
-def test_everywhere(case: Case, tmp_path: Path) -> None:
+def test_everywhere(case, tmp_path):
     run(case, tmp_path)

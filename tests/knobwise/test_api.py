@@ -1,16 +1,12 @@
 """A policy from Python in one call: read, fit, load, decide."""
 
-from __future__ import annotations
-
 import doctest
 import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars
@@ -32,7 +28,6 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs import builtin_profile
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 
 QUICK = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
 QUICK |= {"contexts": 32, "minibatch": 32, "evaluate_every": 4}
@@ -50,7 +45,7 @@ KINDS = {
 
 
 @functools.cache
-def case(kind: str) -> tuple[ProfileTable, DeployedController]:
+def case(kind):
     """A table and a controller of this kind for it."""
     table = small_table(40, features=kind != "no features")
     if kind == "heads":
@@ -60,16 +55,16 @@ def case(kind: str) -> tuple[ProfileTable, DeployedController]:
     return table, deployed(table, KINDS[kind])
 
 
-def policy_of(kind: str) -> KnobPolicy:
+def policy_of(kind):
     table, agent = case(kind)
     return KnobPolicy(Loaded(agent, table.name, table.digest, {}))
 
 
-def budgets_of(kind: str, n: int) -> torch.Tensor:
+def budgets_of(kind, n):
     return torch.full((n,), MEAN_MS) if kind == "mean" else torch.linspace(5, 25, n)
 
 
-def chosen_by(agent: DeployedController, table: ProfileTable, limits: torch.Tensor) -> list[Any]:
+def chosen_by(agent, table, limits):
     """The knob values that an agent chooses for all samples."""
     chosen = agent.choose(arrays(table), limits.double().numpy())
     return [table.configuration(index) for index in chosen.tolist()]
@@ -79,7 +74,7 @@ def chosen_by(agent: DeployedController, table: ProfileTable, limits: torch.Tens
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind: str) -> None:
+def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind):
     (table, agent), policy, limits = case(kind), policy_of(kind), budgets_of(kind, 40)
     wanted = chosen_by(agent, table, limits)
     for form in (torch.Tensor.tolist, torch.Tensor.numpy, torch.clone):
@@ -92,7 +87,7 @@ def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(ki
 
 @pytest.mark.parametrize("batched", itertools.product([False, True], repeat=3))
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: int) -> None:
+def test_what_is_for_one_input_is_for_all_of_them(batched, n):
     (table, agent), policy = case("taught"), policy_of("taught")
     values = [*(block[:n] for block in table.features.values()), budgets_of("taught", n)]
     image, language, limits = (v if many else v[0] for v, many in zip(values, batched, strict=True))
@@ -107,7 +102,7 @@ def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: 
     ]
 
 
-def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
+def test_a_lone_block_needs_no_name_and_no_features_are_none():
     table = two_kinds(20, shown=True)
     agent = untrained(table, HEADS)
     policy = KnobPolicy(Loaded(agent, "t", "", {}))
@@ -120,7 +115,7 @@ def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
     )
 
 
-def test_a_decision_is_the_callers_own() -> None:
+def test_a_decision_is_the_callers_own():
     policy = policy_of("unguarded")
     features = {name: torch.zeros(width) for name, width in policy.features.items()}
     first = policy.decide(features, 10.0)
@@ -137,7 +132,7 @@ def test_a_decision_is_the_callers_own() -> None:
 
 
 GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
-MISTAKES: list[tuple[str, Any, Any]] = [
+MISTAKES = [
     (r"image_features \[3\]", GOOD | {"image_features": [0.0] * 3}, 9.0),
     (r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
     (r"other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
@@ -154,12 +149,12 @@ MISTAKES: list[tuple[str, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("message", "features", "budget_ms"), MISTAKES)
-def test_a_mistake_is_named(message: str, features: Any, budget_ms: Any) -> None:
+def test_a_mistake_is_named(message, features, budget_ms):
     with pytest.raises(InputError, match=message):
         policy_of("taught").decide(features, budget_ms)
 
 
-def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
+def test_a_mean_budget_that_is_not_calibrated_is_refused():
     with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
         policy_of("mean").decide(GOOD, 7.0)
 
@@ -168,18 +163,16 @@ def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def decisions(policy: KnobPolicy, table: ProfileTable) -> list[Any]:
+def decisions(policy, table):
     return policy.decide(table.features, budgets_of("taught", table.num_samples))
 
 
-def test_fit_is_what_the_command_trains_and_save_keeps_it(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
     write_table(60)
     before, threads = sorted(home.iterdir()), torch.get_num_threads()
     torch.set_num_threads(2)
@@ -219,7 +212,7 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(
     assert (again.judged, run.judged) == (judged, None)
 
 
-FITS: dict[str, dict[str, Any]] = {
+FITS = {
     "independent": {"policy": "independent", "reward": "shaped"},
     "mean": {"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]},
     "experts": {"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"},
@@ -228,9 +221,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fit_takes_the_options_of_the_command_line(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_takes_the_options_of_the_command_line(name, capsys):
     table = small_table(60)
     options = FITS[name]
     policy = knobwise.fit(table, optimiser=QUICK, **options)
@@ -252,10 +243,10 @@ def test_fit_takes_the_options_of_the_command_line(
 class Frame:
     """As much of a pandas data frame as is used: columns as lists, holes as NaN."""
 
-    def __init__(self, frame: polars.DataFrame) -> None:
+    def __init__(self, frame):
         self.frame = frame
 
-    def to_dict(self, orient: str) -> dict[str, list[Any]]:
+    def to_dict(self, orient):
         assert orient == "list"
         columns = self.frame.with_columns(
             polars.col("accuracy", "latency_ms").fill_null(float("nan"))
@@ -264,9 +255,7 @@ class Frame:
 
 
 @pytest.mark.parametrize("form", [lambda frame: frame, Frame], ids=["polars", "pandas"])
-def test_a_data_frame_is_read_as_the_file_is(
-    form: Callable[[polars.DataFrame], Any], home: Path
-) -> None:
+def test_a_data_frame_is_read_as_the_file_is(form, home):
     table = small_table(12)
     frame = long_frame(table).sample(fraction=1.0, shuffle=True, seed=1)
     hole = polars.DataFrame({**frame.row(0, named=True), "accuracy": None})
@@ -283,7 +272,7 @@ def test_a_data_frame_is_read_as_the_file_is(
     assert knobwise.read(form(frame), features, name="mine").name == "mine"
 
 
-def test_read_takes_saved_profiles_and_folders(home: Path) -> None:
+def test_read_takes_saved_profiles_and_folders(home):
     table = small_table(12)
     table.save("t.safetensors")
     assert knobwise.read("t.safetensors").digest == table.digest
@@ -305,7 +294,7 @@ def test_read_takes_saved_profiles_and_folders(home: Path) -> None:
             knobwise.read(path, features)
 
 
-def test_features_of_a_profile_are_in_its_order() -> None:
+def test_features_of_a_profile_are_in_its_order():
     bare = small_table(60, features=False)
     block = torch.arange(120.0).reshape(60, 2)
     for features in (block, block.tolist(), {"features": block.numpy()}):
@@ -327,7 +316,7 @@ def test_features_of_a_profile_are_in_its_order() -> None:
         ("20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
     ],
 )
-def test_what_cannot_be_trained_is_refused(message: str, options: dict[str, Any]) -> None:
+def test_what_cannot_be_trained_is_refused(message, options):
     with pytest.raises(InputError, match=message):
         knobwise.fit(small_table(20), **options)
 
@@ -335,7 +324,7 @@ def test_what_cannot_be_trained_is_refused(message: str, options: dict[str, Any]
 # -- load ------------------------------------------------------------------------------------------
 
 
-def test_load_takes_a_finished_run(home: Path) -> None:
+def test_load_takes_a_finished_run(home):
     run, table = home / "runs" / "a" / "default", small_table(20)
     save_checkpoint(run / "checkpoints" / "best.pt", untrained(table, HEADS), table, {})
     (home / "runs" / "latest").symlink_to(run)
@@ -347,7 +336,7 @@ def test_load_takes_a_finished_run(home: Path) -> None:
         knobwise.load(run)
 
 
-def test_what_holds_no_policy_is_refused(home: Path) -> None:
+def test_what_holds_no_policy_is_refused(home):
     table, _ = small_beams()
     selector = Selector(SelectorConfig(width=8, heads=2), 4)
     save_checkpoint("s.pt", selector, table, {})
@@ -367,14 +356,14 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
 # -- the rest --------------------------------------------------------------------------------------
 
 
-def test_importing_knobwise_stays_light() -> None:
+def test_importing_knobwise_stays_light():
     script = "import knobwise, sys; assert not {'torch', 'polars', 'hydra'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
     with pytest.raises(AttributeError, match="no attribute 'fits'"):
-        _ = knobwise.fits  # type: ignore[attr-defined]
+        _ = knobwise.fits
 
 
-def test_the_examples_run() -> None:
+def test_the_examples_run():
     names = {"knobwise": knobwise, "polars": polars, "builtin_profile": builtin_profile}
     result = doctest.testmod(api, extraglobs=names)
     assert (result.failed, result.attempted) == (0, 9)

@@ -2,13 +2,12 @@
 
 import torch
 from helpers import small_table
-from tensordict import TensorDict
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
@@ -16,9 +15,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 
 
-def actor_of(
-    net: nn.Module, configurations: Tensor, group_size: int | None
-) -> ProbabilisticTensorDictSequential:
+def actor_of(net, configurations, group_size):
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
         out_keys=["action"],
@@ -32,24 +29,20 @@ def actor_of(
     )
 
 
-def certain_actor(
-    probabilities: list[float], group_size: int = 2
-) -> ProbabilisticTensorDictSequential:
+def certain_actor(probabilities, group_size=2):
     """A policy with these probabilities whatever it sees (the observation is 1)."""
     net = nn.Linear(1, len(probabilities), bias=False)
     net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
     return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
 
 
-def expected_reward(actor: ProbabilisticTensorDictSequential, data: TensorDict) -> float:
+def expected_reward(actor, data):
     """Mean over contexts; what was not profiled counts nothing."""
     probabilities = actor.get_dist(data.clone()).log_probs.detach().exp()
     return (probabilities * data["reward_per_configuration"].nan_to_num()).sum(-1).mean().item()
 
 
-def real_actor(
-    holes: float, group_size: int | None = None
-) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
+def real_actor(holes, group_size=None):
     table = small_table(holes=holes)
     torch.manual_seed(0)
     controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16, dropout=0.0))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from actors import certain_actor, real_actor
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
@@ -16,19 +16,19 @@ from knobwise.losses.functional import gaussian_nll
 NAN = math.nan
 
 
-def played() -> tuple[RCELoss, TensorDict]:
+def played():
     actor, env = real_actor(holes=0.6)
     return RCELoss(actor, temperature=0.3, functional=False), env.reset()
 
 
-def contexts(*rewards: float) -> TensorDict:
+def contexts(*rewards):
     """One context with these rewards."""
     return TensorDict(
         {"observation": torch.ones(1, 1), "reward_per_configuration": torch.tensor([rewards])}, [1]
     )
 
 
-def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
+def test_rce_by_hand_and_its_temperature_may_be_set_between_steps():
     loss, data = RCELoss(certain_actor([0.2, 0.8]), temperature=0.5), contexts(0.0, math.log(3) / 2)
     out = loss(data)
     assert out["loss_rce"].item() == pytest.approx(
@@ -46,7 +46,7 @@ def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
     )
 
 
-def test_what_was_not_profiled_gives_no_nan() -> None:
+def test_what_was_not_profiled_gives_no_nan():
     loss, data = played()
     assert data["reward_per_configuration"].isnan().any()
     out = loss(data)
@@ -64,20 +64,20 @@ class Says(TensorDictModuleBase):
     in_keys = ["row"]
     out_keys = ["accuracy_logits", "log_latency", "spread"]
 
-    def __init__(self, logits: list[float], log_latency: list[float], spread: list[float]) -> None:
+    def __init__(self, logits, log_latency, spread):
         super().__init__()
         values = (logits, log_latency, spread)
         self.outputs = nn.ParameterList(
             [nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values]
         )
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict):
         for key, value in zip(self.out_keys, self.outputs, strict=True):
             tensordict[key] = value.expand(*tensordict["row"].shape, -1)
         return tensordict
 
 
-def measured(accuracy: list[list[float]], log_latency: list[list[float]]) -> TensorDict:
+def measured(accuracy, log_latency):
     cells = {
         "accuracy_per_configuration": torch.tensor(accuracy, dtype=torch.float64),
         "log_latency_per_configuration": torch.tensor(log_latency, dtype=torch.float64),
@@ -89,7 +89,7 @@ BY_HAND = measured([[1.0, 0.25], [NAN, 0.0]], [[2.0, 0.0], [NAN, 3.0]])
 PREDICTED = ([math.log(3), 0.0], [1.0, 1.0], [0.5, 2.0])
 
 
-def test_gaussian_nll_by_hand_and_by_torch() -> None:
+def test_gaussian_nll_by_hand_and_by_torch():
     by_hand = gaussian_nll(torch.tensor(5.0), torch.tensor(2.0), torch.tensor(2.0))
     assert by_hand.item() == pytest.approx(9 / 8 + math.log(2))
     target, mean, spread = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
@@ -100,7 +100,7 @@ def test_gaussian_nll_by_hand_and_by_torch() -> None:
     )
 
 
-def test_both_losses_by_hand() -> None:
+def test_both_losses_by_hand():
     out = RegressionLoss(Says(*PREDICTED), reduction="none")(BY_HAND)
     # p = ¾ and ½: first context −ln ¾ and ln 2 (a quarter right: ¼·ln 2 + ¾·ln 2), second ln 2 of
     # its one cell
@@ -116,7 +116,7 @@ def test_both_losses_by_hand() -> None:
     assert float(total["loss_latency"].detach()) == pytest.approx(sum(latency))
 
 
-def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses() -> None:
+def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses():
     apart = [measured([[1.0, 0.25]], [[2.0, low]]) for low in (0.0, 1.0, 5.0)]
     losses = [RegressionLoss(Says(*PREDICTED))(each)["loss_latency"] for each in apart]
     together = measured([[1.0, 0.25]], [[2.0, 2.0]])
@@ -130,7 +130,7 @@ def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses
     assert RegressionLoss(Says(*PREDICTED))(together)["loss_latency"].isfinite()
 
 
-def test_what_was_not_profiled_gets_no_gradient_and_spoils_none() -> None:
+def test_what_was_not_profiled_gets_no_gradient_and_spoils_none():
     predictor = Says(*PREDICTED)
     only_second = measured([[NAN, 1.0], [NAN, 0.0]], [[NAN, 2.0], [NAN, 1.0]])
     out = RegressionLoss(predictor)(only_second)
@@ -144,7 +144,7 @@ def test_what_was_not_profiled_gets_no_gradient_and_spoils_none() -> None:
     assert out["loss_accuracy"].tolist() == out["loss_latency"].tolist() == [0.0]
 
 
-def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken() -> None:
+def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken():
     loss = RegressionLoss(Says(*PREDICTED), reduction="none")
     assert loss.in_keys == ["row", "accuracy_per_configuration", "log_latency_per_configuration"]
     assert loss(BY_HAND.reshape(1, 2))["loss_latency"].shape == (1, 2)

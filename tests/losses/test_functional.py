@@ -27,29 +27,29 @@ ROUNDING = 2e-7
 RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
 
 
-def log(values: list[float]) -> torch.Tensor:
+def log(values):
     return torch.tensor(values, dtype=torch.float64).log()
 
 
-def rounded(values: list[float]) -> object:
+def rounded(values):
     """Equal to these numbers but for the rounding of float32."""
     return pytest.approx(values, rel=ROUNDING, abs=0)
 
 
-def near(values: list[float]) -> object:
+def near(values):
     """Equal to these numbers but for the rounding of sums, also where they cancel."""
     return pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def random_log_probs(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_log_probs(*shape, seed=0):
     return normal(*shape, seed=seed).log_softmax(-1)
 
 
-def test_expectation_is_the_plain_or_the_weighted_mean() -> None:
+def test_expectation_is_the_plain_or_the_weighted_mean():
     values = torch.tensor([[1.0, 2.0, 6.0]])
     assert expectation(values, None).tolist() == [3.0]
     assert expectation(values, torch.tensor([[0.5, 0.5, 0.0]])).tolist() == [1.5]
@@ -67,9 +67,7 @@ def test_expectation_is_the_plain_or_the_weighted_mean() -> None:
         (1.5, 0.0, 0.0, False),  # nothing to cut
     ],
 )
-def test_clipped_surrogate_by_hand(
-    ratio: float, advantage: float, objective: float, cut: bool
-) -> None:
+def test_clipped_surrogate_by_hand(ratio, advantage, objective, cut):
     log_prob = log([0.2 * ratio]).requires_grad_()
     value, was_cut = clipped_surrogate(
         log_prob, log([0.2]), torch.tensor([advantage], dtype=torch.float64), 0.2
@@ -80,7 +78,7 @@ def test_clipped_surrogate_by_hand(
     assert log_prob.grad.item() == pytest.approx(0.0 if cut else ratio * advantage)
 
 
-def test_k3_is_never_negative_and_zero_at_equality() -> None:
+def test_k3_is_never_negative_and_zero_at_equality():
     p, q = random_log_probs(1000, 5), random_log_probs(1000, 5, seed=1)
     assert (k3(p, q) >= 0).all()
     assert (k3(p, p) == 0).all()
@@ -89,7 +87,7 @@ def test_k3_is_never_negative_and_zero_at_equality() -> None:
     torch.testing.assert_close(expectation(k3(p, q), p.exp()), (p.exp() * (p - q)).sum(-1))
 
 
-def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_nothing() -> None:
+def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_nothing():
     old, new, reference = (random_log_probs(5, 4, seed=seed) for seed in range(3))
     wanted = expectation(k3(new, reference), old.exp())
     torch.testing.assert_close(expected_k3(new, reference, old, old.exp()), wanted)
@@ -104,7 +102,7 @@ def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_no
     assert slope.tolist()[0] == pytest.approx([0.5, -0.5], rel=1e-5)
 
 
-def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:
+def test_entropy_by_hand_and_masked_alternatives_count_nothing():
     assert entropy(log([0.25] * 4)).item() == pytest.approx(math.log(4))
     assert entropy(log([0.5, 0.5, 0.0])).item() == pytest.approx(math.log(2))
     assert entropy(log([1.0, 0.0])).item() == 0
@@ -115,7 +113,7 @@ def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:
     assert logits.grad.count_nonzero() == 3
 
 
-def test_effective_sample_size_by_hand() -> None:
+def test_effective_sample_size_by_hand():
     assert effective_sample_size(torch.zeros(2, 3)).item() == 1
     # ρ = 1, 3: (mean 2)² / mean of squares 5
     assert effective_sample_size(log([1.0, 3.0])).item() == pytest.approx(0.8)
@@ -125,7 +123,7 @@ def test_effective_sample_size_by_hand() -> None:
     assert effective_sample_size(torch.tensor([2000.0, 2000.0])).item() == 1  # no overflow
 
 
-def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
+def test_rce_leaves_masked_alternatives_out_whatever_stands_there():
     mask = torch.tensor([True, True, False])
     log_probs = torch.tensor(
         [math.log(0.1), math.log(0.9), -INF], dtype=torch.float64, requires_grad=True
@@ -155,9 +153,7 @@ def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
     ],
 )
-def test_advantages_by_hand(
-    kind: str, settings: dict[str, float], reward: list[float], wanted: list[float]
-) -> None:
+def test_advantages_by_hand(kind, settings, reward, wanted):
     result = group_advantage(torch.tensor([reward]), kind, **settings)
     assert result.tolist()[0] == wanted
 
@@ -173,27 +169,27 @@ def test_advantages_by_hand(
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
 )
-def test_weighted_advantages_by_hand(kind: str, wanted: list[float]) -> None:
+def test_weighted_advantages_by_hand(kind, wanted):
     reward, weight = torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[0.5, 0.25, 0.25]])
     result = group_advantage(reward, kind, weight=weight, clip=9.0)
     assert result.tolist()[0] == wanted
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
-def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind: str) -> None:
+def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind):
     assert group_advantage(torch.tensor([[3.7], [-2.0]]), kind).tolist() == [[0.0], [0.0]]
     assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_uniform_weights_are_the_same_as_no_weights(kind: str) -> None:
+def test_uniform_weights_are_the_same_as_no_weights(kind):
     reward = normal(5, 8)
     weighted = group_advantage(reward, kind, weight=torch.full_like(reward, 1 / 8))
     torch.testing.assert_close(weighted, group_advantage(reward, kind))
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
+def test_alternatives_of_weight_zero_do_not_touch_the_others(kind):
     reward, weight = normal(3, 6), torch.tensor([0.3, 0.0, 0.2, 0.4, 0.0, 0.1], dtype=torch.float64)
     kept = weight > 0
     alone = group_advantage(reward[:, kept], kind, weight=weight[kept].expand(3, -1))
@@ -203,32 +199,32 @@ def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
         torch.testing.assert_close(result[:, kept], alone)
 
 
-def test_even_weights_by_hand() -> None:
+def test_even_weights_by_hand():
     mask = torch.tensor([[True, True, False, False], [False, True, False, False]])
     assert even_weight(mask).tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
-def test_the_expectation_of_advantages_is_zero_in_every_group(kind: str) -> None:
+def test_the_expectation_of_advantages_is_zero_in_every_group(kind):
     reward, weight = normal(50, 6), torch.rand(50, 6, dtype=torch.float64).softmax(-1)
     for w in (None, weight):
         assert expectation(group_advantage(reward, kind, weight=w), w).abs().max() < 1e-12
 
 
-def test_groups_do_not_touch_one_another() -> None:
+def test_groups_do_not_touch_one_another():
     reward = normal(4, 2, 5)
     for kind in ADVANTAGES:
         singly = torch.stack([group_advantage(group, kind) for group in reward.flatten(0, 1)])
         torch.testing.assert_close(group_advantage(reward, kind).flatten(0, 1), singly)
 
 
-def test_no_gradient_goes_through_rewards_and_another_kind_is_refused() -> None:
+def test_no_gradient_goes_through_rewards_and_another_kind_is_refused():
     assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
     with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank, unnorm"):
         group_advantage(torch.zeros(1, 2), "mean")
 
 
-def test_weights_of_the_best_by_hand() -> None:
+def test_weights_of_the_best_by_hand():
     reward = torch.tensor([[1.0, 3.0, 2.0, 3.0], [5.0, 1.0, 2.0, 9.0]])
     assert weight_of_best(reward, 2).tolist() == [[0.0, 0.5, 0.0, 0.5], [0.5, 0.0, 0.0, 0.5]]
     weight = torch.tensor([[0.2, 0.0, 0.3, 0.5], [0.0, 1.0, 0.0, 0.0]])
@@ -241,7 +237,7 @@ def test_weights_of_the_best_by_hand() -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=7))
 @settings(max_examples=30, deadline=None)
-def test_rank_advantages_count_the_worse_and_the_better(values: list[int]) -> None:
+def test_rank_advantages_count_the_worse_and_the_better(values):
     result = group_advantage(torch.tensor([values], dtype=torch.float64), "rank")[0].tolist()
     others = max(len(values) - 1, 1)
     for value, advantage in zip(values, result, strict=True):
@@ -250,7 +246,7 @@ def test_rank_advantages_count_the_worse_and_the_better(values: list[int]) -> No
         assert advantage == pytest.approx((worse - better) / others)
 
 
-def test_doubly_robust_rewards_by_hand() -> None:
+def test_doubly_robust_rewards_by_hand():
     expected = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.9]])
     rewards = doubly_robust(
         expected, torch.tensor([1, 2]), torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.1]), 5.0
@@ -259,7 +255,7 @@ def test_doubly_robust_rewards_by_hand() -> None:
     assert rewards.flatten().tolist() == rounded([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
 
 
-def test_the_doubly_robust_value_is_exact_over_all_draws() -> None:
+def test_the_doubly_robust_value_is_exact_over_all_draws():
     """Its expectation over the draws is the true reward of each alternative, however wrong the
     model is."""
     chance, true = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.8, 0.5]], dtype=torch.float64)
@@ -268,7 +264,7 @@ def test_the_doubly_robust_value_is_exact_over_all_draws() -> None:
     assert (chance.unsqueeze(1) * drawn).sum(0).tolist() == pytest.approx(true.tolist())
 
 
-def test_an_advantage_of_ones_own_and_what_is_refused() -> None:
+def test_an_advantage_of_ones_own_and_what_is_refused():
     own = advantage_function("examples.advantages:leave_one_out")
     assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own).tolist() == [
         pytest.approx([0.75, -0.75, 0.0])

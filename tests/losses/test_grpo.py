@@ -1,6 +1,5 @@
 import doctest
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -27,14 +26,12 @@ both_objectives = pytest.mark.parametrize("objective", ["sampled", "exact"])
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2))
 
 
-def linear_actor(group_size: int | None, seed: int = 0) -> ProbabilisticTensorDictSequential:
+def linear_actor(group_size, seed=0):
     torch.manual_seed(seed)
     return actor_of(nn.Linear(3, len(GRID)).double(), GRID, group_size)
 
 
-def drawn(
-    actor: ProbabilisticTensorDictSequential, contexts: int, group_size: int, seed: int = 0
-) -> TensorDict:
+def drawn(actor, contexts, group_size, seed=0):
     """Contexts, draws of this actor, and the rewards of draws and of every configuration."""
     generator = torch.Generator().manual_seed(seed)
     observation = torch.randn(contexts, 3, dtype=torch.float64, generator=generator)
@@ -51,36 +48,36 @@ def drawn(
     return TensorDict({**data, "next": {"reward": reward.gather(1, index)}}, [contexts])
 
 
-def total(loss: GRPOLoss, data: TensorDict) -> Tensor:
+def total(loss, data):
     out = loss(data)
     return out["loss_objective"] + out["loss_entropy"] + out["loss_kl_to_ref"]
 
 
-def gradient(loss: GRPOLoss, data: TensorDict) -> Tensor:
+def gradient(loss, data):
     return torch.cat(
         [g.flatten() for g in torch.autograd.grad(total(loss, data), list(loss.parameters()))]
     )
 
 
-def check(out: TensorDict, **wanted: float) -> None:
+def check(out, **wanted):
     assert {name: out[name].item() for name in wanted} == pytest.approx(wanted, abs=1e-6)
 
 
-def two_draws(**more: Tensor) -> TensorDict:
+def two_draws(**more):
     """One context with both actions drawn, as likely as each other; the first is right."""
     data = {"observation": torch.ones(1, 1), "action": torch.tensor([[[0], [1]]])}
     data |= {"action_log_prob": torch.tensor([[0.5, 0.5]]).log(), **more}
     return TensorDict({**data, "next": {"reward": torch.tensor([[1.0, 0.0]])}}, [1])
 
 
-def exact_context(behaviour: list[float], rewards: list[float]) -> TensorDict:
+def exact_context(behaviour, rewards):
     """One context with the probabilities of the behaviour policy and the rewards of all
     configurations."""
     data = {"observation": torch.ones(1, 1), "behaviour_log_probs": torch.tensor([behaviour]).log()}
     return TensorDict({**data, "reward_per_configuration": torch.tensor([rewards])}, [1])
 
 
-def test_sampled_by_hand() -> None:
+def test_sampled_by_hand():
     loss = GRPOLoss(
         certain_actor([0.6, 0.4]),
         clip_epsilon=0.1,
@@ -109,7 +106,7 @@ def test_sampled_by_hand() -> None:
     check(loss(data), **wanted)
 
 
-def test_exact_by_hand() -> None:
+def test_exact_by_hand():
     loss = GRPOLoss(
         certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred"
     )
@@ -121,7 +118,7 @@ def test_exact_by_hand() -> None:
     assert loss(data)["clip_fraction"] == loss(data)["loss_kl_to_ref"] == 0
 
 
-def test_groups_that_teach_nothing_are_counted() -> None:
+def test_groups_that_teach_nothing_are_counted():
     data = drawn(linear_actor(4), 8, 4)
     data["next", "reward"][:2] = 0.3
     assert GRPOLoss(linear_actor(4))(data)["zero_advantage_fraction"] == 0.25
@@ -142,15 +139,15 @@ def test_groups_that_teach_nothing_are_counted() -> None:
         ({"advantage": "centred", "advantage_clip": 0.2}, 0.2),
     ],
 )
-def test_settings_of_the_advantage_arrive(settings: dict[str, Any], advantage: float) -> None:
+def test_settings_of_the_advantage_arrive(settings, advantage):
     out = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(two_draws())
     check(out, loss_objective=-(1.2 - 0.8) / 2 * advantage)
 
 
 @pytest.mark.parametrize("advantage", ["zscore", "centred"])
 def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
-    advantage: str,
-) -> None:
+    advantage,
+):
     data = drawn(linear_actor(5, seed=1), 16, 5)
     ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02, functional=False)
     stock = ClipPPOLoss(
@@ -172,7 +169,7 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> None:
+def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient():
     actor = linear_actor(None)
     data = drawn(actor, 7, 2)
     loss = GRPOLoss(actor, objective="exact", advantage="centred")
@@ -185,7 +182,7 @@ def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> 
 
 
 @both_objectives
-def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
+def test_what_was_recorded_gets_no_gradient(objective):
     loss, data = played(objective, holes=0.3)
     recorded = [("next", "reward"), "action_log_prob", "behaviour_log_probs", "reference_log_prob"]
     recorded += ["reference_log_probs", "reward_per_configuration"]
@@ -195,7 +192,7 @@ def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
     assert all(data[key].grad is None for key in recorded)
 
 
-def played(objective: str, holes: float) -> tuple[GRPOLoss, TensorDict]:
+def played(objective, holes):
     actor, env = real_actor(holes, group_size=6)
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
         data = env.rollout(1, actor).squeeze(-1)
@@ -208,7 +205,7 @@ def played(objective: str, holes: float) -> tuple[GRPOLoss, TensorDict]:
 
 
 @both_objectives
-def test_nothing_has_moved_at_the_first_step(objective: str) -> None:
+def test_nothing_has_moved_at_the_first_step(objective):
     loss, data = played(objective, holes=0.5)
     check(
         loss(data), kl_to_ref=0, kl_approx=0, clip_fraction=0, loss_kl_to_ref=0, ESS=1, ratio_mean=1
@@ -217,7 +214,7 @@ def test_nothing_has_moved_at_the_first_step(objective: str) -> None:
 
 @both_objectives
 @pytest.mark.parametrize("advantage", ["zscore", "centred"])
-def test_what_was_not_profiled_gives_no_nan(objective: str, advantage: str) -> None:
+def test_what_was_not_profiled_gives_no_nan(objective, advantage):
     loss, data = played(objective, holes=0.6)
     loss.advantage = advantage
     assert data["reward_per_configuration"].isnan().any()
@@ -233,7 +230,7 @@ def test_what_was_not_profiled_gives_no_nan(objective: str, advantage: str) -> N
     assert 0 < out["ESS"] < 1
 
 
-def test_what_stands_where_nothing_was_profiled_does_not_matter() -> None:
+def test_what_stands_where_nothing_was_profiled_does_not_matter():
     loss, data = played("exact", holes=0.6)
     before, slope = loss(data), gradient(loss, data)
     for nonsense in (0.0, 1e9):
@@ -243,7 +240,7 @@ def test_what_stands_where_nothing_was_profiled_does_not_matter() -> None:
         assert torch.equal(gradient(loss, data), slope)
 
 
-def test_the_index_of_a_draw_may_stand_in_for_its_action() -> None:
+def test_the_index_of_a_draw_may_stand_in_for_its_action():
     loss, data = played("sampled", holes=0.3)
     wanted, slope = loss(data), gradient(loss, data)
     data["configuration"] = small_table(holes=0.3).find(data.pop("action"))
@@ -251,7 +248,7 @@ def test_the_index_of_a_draw_may_stand_in_for_its_action() -> None:
     assert torch.equal(gradient(loss, data), slope)
 
 
-def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
+def test_what_is_next_to_impossible_spoils_no_diagnostics():
     loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact", functional=False)
     with torch.no_grad():
         loss.actor_network[0].module.weight[1] -= (
@@ -267,8 +264,8 @@ def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
 
 @both_objectives
 def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(
-    objective: str,
-) -> None:
+    objective,
+):
     loss, data = played(objective, holes=0.3)
     wanted, folded = loss(data), loss(data.reshape(8, 4))
     for name, value in wanted.items():
@@ -279,7 +276,7 @@ def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(
     assert all(torch.equal(wanted[name], value) for name, value in losses.items())
 
 
-def test_coefficients_may_be_set_between_steps() -> None:
+def test_coefficients_may_be_set_between_steps():
     data = drawn(linear_actor(4, seed=1), 8, 4)
     data["reference_log_prob"] = data["action_log_prob"]
     loss = GRPOLoss(linear_actor(4))
@@ -295,7 +292,7 @@ def test_coefficients_may_be_set_between_steps() -> None:
     torch.testing.assert_close(after["loss_entropy"].detach(), -0.3 * before["entropy"])
 
 
-def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
+def test_a_reference_that_is_asked_for_but_missing_is_loud():
     data = drawn(linear_actor(4), 8, 4)
     for objective in ("sampled", "exact"):
         assert GRPOLoss(linear_actor(4), objective=objective)(data)["loss_kl_to_ref"] == 0
@@ -306,19 +303,19 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
 @pytest.mark.parametrize(
     "settings", [{"objective": "all"}, {"advantage": "gae"}], ids=lambda settings: str(*settings)
 )
-def test_other_settings_are_refused(settings: dict[str, str]) -> None:
+def test_other_settings_are_refused(settings):
     (value,) = settings.values()
     with pytest.raises(ValueError, match=value):
         GRPOLoss(linear_actor(4), **settings)
 
 
-def test_the_example_in_the_docstring_runs() -> None:
+def test_the_example_in_the_docstring_runs():
     failed, attempted = doctest.testmod(grpo)
     assert failed == 0
     assert attempted > 5
 
 
-def test_rewards_without_the_group_of_the_draws_are_refused() -> None:
+def test_rewards_without_the_group_of_the_draws_are_refused():
     data = drawn(linear_actor(4), 5, 4)
     data["next", "reward"] = data["next", "reward"][:, :1]
     with pytest.raises(
@@ -327,7 +324,7 @@ def test_rewards_without_the_group_of_the_draws_are_refused() -> None:
         GRPOLoss(linear_actor(4))(data)
 
 
-def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
+def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient():
     net = nn.Linear(1, 4)
     net.bias.data = torch.tensor([200.0, 0.0, 0.0, 0.0])
     actor = actor_of(net, torch.arange(4).unsqueeze(1), 2)
@@ -348,7 +345,7 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
 KNOBS = ["crops", "blocks"]
 
 
-def separate_actor(group_size: int | None) -> ProbabilisticTensorDictSequential:
+def separate_actor(group_size):
     """The same policy as `linear_actor` with each knob under its own key."""
     net = linear_actor(group_size)[0]
     draw = ProbabilisticTensorDictModule(
@@ -365,8 +362,8 @@ def separate_actor(group_size: int | None) -> ProbabilisticTensorDictSequential:
 @pytest.mark.parametrize("aggregate", [False, True])
 @pytest.mark.parametrize("functional", [False, True])
 def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actions(
-    kind: str, aggregate: bool, functional: bool
-) -> None:
+    kind, aggregate, functional
+):
     data = drawn(linear_actor(4, seed=1), 8, 4)
     data["group_mask"] = torch.arange(4) < torch.arange(8).unsqueeze(1)
     data["reference_log_prob"] = data["action_log_prob"] - 0.1
@@ -375,8 +372,8 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
     for name, column in zip(KNOBS, data["action"].unbind(-1), strict=True):
         parts[name], parts[f"{name}_log_prob"] = column, data["action_log_prob"] / 2
     parts["sample_log_prob"] = data["action_log_prob"]
-    make: Any = RCELoss if kind in ("rce", "recorded") else GRPOLoss
-    options: dict[str, Any] = {"recorded": kind == "recorded"}
+    make = RCELoss if kind in ("rce", "recorded") else GRPOLoss
+    options = {"recorded": kind == "recorded"}
     if make is GRPOLoss:
         options = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01, "masked": kind == "masked"}
         options["objective"] = "exact" if kind == "exact" else "sampled"
@@ -405,17 +402,17 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
 class Heads(nn.Module):
     """Logits of two knobs for each draw."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(3, 5).double()
 
-    def forward(self, observation: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, observation):
         return self.linear(observation).split([3, 2], -1)
 
 
-def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives() -> None:
-    nested: list[Any] = [("knobs", "crops"), ("knobs", "blocks")]
+def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
+    nested = [("knobs", "crops"), ("knobs", "blocks")]
     draw = ProbabilisticTensorDictModule(
         in_keys=["params"],
         distribution_class=CompositeDistribution,

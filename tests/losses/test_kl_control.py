@@ -24,7 +24,7 @@ BAND = (0.01, 0.1)
         (temperature_control, [9.0] * 60, 0.5),
     ],
 )
-def test_a_coefficient_follows_the_kl(make: object, kls: list[float], wanted: float) -> None:
+def test_a_coefficient_follows_the_kl(make, kls, wanted):
     coefficient = torch.tensor(1.0)
     assert callable(make)
     control = make(coefficient, BAND)
@@ -34,7 +34,7 @@ def test_a_coefficient_follows_the_kl(make: object, kls: list[float], wanted: fl
     assert float(coefficient) == pytest.approx(wanted)
 
 
-def test_a_weight_of_zero_rises_to_the_least() -> None:
+def test_a_weight_of_zero_rises_to_the_least():
     coefficient = torch.tensor(0.0)
     weight_control(coefficient, BAND).step(1.0)
     assert float(coefficient) == pytest.approx(1e-3)

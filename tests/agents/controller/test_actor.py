@@ -1,11 +1,7 @@
 """What TorchRL asks of a loss module, for all of ours (as its own test suite asks it of the stock
 ones)."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +13,16 @@ from tensordict.nn import (
 )
 from tensordict.utils import unravel_key
 from torch import nn
-from torchrl.objectives import LossModule
 
 from knobwise.agents.controller.actor import ConfigurationCategorical
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
 SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
-DRAWN: set[Any] = {"action", ("next", "reward")}
+DRAWN = {"action", ("next", "reward")}
 OLD = {"action_log_prob", "reference_log_prob"}
 ALL = {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"}
-KINDS: dict[str, tuple[Callable[..., LossModule], dict[str, Any], set[Any]]] = {
+KINDS = {
     "sampled": (GRPOLoss, SAMPLED, DRAWN | OLD),
     "exact": (GRPOLoss, SAMPLED | {"objective": "exact"}, ALL),
     "masked": (GRPOLoss, SAMPLED | {"masked": True}, DRAWN | OLD | {"group_mask"}),
@@ -40,7 +35,7 @@ library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules
 either_way = pytest.mark.parametrize("functional", [True, False])
 
 
-def make_actor(seed: int = 0) -> ProbabilisticTensorDictSequential:
+def make_actor(seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, len(GRID)))
     draw = ProbabilisticTensorDictModule(
@@ -54,12 +49,12 @@ def make_actor(seed: int = 0) -> ProbabilisticTensorDictSequential:
     )
 
 
-def make_loss(kind: str, seed: int = 0, **settings: Any) -> LossModule:
+def make_loss(kind, seed=0, **settings):
     loss, defaults, _ = KINDS[kind]
     return loss(make_actor(seed), **{**defaults, **settings})
 
 
-def make_data(contexts: int = 5) -> TensorDict:
+def make_data(contexts=5):
     generator = torch.Generator().manual_seed(0)
     old, reference = torch.randn(2, contexts, len(GRID), generator=generator).log_softmax(-1)
     index = torch.randint(len(GRID), (contexts, 4), generator=generator)
@@ -81,16 +76,16 @@ def make_data(contexts: int = 5) -> TensorDict:
     )
 
 
-def total(out: TensorDict) -> torch.Tensor:
+def total(out):
     return torch.stack([value for name, value in out.items() if name.startswith("loss_")]).sum()
 
 
-def assert_same(result: TensorDict, wanted: TensorDict) -> None:
+def assert_same(result, wanted):
     assert all(torch.equal(result[name], value) for name, value in wanted.items())
 
 
 @every_kind
-def test_reading_and_writing_keys_are_told(kind: str) -> None:
+def test_reading_and_writing_keys_are_told(kind):
     loss = make_loss(kind)
     assert set(loss.in_keys) == {"observation", *KINDS[kind][2]}
     out = loss(make_data().select(*loss.in_keys))
@@ -101,7 +96,7 @@ def test_reading_and_writing_keys_are_told(kind: str) -> None:
 
 @every_kind
 @either_way
-def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
+def test_every_key_can_be_renamed(kind, functional):
     wanted = make_loss(kind, functional=functional)(make_data())
     loss = make_loss(kind, functional=functional)
     for name in loss.default_keys.__dataclass_fields__:
@@ -123,9 +118,7 @@ def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
 
 @every_kind
 @either_way
-def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(
-    kind: str, functional: bool
-) -> None:
+def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(kind, functional):
     stock, loss = make_loss(kind), make_loss(kind, functional=functional)
     assert loss.functional == functional
     data = make_data()
@@ -142,7 +135,7 @@ def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_inpu
 
 
 @every_kind
-def test_reductions_agree(kind: str) -> None:
+def test_reductions_agree(kind):
     none, mean, added = (make_loss(kind, reduction=r)(make_data()) for r in ("none", "mean", "sum"))
     for name, value in mean.items():
         if name.startswith("loss_"):
@@ -156,7 +149,7 @@ def test_reductions_agree(kind: str) -> None:
 
 
 @every_kind
-def test_contexts_marked_as_padding_do_not_count(kind: str) -> None:
+def test_contexts_marked_as_padding_do_not_count(kind):
     wanted = make_loss(kind)(make_data()[:3])
     padded = make_data().set(("collector", "mask"), torch.tensor([True] * 3 + [False] * 2))
     result = make_loss(kind)(padded)
@@ -164,12 +157,12 @@ def test_contexts_marked_as_padding_do_not_count(kind: str) -> None:
     assert all(result[name].allclose(wanted[name]) for name in losses)
 
 
-def keywords(loss: LossModule, data: TensorDict) -> dict[str, torch.Tensor]:
+def keywords(loss, data):
     return {"_".join([key] if isinstance(key, str) else key): data[key] for key in loss.in_keys}
 
 
 @every_kind
-def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
+def test_it_can_be_called_without_a_tensordict(kind):
     loss, data = make_loss(kind), make_data()
     wanted = loss(data.clone())
     named = keywords(loss, data)
@@ -184,18 +177,16 @@ def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
 # -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------
 
 
-def gradients(loss: LossModule, out: TensorDict) -> list[torch.Tensor]:
+def gradients(loss, out):
     return list(torch.autograd.grad(total(out), [p for p in loss.parameters() if p.requires_grad]))
 
 
-def in_one_graph(loss: LossModule) -> Callable[[TensorDict], TensorDict]:
+def in_one_graph(loss):
     torch.compiler.reset()
     return torch.compile(loss, fullgraph=True, backend="eager")
 
 
-def assert_same_under_compile(
-    compiled: Callable[[TensorDict], TensorDict], loss: LossModule, data: TensorDict
-) -> None:
+def assert_same_under_compile(compiled, loss, data):
     wanted, result = loss(data.clone()), compiled(data.clone())
     assert set(result.keys()) == set(wanted.keys())
     for name, value in wanted.items():
@@ -207,14 +198,14 @@ def assert_same_under_compile(
 @pytest.mark.parametrize(
     ("kind", "functional"), [*((kind, False) for kind in sorted(KINDS)), ("sampled", True)]
 )
-def test_it_compiles(kind: str, functional: bool) -> None:
+def test_it_compiles(kind, functional):
     loss = make_loss(kind, functional=functional)
     assert_same_under_compile(in_one_graph(loss), loss, make_data())
 
 
 @library_warning
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
-def test_terms_that_are_switched_off_are_off_under_compile_too(objective: str) -> None:
+def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
     loss, data = GRPOLoss(make_actor(), objective=objective, functional=False), make_data()
     compiled = in_one_graph(loss)
     far = data.clone()
@@ -229,13 +220,13 @@ def test_terms_that_are_switched_off_are_off_under_compile_too(objective: str) -
 
 
 @library_warning
-def test_the_regression_compiles() -> None:
+def test_the_regression_compiles():
     class Predictor(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(3, 12)
 
-        def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(self, observation):
             logits, log_latency, log_spread = self.linear(observation).chunk(3, -1)
             return logits, log_latency, log_spread.exp()
 

@@ -1,12 +1,7 @@
 """`make_actor`: any controller as a TensorDict policy, in whatever form the requests come."""
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import set_composite_lp_aggregate
-from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -25,14 +19,13 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import ProfileTable
 
 ALL = torch.arange(60)
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 
 
 @functools.cache
-def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, DeployedController]:
+def agent_of(kind, holes=0.6):
     """As `load_checkpoint(path).controller` gives it."""
     table = small_table(holes=holes, features=kind != "no features")
     if kind == "guarded":
@@ -48,7 +41,7 @@ def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, DeployedContr
 KINDS = ["controller", "several networks", "guarded", "mean budgets"]
 
 
-def requests(table: ProfileTable, agent: DeployedController, rows: Tensor = ALL) -> TensorDict:
+def requests(table, agent, rows=ALL):
     limits = torch.linspace(4, 40, len(rows))
     content = {"row": rows, agent.controller.limit_key: limits, "mask": table.mask[rows]}
     content |= {name: block[rows] for name, block in table.features.items()}
@@ -60,9 +53,7 @@ def requests(table: ProfileTable, agent: DeployedController, rows: Tensor = ALL)
 
 @pytest.mark.parametrize("kind", KINDS)
 @both_ways
-def test_any_controller_of_a_checkpoint_becomes_a_policy(
-    kind: str, how: ExplorationType, tmp_path: Path
-) -> None:
+def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, how, tmp_path):
     table, agent = agent_of(kind)
     save_checkpoint(tmp_path / "c.pt", agent, table, {})
     policy = make_actor(load_checkpoint(tmp_path / "c.pt").controller, group_size=3)
@@ -83,7 +74,7 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(
         assert len(chosen.unique(dim=1)[0]) > 1
 
 
-def test_an_action_may_be_the_index_of_a_configuration() -> None:
+def test_an_action_may_be_the_index_of_a_configuration():
     table, agent = agent_of("controller")
     by_knobs = make_actor(agent, group_size=4)
     by_index = make_actor(agent, group_size=4, action="configuration")
@@ -104,7 +95,7 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
 # -- each knob under its own key -------------------------------------------------------------------
 
 
-def by_hand(probabilities: list[float], group_size: int | None = None) -> KnobCategoricals:
+def by_hand(probabilities, group_size=None):
     """Two knobs of two values each: (0, 0), (0, 1), (1, 0), (1, 1)."""
     grid = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     log_probs = torch.tensor([probabilities]).log()
@@ -113,7 +104,7 @@ def by_hand(probabilities: list[float], group_size: int | None = None) -> KnobCa
     )
 
 
-def test_conditionals_by_hand() -> None:
+def test_conditionals_by_hand():
     policy = by_hand([0.1, 0.3, 0.6, 0.0], group_size=3)
     draws = TensorDict({"a": torch.tensor([[0, 0, 1]]), "b": torch.tensor([[0, 1, 0]])}, [1, 3])
     each = policy.log_prob(draws)
@@ -133,7 +124,7 @@ def test_conditionals_by_hand() -> None:
         assert policy.entropy().tolist() == pytest.approx([entropies[0] + 0.4 * entropies[1]])
 
 
-def test_where_all_is_possible_they_are_the_categoricals_of_the_heads() -> None:
+def test_where_all_is_possible_they_are_the_categoricals_of_the_heads():
     table, agent = agent_of("controller", 0.0)
     data = requests(table, agent)
     dist = make_actor(agent, separate=True).get_dist(data)
@@ -151,9 +142,7 @@ def test_where_all_is_possible_they_are_the_categoricals_of_the_heads() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("aggregate", [False, True])
-def test_separate_knobs_are_the_masked_policy_over_configurations(
-    kind: str, group_size: int | None, aggregate: bool
-) -> None:
+def test_separate_knobs_are_the_masked_policy_over_configurations(kind, group_size, aggregate):
     table, agent = agent_of(kind)
     names, data = [knob.name for knob in table.knobs], requests(table, agent)
     with set_composite_lp_aggregate(aggregate), set_exploration_type(ExplorationType.RANDOM):
@@ -191,9 +180,7 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(
         (lambda agent: agent.teacher, {}, "Teacher"),
     ],
 )
-def test_what_cannot_be_a_policy_or_be_separate_is_refused(
-    give: Callable[[DeployedController], Any], options: dict[str, Any], name: str
-) -> None:
+def test_what_cannot_be_a_policy_or_be_separate_is_refused(give, options, name):
     with pytest.raises(InputError, match=name):
         make_actor(give(agent_of("guarded")[1]), **options)
 
@@ -211,13 +198,13 @@ def test_what_cannot_be_a_policy_or_be_separate_is_refused(
     trailing=st.booleans(),
 )
 def test_other_types_and_a_trailing_axis_change_nothing(
-    kind: str,
-    limit: torch.dtype,
-    blocks: torch.dtype,
-    mask: torch.dtype,
-    batch: Any,
-    trailing: bool,
-) -> None:
+    kind,
+    limit,
+    blocks,
+    mask,
+    batch,
+    trailing,
+):
     table, agent = agent_of(kind)
     data, policy = requests(table, agent), make_actor(agent)
     data = data[0] if batch == () else data[: math.prod(batch)].reshape(batch)
@@ -233,7 +220,7 @@ def test_other_types_and_a_trailing_axis_change_nothing(
     torch.testing.assert_close(out["log_probs"], wanted["log_probs"])
 
 
-def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lose_it() -> None:
+def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lose_it():
     table, agent = agent_of("controller")
     policy, data = make_actor(agent), requests(table, agent)
     assert policy(data.clone().exclude("mask"))["log_probs"].isfinite().all()

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from knobwise.agents.controller.networks import (
     BINS,
@@ -21,13 +19,13 @@ NAN = math.nan
 CONFIGURATIONS = torch.arange(3).unsqueeze(1)
 
 
-def network(features: int = 2, members: int = 1, bins: bool = True) -> OutcomeNetwork:
+def network(features=2, members=1, bins=True):
     torch.manual_seed(0)
     config = PolicyConfig(teacher_hidden=16, members=members, teacher_dropout=0.3)
     return OutcomeNetwork(features, 3, config, bins).eval()
 
 
-def stirred(net: OutcomeNetwork) -> OutcomeNetwork:
+def stirred(net):
     for p in net.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return net
@@ -36,12 +34,12 @@ def stirred(net: OutcomeNetwork) -> OutcomeNetwork:
 # -- where a teacher's network starts --------------------------------------------------------------
 
 
-def everyone(members: int, samples: int) -> Tensor:
+def everyone(members, samples):
     """Each member is fitted on all samples."""
     return torch.ones(members, samples, dtype=torch.bool)
 
 
-def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
+def test_it_starts_at_the_means_of_the_table_by_hand():
     net = network(members=2)
     accuracy = torch.tensor([[1.0, 0.0, NAN], [0.5, 1.0, NAN]])
     log_latency = torch.tensor([[1.0, 2.0, NAN], [3.0, 2.0, NAN]])
@@ -58,7 +56,7 @@ def test_it_starts_at_the_means_of_the_table_by_hand() -> None:
     torch.testing.assert_close(out.spread, spread.expand(2, 2, 3))
 
 
-def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
+def test_a_member_starts_at_the_means_of_its_own_samples():
     net = network(members=2)
     accuracy = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     latency_ms = torch.tensor([[4.0, 4.0, 4.0], [9.0, 9.0, 9.0]])
@@ -73,7 +71,7 @@ def test_a_member_starts_at_the_means_of_its_own_samples() -> None:
 # -- what the networks compute ---------------------------------------------------------------------
 
 
-def test_a_teachers_network_by_hand() -> None:
+def test_a_teachers_network_by_hand():
     net = stirred(network(features=2, bins=False))
     x = torch.randn(1, 4, 2)
     first, second = net.layers
@@ -89,7 +87,7 @@ def test_a_teachers_network_by_hand() -> None:
     assert not torch.equal(net.train()(x).log_latency, out.log_latency)
 
 
-def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
+def test_a_network_of_heads_is_an_mlp_by_hand():
     torch.manual_seed(0)
     config = PolicyConfig(hidden=8, layers=2, dropout=0.5)
     encoding = BudgetEncoding(torch.tensor([1.0, 10.0]), 1)
@@ -106,7 +104,7 @@ def test_a_network_of_heads_is_an_mlp_by_hand() -> None:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
+def test_without_its_bins_a_network_is_as_if_it_never_had_them():
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
     net = network(features=4)
     net.start_from(x, torch.ones(50, 3), torch.ones(50, 3), everyone(1, 50))
@@ -128,7 +126,7 @@ def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
     torch.testing.assert_close(net(x[None]).log_latency, plain(x[None]).log_latency)
 
 
-def test_features_are_cut_into_bins_piecewise_linearly() -> None:
+def test_features_are_cut_into_bins_piecewise_linearly():
     net = network(features=1)
     cells = torch.ones(9, 3)
     net.start_from(torch.arange(9.0).unsqueeze(1), cells, cells, everyone(1, 9))  # edges 0, 1 … 8
@@ -152,7 +150,7 @@ CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+def cases(draw):
     """Configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave
     something."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -177,8 +175,8 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_a_head_is_a_distribution_over_what_the_mask_allows(
-    case: tuple[Tensor, Tensor, Tensor],
-) -> None:
+    case,
+):
     configurations, hidden, mask = case
     torch.manual_seed(0)
     head = KnobHeads(5, configurations, len(hidden)).double()
@@ -197,7 +195,7 @@ def test_a_head_is_a_distribution_over_what_the_mask_allows(
     torch.testing.assert_close(head(hidden), head(hidden, torch.ones_like(mask)))
 
 
-def test_on_a_full_grid_a_head_is_the_product_of_the_knobs() -> None:
+def test_on_a_full_grid_a_head_is_the_product_of_the_knobs():
     torch.manual_seed(0)
     head, hidden = KnobHeads(5, GRID), torch.randn(1, 7, 5)
     first, second, third = (
@@ -225,9 +223,7 @@ KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the s
         (SQUARE, KNOBS, [False, False, True, True], [0.0, 0.0, 0.25, 0.75]),  # 1 is sure
     ],
 )
-def test_a_head_by_hand(
-    configurations: Tensor, logits: list, mask: list[bool], wanted: list[float]
-) -> None:
+def test_a_head_by_hand(configurations, logits, mask, wanted):
     head = KnobHeads(5, configurations)
     nn.init.zeros_(head.logits.weight)
     head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)  # whatever its input
@@ -235,7 +231,7 @@ def test_a_head_by_hand(
     torch.testing.assert_close(log_probs.exp()[0, 0], torch.as_tensor(wanted))
 
 
-def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_configurations() -> None:
+def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_configurations():
     most = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0], [2, 2]])  # five of nine
     assert KnobHeads(5, most).by_knobs
     assert KnobHeads(5, most).logits.weight.shape == (1, 5, 6)  # three and three values

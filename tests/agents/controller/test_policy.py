@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -8,19 +6,17 @@ import pytest
 import torch
 from helpers import arrays, blocks, driven_apart, member_of, small_table
 from tensordict import TensorDict
-from torch import Tensor
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.deployed import DeployedController
-from knobwise.envs.tables.profile_table import ProfileTable
 
 with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
 every_head = pytest.mark.parametrize("by_knobs", [True, False])
 
 
-def table_with(by_knobs: bool, holes: float = 0.0, features: bool = True) -> ProfileTable:
+def table_with(by_knobs, holes=0.0, features=True):
     """A full grid, or one in which at most half of the cells exist."""
     table = small_table(holes=holes, features=features)
     if by_knobs:
@@ -35,13 +31,13 @@ def table_with(by_knobs: bool, holes: float = 0.0, features: bool = True) -> Pro
     return replace(table, configurations=table.configurations[kept], **cells)
 
 
-def small_controller(table: ProfileTable, dropout: float = 0.1) -> Controller:
+def small_controller(table, dropout=0.1):
     torch.manual_seed(0)
     config = PolicyConfig(hidden=16, dropout=dropout)
     return Controller.for_table(table, torch.arange(table.num_samples), config)
 
 
-def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
+def contexts(table, count=20, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(table.num_samples, (count,), generator=generator)
     budgets = 5 + 20 * torch.rand(count, generator=generator)
@@ -49,7 +45,7 @@ def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
     return TensorDict({**requests, **blocks(table, rows)}, [count])
 
 
-def chosen_by(controller: Controller, table: ProfileTable, data: TensorDict) -> Tensor:
+def chosen_by(controller, table, data):
     """What is deployed of a controller chooses for these contexts inside their mask."""
     request = arrays(table, data["row"]), data["budget_ms"].numpy(), data["mask"].numpy()
     return torch.from_numpy(DeployedController(controller).choose(*request))
@@ -60,7 +56,7 @@ def chosen_by(controller: Controller, table: ProfileTable, data: TensorDict) -> 
 
 @every_head
 @pytest.mark.parametrize("features", [True, False])
-def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs: bool, features: bool) -> None:
+def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs, features):
     table = table_with(by_knobs, features=features)
     controller = small_controller(table).eval()
     data = contexts(table)
@@ -80,8 +76,8 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs: bool, featur
 
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_only(
-    training: bool,
-) -> None:
+    training,
+):
     table = small_table()
     controller = small_controller(table, dropout=0.5).train(training)
     data = contexts(table, 200)
@@ -93,7 +89,7 @@ def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_onl
     assert torch.equal(*log_probs) != training
 
 
-def test_statistics_come_from_the_rows_given_alone() -> None:
+def test_statistics_come_from_the_rows_given_alone():
     table, rows = small_table(), torch.arange(10)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8))
     wanted = table.features["image_features"][:10].mean(0)
@@ -105,14 +101,14 @@ def test_statistics_come_from_the_rows_given_alone() -> None:
 # -- networks side by side -------------------------------------------------------------------------
 
 
-def side_by_side(table: ProfileTable, members: int = 2) -> Controller:
+def side_by_side(table, members=2):
     """Networks of so many folds, and one more of all samples."""
     return driven_apart(table, PolicyConfig(hidden=16, members=members), by=0.1)
 
 
 @every_head
 @with_and_without_holes
-def test_the_last_network_is_the_one_that_decides(by_knobs: bool, holes: float) -> None:
+def test_the_last_network_is_the_one_that_decides(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table)
     features, mask = controller.features(data, 20), data["mask"] if holes else None
@@ -130,7 +126,7 @@ def test_the_last_network_is_the_one_that_decides(by_knobs: bool, holes: float) 
 
 @every_head
 @with_and_without_holes
-def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs: bool, holes: float) -> None:
+def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table, 21)
     flat = make_actor(controller, table, members=True).get_dist(data).log_probs
@@ -145,7 +141,7 @@ def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs: bool, hol
 
 
 @every_head
-def test_a_gradient_touches_its_own_network_alone(by_knobs: bool) -> None:
+def test_a_gradient_touches_its_own_network_alone(by_knobs):
     table = table_with(by_knobs, holes=0.5)
     controller, data = side_by_side(table), contexts(table, 21)
     actor = make_actor(controller, table, members=True)
@@ -158,9 +154,7 @@ def test_a_gradient_touches_its_own_network_alone(by_knobs: bool) -> None:
 @every_head
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("features", [True, False])
-def test_the_forward_pass_takes_any_leading_axes(
-    by_knobs: bool, members: int, features: bool
-) -> None:
+def test_the_forward_pass_takes_any_leading_axes(by_knobs, members, features):
     table = table_with(by_knobs, 0.5, features)
     controller, data = side_by_side(table, members), contexts(table, 6)
     x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
@@ -177,9 +171,7 @@ def test_the_forward_pass_takes_any_leading_axes(
 SOME = torch.tensor([[0, 0], [0, 1], [2, 1]])  # (1, ·), (2, 0) and (0, 2) do not exist
 
 
-def distribution(
-    *shape: int, group_size: int | None = None, configurations: Tensor = SOME
-) -> ConfigurationCategorical:
+def distribution(*shape, group_size=None, configurations=SOME):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*shape, len(configurations), generator=generator)
     return ConfigurationCategorical(logits, configurations, group_size)
@@ -188,9 +180,7 @@ def distribution(
 @pytest.mark.parametrize("group_size", [None, 1, 5])
 @pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
 @pytest.mark.parametrize("sample", [(), (3,), (3, 2)])
-def test_shapes_and_log_probs_of_draws(
-    group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]
-) -> None:
+def test_shapes_and_log_probs_of_draws(group_size, batch, sample):
     dist = distribution(*batch, group_size=group_size)
     group = () if group_size is None else (group_size,)
     drawn = dist.sample(sample)
@@ -209,7 +199,7 @@ def test_shapes_and_log_probs_of_draws(
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> None:
+def test_draws_have_the_frequencies_of_their_context(group_size):
     torch.manual_seed(0)
     dist = distribution(2, group_size=group_size)
     drawn = dist.index(dist.sample((20_000,)))  # [20000, 2, (4)]
@@ -218,9 +208,7 @@ def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> 
         torch.testing.assert_close(seen, dist.log_probs[context].exp(), atol=0.015, rtol=0)
 
 
-def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_come_in_any_order() -> (
-    None
-):
+def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_come_in_any_order():
     actions = torch.tensor([[1, 0], [2, 0], [0, 2], [-1, 0], [3, 1], [2, 1]])
     result = distribution().log_prob(actions)
     assert result[:5].tolist() == [-math.inf] * 5
@@ -230,13 +218,13 @@ def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_c
     assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
 
 
-def test_masked_configurations_are_never_drawn() -> None:
+def test_masked_configurations_are_never_drawn():
     dist = ConfigurationCategorical(torch.tensor([[0.0, -torch.inf, 0.0]]), SOME, group_size=1000)
     assert set(dist.sample_index().flatten().tolist()) == {0, 2}
     assert dist.entropy().item() == pytest.approx(math.log(2))
 
 
-def test_mode_is_the_most_probable_action() -> None:
+def test_mode_is_the_most_probable_action():
     dist = ConfigurationCategorical(torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]]), SOME)
     assert dist.mode.tolist() == dist.deterministic_sample.tolist() == [[0, 1], [2, 1]]
     grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)

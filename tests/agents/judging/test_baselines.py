@@ -1,8 +1,6 @@
 """Each rule on tables small enough to work out by hand; the fitted ones on tables where features do
 or do not help."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -13,7 +11,6 @@ import torch
 from helpers import Always, arrays, otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.agents.judging.baselines import (
     BestStatic,
@@ -25,11 +22,11 @@ from knobwise.agents.judging.baselines import (
     static_of,
 )
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.judging.policy import Baseline, requests_of
+from knobwise.agents.judging.policy import requests_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
+from knobwise.envs.tables.profile_table import Split, median_of
 
 NAN = math.nan
 LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -42,26 +39,22 @@ BY_HAND = table_of([[0.5, 0.5, 1.0], [0.0, 1.0, 1.0]], [[10.0, 10.0, 30.0], [10.
 ALL = torch.arange(2)
 
 
-def chosen(
-    policy: Baseline, budgets_ms: list[float], allowed: tuple[int, ...] = (0, 1, 2)
-) -> list[int]:
+def chosen(policy, budgets_ms, allowed=(0, 1, 2)):
     mask = np.tile(np.isin(np.arange(3), allowed), (len(budgets_ms), 1))
     return policy.choose({}, np.array(budgets_ms), mask).tolist()
 
 
-def asked(
-    policy: Baseline, table: ProfileTable, rows: Tensor, budget_ms: float, masked: bool = True
-) -> np.ndarray:
+def asked(policy, table, rows, budget_ms, masked=True):
     """What it chooses for these rows of a table under one budget."""
     features, mask = requests_of(table, rows)
     return policy.choose(features, np.full(len(rows), budget_ms), mask if masked else None)
 
 
-def utility_of(policy: Baseline, table: ProfileTable, rows: Tensor) -> float:
+def utility_of(policy, table, rows):
     return float(judge(policy, table, rows, default_budgets(table)).utility.mean())
 
 
-def fitted_to(table: ProfileTable, split: Split | None = None) -> dict[str, Baseline]:
+def fitted_to(table, split=None):
     return {each.name: each for each in make_baselines(table, split or table.split(), seed=0)}
 
 
@@ -73,7 +66,7 @@ cached = functools.cache(lambda name: fitted_to({"telling": TELLING, "holes": HO
 # -- the rules, by hand ----------------------------------------------------------------------------
 
 
-def test_budget_aware_static() -> None:
+def test_budget_aware_static():
     static = static_of(BY_HAND, ALL)
     expected = [[0, 0, 0], [0.25, 0.25, 0], [0.25, 0.75, 0.5], [0.25, 0.75, 1]]
     assert static.mean_utility(np.array([9.0, 10.0, 30.0, 50.0])).tolist() == expected
@@ -84,7 +77,7 @@ def test_budget_aware_static() -> None:
     assert chosen(static, [9.0, 50.0], allowed=(1, 2)) == [1, 2]
 
 
-def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() -> None:
+def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only():
     accuracy = [[0.6, NAN, NAN], [0.6, 0.8, NAN], [0.0, 0.0, 1.0]]
     table = table_of(accuracy, [[5.0, NAN, NAN], [5.0, 8.0, NAN], [5.0, 8.0, 1.0]])
     static = static_of(table, ALL)
@@ -95,7 +88,7 @@ def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() ->
     assert chosen(static, [8.0], allowed=(2,)) == [2]
 
 
-def test_best_static_is_one_configuration_for_all_budgets() -> None:
+def test_best_static_is_one_configuration_for_all_budgets():
     # mean utility over budgets 10 and 30: .25, .5, .25
     best = BestStatic(BY_HAND, ALL, torch.tensor([10.0, 30.0]))
     assert chosen(best, [1.0, 50.0]) == [1, 1]
@@ -103,7 +96,7 @@ def test_best_static_is_one_configuration_for_all_budgets() -> None:
     assert chosen(BestStatic(BY_HAND, ALL, torch.tensor([50.0])), [1.0]) == [2]
 
 
-def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency() -> None:
+def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency():
     lookup = LookupTable(BY_HAND, ALL)
     # mean latencies 10, 20, 40: 20 fits 19.1·1.05 = 20.055, not 19·1.05 = 19.95
     assert chosen(lookup, [19.0, 19.1, 38.0, 38.2, 1.0]) == [0, 1, 1, 2, 0]
@@ -111,7 +104,7 @@ def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency() ->
     assert chosen(lookup, [19.0, 5.0, 100.0], allowed=(1, 2)) == [1, 1, 2]
 
 
-def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> None:
+def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest():
     table = table_of(
         [[0.5, 1.0, 1.0], [0.5, 1.0, 1.0], [0.0, 0.0, 1.0], [0.2, NAN, 1.0]],
         [[10.0, 30.0, 20.0], [10.0, 30.0, 40.0], [9.0, 8.0, 40.0], [10.0, NAN, 5.0]],
@@ -125,7 +118,7 @@ def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> Non
         oracle.choose({}, budgets[:1], mask[:1])
 
 
-def test_without_a_mask_everything_may_be_chosen() -> None:
+def test_without_a_mask_everything_may_be_chosen():
     budgets, everything = np.array([10.0, 50.0]), np.ones((2, 3), bool)
     for kind in (static_of, BestStatic, LookupTable, Oracle):
         policy = kind(BY_HAND, ALL)
@@ -135,7 +128,7 @@ def test_without_a_mask_everything_may_be_chosen() -> None:
         Random().choose({}, budgets)
 
 
-def test_random_is_uniform_over_the_mask() -> None:
+def test_random_is_uniform_over_the_mask():
     mask = np.tile([True, False, True, True], (6000, 1))
     counts = np.bincount(Random(seed=0).choose({}, np.ones(6000), mask), minlength=4)
     assert counts[1] == 0
@@ -147,7 +140,7 @@ def test_random_is_uniform_over_the_mask() -> None:
 # -- the fitted ones -------------------------------------------------------------------------------
 
 
-def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -> None:
+def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used():
     assert list(cached("telling")) == NAMES
     test = TELLING.split().test
     got = {name: utility_of(policy, TELLING, test) for name, policy in cached("telling").items()}
@@ -157,7 +150,7 @@ def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -
         assert got["oracle"] - 0.08 < got[name] <= got["oracle"], name
 
 
-def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
+def test_latency_only_takes_the_mean_accuracy_for_every_sample():
     split = TELLING.split()
     latency_only = cached("telling")["latency_only"]
     assert isinstance(latency_only, PredictThenChoose)
@@ -169,7 +162,7 @@ def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
     assert (predicted.log_latency - TELLING.latency_ms[split.test].log()).abs().max() < 0.3
 
 
-def test_features_that_tell_nothing_do_no_harm() -> None:
+def test_features_that_tell_nothing_do_no_harm():
     table = two_kinds(400, shown=False)
     test = table.split().test
     got = {name: utility_of(policy, table, test) for name, policy in fitted_to(table).items()}
@@ -177,7 +170,7 @@ def test_features_that_tell_nothing_do_no_harm() -> None:
         assert abs(got[name] - got["budget_aware_static"]) < 0.1, name
 
 
-def test_the_test_rows_are_not_looked_at() -> None:
+def test_the_test_rows_are_not_looked_at():
     table = small_table(60)
     split = table.split()
     budgets = default_budgets(table)
@@ -188,7 +181,7 @@ def test_the_test_rows_are_not_looked_at() -> None:
             assert np.array_equal(*alike), policies[0].name
 
 
-def test_without_features_they_know_the_means_alone() -> None:
+def test_without_features_they_know_the_means_alone():
     table = small_table(60, features=False)
     test = table.split().test
     policies = fitted_to(table)
@@ -200,7 +193,7 @@ def test_without_features_they_know_the_means_alone() -> None:
         assert abs(utility_of(policies[name], table, test) - static) < 0.15
 
 
-def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
+def test_a_latency_of_zero_is_fast_and_nothing_else():
     table = two_kinds(60, shown=True)
     table.latency_ms[:, 0] = 0.0
     # at budget 0 only the one that takes no time fits
@@ -210,7 +203,7 @@ def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 7])
-def test_few_samples(samples: int) -> None:
+def test_few_samples(samples):
     table = small_table(samples + 2)
     split = Split(torch.arange(samples), torch.tensor([samples]), torch.tensor([samples + 1]))
     for policy in fitted_to(table, split).values():
@@ -218,7 +211,7 @@ def test_few_samples(samples: int) -> None:
         assert 0 <= choice < 12
 
 
-def test_one_configuration_and_no_variation() -> None:
+def test_one_configuration_and_no_variation():
     table = table_of([[1.0]] * 12, [[5.0]] * 12, torch.arange(24.0).reshape(12, 2))
     for policy in fitted_to(table).values():
         assert not asked(policy, table, table.split().test, 5.0).any()
@@ -227,7 +220,7 @@ def test_one_configuration_and_no_variation() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_never_outside_the_mask_and_deterministic(name: str, data: st.DataObject) -> None:
+def test_never_outside_the_mask_and_deterministic(name, data):
     rows, chooser = HOLES.split().test, cached("holes")[name]
     generator = np.random.default_rng(data.draw(st.integers(0, 2**20)))
     features, profiled = requests_of(HOLES, rows)
@@ -242,7 +235,7 @@ def test_never_outside_the_mask_and_deterministic(name: str, data: st.DataObject
     assert (choice == chooser.choose(features, budgets, mask)).all()
 
 
-def test_holes_do_not_hide_what_the_features_tell() -> None:
+def test_holes_do_not_hide_what_the_features_tell():
     table = two_kinds(300, shown=True)
     mask = torch.rand(300, 3, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[torch.arange(300), torch.arange(300) % 3] = True
@@ -263,7 +256,7 @@ def test_holes_do_not_hide_what_the_features_tell() -> None:
 # -- judging ---------------------------------------------------------------------------------------
 
 
-def test_judged_by_hand() -> None:
+def test_judged_by_hand():
     table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     judged = judge(Always(1), table, torch.arange(2), torch.tensor([15.0, 35.0]), rewards)
@@ -282,7 +275,7 @@ def test_judged_by_hand() -> None:
     assert {name: value for name, value in judged.metrics().items() if name in wanted} == wanted
 
 
-def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() -> None:
+def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds():
     repeats = torch.tensor(
         [[[10.0, 11.0, 12.0], [20.0, 22.0, 30.0]], [[5.0, NAN, NAN], [40.0, 41.0, 45.0]]]
     )
@@ -304,7 +297,7 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() ->
     np.testing.assert_allclose(means, wanted, rtol=0, atol=1e-7)
 
 
-def test_a_policy_decides_for_what_its_own_cost_leaves() -> None:
+def test_a_policy_decides_for_what_its_own_cost_leaves():
     table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
     row = torch.arange(1)
     static, budgets = static_of(table, row), torch.tensor([20.5])

@@ -1,9 +1,6 @@
 """A first look that costs time, and that not every configuration continues from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def looked_at(table: ProfileTable, first_look_ms: float = 3.0) -> ProfileTable:
+def looked_at(table, first_look_ms=3.0):
     """The table, as decisions by features meet it: every configuration but the first two pays for
     the look."""
     paid = torch.full_like(table.latency_ms, first_look_ms).where(table.mask, 0.0)
@@ -34,7 +31,7 @@ def looked_at(table: ProfileTable, first_look_ms: float = 3.0) -> ProfileTable:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_without_the_look_the_table_is_as_before(several: bool) -> None:
+def test_without_the_look_the_table_is_as_before(several):
     table = small_table(40, holes=0.2)
     table = repeated(table) if several else table
     quick = looked_at(table).without_first_look
@@ -44,7 +41,7 @@ def test_without_the_look_the_table_is_as_before(several: bool) -> None:
     assert quick.without_first_look is quick
 
 
-def test_a_table_keeps_its_first_look_on_disk(tmp_path: Path) -> None:
+def test_a_table_keeps_its_first_look_on_disk(tmp_path):
     table = looked_at(small_table(20, holes=0.2))
     table.save(tmp_path / "t.safetensors")
     again = ProfileTable.load(tmp_path / "t.safetensors")
@@ -54,7 +51,7 @@ def test_a_table_keeps_its_first_look_on_disk(tmp_path: Path) -> None:
         assert other.digest != table.digest
 
 
-def test_looks_that_cannot_be_are_refused() -> None:
+def test_looks_that_cannot_be_are_refused():
     table = small_table(20)
     for wrong in (-1.0, torch.nan):
         with pytest.raises(InputError, match="first_look_ms"):
@@ -65,7 +62,7 @@ def test_looks_that_cannot_be_are_refused() -> None:
         join_tables([looked_at(table), table])
 
 
-def test_decisions_without_features_do_not_pay_for_it() -> None:
+def test_decisions_without_features_do_not_pay_for_it():
     table, rows = small_table(60), torch.arange(60)
     paid, budgets = looked_at(table), default_budgets(table)
     torch.testing.assert_close(default_budgets(paid), budgets)
@@ -81,7 +78,7 @@ def test_decisions_without_features_do_not_pay_for_it() -> None:
         torch.testing.assert_close(getattr(with_look, name), getattr(without, name))
 
 
-def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it() -> None:
+def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it():
     table = table_of([[1.0, 1.0]], [[4.0, 4.0]], torch.zeros(1, 1))
     paid = replace(
         table, latency_ms=torch.tensor([[4.0, 6.5]]), first_look_ms=torch.tensor([[0.0, 2.5]])
@@ -89,13 +86,13 @@ def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it() 
     budgets, row = torch.tensor([5.0]), torch.tensor([0])
     for choice, in_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
         reader = Always(choice)
-        reader.reads_features = lambda limits: np.ones(len(limits), bool)  # type: ignore[attr-defined]
+        reader.reads_features = lambda limits: np.ones(len(limits), bool)
         judged = judge(reader, paid, row, budgets)
         assert (float(judged.utility), float(judged.latency_ms)) == (in_time, took)
         assert float(judge(Always(choice), paid, row, budgets).latency_ms) == 4.0
 
 
-def test_a_guard_counts_the_look_and_falls_back_without_it() -> None:
+def test_a_guard_counts_the_look_and_falls_back_without_it():
     """A look of 30 ms makes the policy late, and static does without it."""
     table = small_table(80)
     paid, rows = looked_at(table, 30.0), torch.arange(80)

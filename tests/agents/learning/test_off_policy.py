@@ -1,7 +1,5 @@
 """Off-policy estimates, by hand and against the truth of a simulated table."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 
 
-def logged_outcomes(choice: Any, propensity: Any, reward: Any) -> Logged:
+def logged_outcomes(choice, propensity, reward):
     """Requests of which nothing else is known."""
     chances = np.array(propensity, np.float64)
     ones = np.ones(len(chances))
@@ -23,7 +21,7 @@ def logged_outcomes(choice: Any, propensity: Any, reward: Any) -> Logged:
     return Logged({}, seen, offset, ones, chances, *times, seen, accuracy)
 
 
-def test_every_estimate_by_hand() -> None:
+def test_every_estimate_by_hand():
     logged = logged_outcomes([0, 1, 0, 0], [[0.8, 0.2, 0.0]] * 4, [1.0, 0.0, 0.5, 1.0])
     expected = torch.tensor([[0.6, 0.4, 0.9]]).expand(4, -1)
     old = np.zeros(4, np.int64)
@@ -40,7 +38,7 @@ def test_every_estimate_by_hand() -> None:
     assert not judged.better
 
 
-def test_a_new_controller_is_better_only_where_the_log_shows_it() -> None:
+def test_a_new_controller_is_better_only_where_the_log_shows_it():
     choice = np.random.default_rng(0).integers(2, size=400)
     logged = logged_outcomes(choice, [[0.5, 0.5]] * 400, 0.4 + 0.3 * choice)
     old = np.zeros(400, np.int64)
@@ -60,9 +58,7 @@ def test_a_new_controller_is_better_only_where_the_log_shows_it() -> None:
 
 
 @pytest.mark.parametrize(("share", "requests"), [(0.1, 200), (0.1, 1000), (0.05, 1000)])
-def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs(
-    share: float, requests: int
-) -> None:
+def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs(share, requests):
     """The model is wrong, and the new policy, which trusts it, differs from the old one nearly
     everywhere."""
     config = SimulatedConfig(("okvqa",), samples=400, grid="27", image_width=0, language_width=4)
@@ -99,7 +95,7 @@ def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs
     assert min(held.values()) >= 90, held
 
 
-def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing() -> None:
+def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing():
     """All answers are wrong. The model knows that of what the old policy chooses, and not of what
     the new one would."""
     n = 1000

@@ -1,8 +1,6 @@
 """What a controller learns from the log of its requests."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,26 +9,23 @@ from helpers import arrays
 from replayed import logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning import update as update_module
-from knobwise.agents.learning.logged import Logged, logged_of, read_log
+from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.update import update
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import ProfileTable
 
 
 @pytest.fixture(autouse=True)
-def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def halves(monkeypatch):
     monkeypatch.setattr(update_module, "FOLDS", 2)
 
 
-def slow_crops(values: Mapping[str, int]) -> float:
+def slow_crops(values):
     """A drift that no level or single number describes: two of three crops are slower."""
     return 1.0 if values["max_crops"] == 2 else 1.8
 
 
-def logged_requests(
-    folder: Path, count: int = 700, drifts: bool = True, label: bool = True, tracker: bool = False
-) -> tuple[DeployedController, ProfileTable, Logged]:
+def logged_requests(folder, count=700, drifts=True, label=True, tracker=False):
     agent, table = small_stack(300)
     slower = slow_crops if drifts else (lambda values: 1.0)
     options = {"explore": 0.3, "explore_loss": 0.3, "seed": 0, "tracker": tracker}
@@ -39,7 +34,7 @@ def logged_requests(
     return agent, table, logged_of(read_log(folder).rows, agent.decider)
 
 
-def utility(controller: DeployedController, table: ProfileTable) -> float:
+def utility(controller, table):
     """The mean utility of all samples under three budgets."""
     rows = torch.arange(table.num_samples)
     worths = []
@@ -50,8 +45,8 @@ def utility(controller: DeployedController, table: ProfileTable) -> float:
 
 
 def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     agent, table, logged = logged_requests(tmp_path, 2800)
     before = agent.decider.digest
     result = update(agent, logged)
@@ -68,7 +63,7 @@ def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over(
     assert result.agent.decider.digest != before
 
 
-def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
+def test_accuracies_that_fell_are_learned(tmp_path):
     agent, _, logged = logged_requests(tmp_path, drifts=False)
     lost = logged.choice >= 8
     logged = logged._replace(accuracy=np.where(lost, 0.0, logged.accuracy))
@@ -80,7 +75,7 @@ def test_accuracies_that_fell_are_learned(tmp_path: Path) -> None:
     assert (logits[used & ~fell] > -1).all()
 
 
-def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
+def test_a_stream_without_drift_changes_next_to_nothing(tmp_path):
     agent, table, logged = logged_requests(tmp_path, drifts=False, tracker=True)
     result = update(agent, logged)
     assert abs(np.log(result.factors)).max() < 0.3
@@ -88,7 +83,7 @@ def test_a_stream_without_drift_changes_next_to_nothing(tmp_path: Path) -> None:
         assert utility(result.agent, table) > utility(agent, table) - 0.005
 
 
-def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path: Path) -> None:
+def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path):
     agent, _, logged = logged_requests(tmp_path, count=120, label=False)
     result = update(agent, logged)
     assert list(result.steps) == ["latencies"]
@@ -97,7 +92,7 @@ def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_pa
     assert result.steps["latencies"].plain()["bound"] is None
 
 
-def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path: Path) -> None:
+def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path):
     agent, _, logged = logged_requests(tmp_path, count=6)
     with pytest.raises(InputError, match="too few"):
         update(agent, logged)

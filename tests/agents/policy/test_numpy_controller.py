@@ -1,7 +1,5 @@
 """A deployed controller in NumPy: it decides as the torch modules do, and refuses the rest."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools
@@ -13,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from replayed import untrained
-from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
@@ -35,9 +31,7 @@ from knobwise.agents.policy import controller as policy
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
 from knobwise.agents.serving.exploration import near_best
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 
 Array = NDArray[Any]
 SOURCE = Path(policy.__file__).parent
@@ -46,7 +40,7 @@ ROUNDING = 1e-4
 
 
 @functools.cache
-def gappy() -> ProfileTable:
+def gappy():
     """A table whose features are heavy-tailed in one column and missing in some places."""
     table = small_table(90)
     image = table.features["image_features"].clone()
@@ -56,7 +50,7 @@ def gappy() -> ProfileTable:
 
 
 @functools.cache
-def far() -> ProfileTable:
+def far():
     """A table with a feature far from 0, which single precision hardly tells apart."""
     table = small_table(90)
     table.features["image_features"][:, 1] += 1e4
@@ -64,7 +58,7 @@ def far() -> ProfileTable:
 
 
 @functools.cache
-def sparse() -> ProfileTable:
+def sparse():
     """Five of twelve configurations, so that there is one head over them."""
     table = small_table(90)
     kept = torch.tensor([0, 3, 5, 6, 11])
@@ -84,7 +78,7 @@ MARGINS = [1.0, 0.9, 0.5, 0.7, 0.6]
 DEPLOY = [True, False, True, True, False]
 
 
-def budgets_of(table: ProfileTable) -> Array:
+def budgets_of(table):
     """From hopeless to generous, and the judged ones: 90 of them, in ms."""
     ends = table.latency_ms[table.mask].aminmax()
     more = torch.stack([ends.min / 3, ends.min, ends.max, 3 * ends.max])
@@ -92,13 +86,11 @@ def budgets_of(table: ProfileTable) -> Array:
     return budgets.repeat(18)[:90].double().numpy()
 
 
-def request_of(blocks: dict[str, Array], row: int = 0) -> dict[str, Array]:
+def request_of(blocks, row=0):
     return {name: block[row] for name, block in blocks.items()}
 
 
-def one_by_one(
-    light: NumpyController, blocks: dict[str, Array], limits: Array, drift: Any = None
-) -> list[int]:
+def one_by_one(light, blocks, limits, drift=None):
     """The decisions of n requests, each alone."""
     pairs = enumerate(limits.tolist())
     return [light.decide_index(request_of(blocks, row), limit, drift) for row, limit in pairs]
@@ -108,12 +100,12 @@ def one_by_one(
 
 
 def wanted_of(
-    agent: DeployedController,
-    table: ProfileTable,
-    limits: Array,
-    mask: Tensor | None,
-    offset: Array | None,
-) -> tuple[Array, Array]:
+    agent,
+    table,
+    limits,
+    mask,
+    offset,
+):
     """The log-probabilities [n, C] by the torch modules and the rows of the guard, and where the
     policy decides."""
     planned = torch.from_numpy(limits)
@@ -153,8 +145,8 @@ CONFIGS = st.builds(
     seed=st.integers(0, 10**6),
 )
 def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
-    name: str, config: PolicyConfig, guarded: bool, masked: bool, seed: int
-) -> None:
+    name, config, guarded, masked, seed
+):
     table = TABLES[name]()
     if not table.features:
         config = replace(config, project=0)
@@ -196,12 +188,12 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
 
 
 @functools.cache
-def guarded() -> tuple[ProfileTable, DeployedController]:
+def guarded():
     table = gappy()
     return table, untrained(table, None, MARGINS, DEPLOY)
 
 
-def test_more_requests_than_are_decided_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_requests_than_are_decided_at_once(monkeypatch):
     table, agent = guarded()
     light = agent.decider
     blocks = arrays(table)
@@ -214,7 +206,7 @@ def test_more_requests_than_are_decided_at_once(monkeypatch: pytest.MonkeyPatch)
     assert light.choose(arrays(table, torch.arange(0)), limits[:0]).shape == (0,)
 
 
-def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was() -> None:
+def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
     table = gappy()
     light = untrained(table).decider
     # so that what is expected depends on features
@@ -223,8 +215,8 @@ def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was() -> Non
     copied = {name: block.copy() for name, block in blocks.items()}
     limits = np.linspace(5, 40, 90)
 
-    def expected(seed: int) -> list[Any]:
-        decided: list[Any] = [None] * 90
+    def expected(seed):
+        decided = [None] * 90
         for row in np.random.default_rng(seed).permutation(90).tolist():
             decided[row] = light.decide_expected(request_of(blocks, row), limits[row])
         return decided
@@ -246,7 +238,7 @@ def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was() -> Non
 # -- a machine that is not as fast as the profile's ------------------------------------------------
 
 
-def arrays_by_hand(**header: Any) -> dict[str, Array]:
+def arrays_by_hand(**header):
     """Two configurations: the second has the logit silu(z) under a budget that is z doublings above
     20 ms, the first has 0. So the second is chosen above 20 ms. The one feature moves its expected
     latency."""
@@ -266,7 +258,7 @@ def arrays_by_hand(**header: Any) -> dict[str, Array]:
         **header,
     }
     zero = np.zeros(1, np.float32)
-    made: dict[str, Any] = {
+    made = {
         "configurations": np.array([[0], [1]]),
         "normaliser.mean": zero,
         "normaliser.scale": zero + 1,
@@ -301,7 +293,7 @@ X = {"x": np.array([2.0], np.float32)}
 MANY = {"x": np.full((5, 1), 2.0)}
 
 
-def test_drift_by_hand() -> None:
+def test_drift_by_hand():
     light = NumpyController(arrays_by_hand())
     assert light.decide(X, 22.0) == {"size": "large"}
     assert light.decide_expected(X, 22.0) == (1, 4.0, 0.25)
@@ -323,7 +315,7 @@ def test_drift_by_hand() -> None:
     assert light.decide_index(X, 22.0, (1e300, 1.0)) == 0
 
 
-def test_margins_and_fall_backs_by_hand() -> None:
+def test_margins_and_fall_backs_by_hand():
     """10 and 40 ms meet at 20 ms, 40 and 160 ms at 80 ms."""
     light = NumpyController(arrays_by_hand(guard=True) | GUARDED)
     # half of 39 ms is too little for the large one, half of 41 ms is enough; above 80 ms static
@@ -347,11 +339,11 @@ def test_margins_and_fall_backs_by_hand() -> None:
     only = np.array([[False, True]] * 5)
     assert light.choose(MANY, limits, only).tolist() == [1] * 5
     # where static decides no network runs
-    light._heads = None  # type: ignore[assignment]
+    light._heads = None
     assert light.decide_expected(X, 81.0) == fallen
 
 
-def test_the_configurations_that_lose_little_by_hand() -> None:
+def test_the_configurations_that_lose_little_by_hand():
     light = NumpyController(arrays_by_hand(guard=True) | GUARDED)
     # at 40 ms half of it is planned with, where both are equal; at 79 ms the large one is at
     # silu(log₂ 1.975) = 0.7169 logits, or 0.01792 of utility, above the other
@@ -368,7 +360,7 @@ def test_the_configurations_that_lose_little_by_hand() -> None:
     assert light.expected_of(None, 1) == pytest.approx((1, math.log(30), math.log(3)))
 
 
-def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back() -> None:
+def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back():
     """The second configuration is chosen at a worth above 20 ms."""
     mean = {
         "mean.budgets_ms": np.array([9.0, 12.0, 16.0]),
@@ -410,7 +402,7 @@ def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back() 
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def test_it_imports_nothing_but_numpy_and_what_comes_with_python() -> None:
+def test_it_imports_nothing_but_numpy_and_what_comes_with_python():
     for path in SOURCE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
@@ -423,7 +415,7 @@ def test_it_imports_nothing_but_numpy_and_what_comes_with_python() -> None:
             assert tops <= {"numpy", *sys.stdlib_module_names}, path
 
 
-def test_a_copied_folder_and_a_file_are_enough(tmp_path: Path) -> None:
+def test_a_copied_folder_and_a_file_are_enough(tmp_path):
     table, agent = guarded()
     agent.export(tmp_path / "controller.npz")
     shutil.copytree(SOURCE, tmp_path / "policy", ignore=shutil.ignore_patterns("__pycache__"))
@@ -452,7 +444,7 @@ print(json.dumps([light.choose(blocks, np.linspace(5, 40, 90)).tolist(), first, 
 # -- what it says, and what it refuses -------------------------------------------------------------
 
 
-def test_what_it_says_of_itself() -> None:
+def test_what_it_says_of_itself():
     table = small_table(30)
     light = untrained(table).decider
     assert light.knobs == {knob.name: knob.values for knob in table.knobs}
@@ -485,8 +477,8 @@ FEW = np.full(1, 10.0)
     ],
 )
 def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(
-    changes: dict[str, Any], budgets: Array, mask: Any, drift: Any, named: str
-) -> None:
+    changes, budgets, mask, drift, named
+):
     light = untrained(small_table(30)).decider
     request = {name: block for name, block in (REQUEST | changes).items() if block is not None}
     many = {name: block[None] for name, block in request.items()}
@@ -497,7 +489,7 @@ def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(
             light.decide(request, float(budgets[0]), drift)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "other.npz", header=np.zeros(3, np.uint8))
     np.savez(tmp_path / "pickled.npz", header=np.array([{}], object))
@@ -512,13 +504,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         NumpyController.load(tmp_path / "nothing.npz")
 
 
-def spoilt(array: Array) -> Array:
+def spoilt(array):
     """The array with one NaN."""
     position = np.arange(array.size).reshape(array.shape)
     return np.where(position == array.size // 2, np.nan, array)
 
 
-MUTATIONS: list[Callable[[Array], Array]] = [
+MUTATIONS = [
     lambda array: array[: len(array) // 2],
     lambda array: array[::-1],
     spoilt,
@@ -528,7 +520,7 @@ MUTATIONS: list[Callable[[Array], Array]] = [
 ]
 
 
-def loaded(path: Path) -> NumpyController | None:
+def loaded(path):
     """The controller in a file; None if it is refused by a line that names the file."""
     message = ""
     try:
@@ -540,9 +532,7 @@ def loaded(path: Path) -> NumpyController | None:
 
 
 @pytest.mark.parametrize("digest", [True, False])
-def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(
-    tmp_path: Path, digest: bool
-) -> None:
+def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(tmp_path, digest):
     table, agent = guarded()
     whole = agent.arrays()
     assert bytes(whole["digest"]) == digest_of(whole)
@@ -568,7 +558,7 @@ def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(
     assert refused > (100 if digest else 30)
 
 
-def test_a_file_that_is_cut_or_has_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_has_a_flipped_bit_is_noticed(tmp_path):
     agent = untrained(gappy(), PolicyConfig(hidden=64), MARGINS, DEPLOY)
     light = agent.decider
     path = tmp_path / "c.npz"

@@ -1,7 +1,5 @@
 """The parts of a decision in NumPy, by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -20,14 +18,14 @@ from knobwise.agents.policy.static import Static
 Array = NDArray[Any]
 
 
-def floats(*values: float) -> Array:
+def floats(*values):
     return np.array(values, np.float32)
 
 
 # -- small functions -------------------------------------------------------------------------------
 
 
-def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
+def test_the_best_score_is_picked_and_among_equal_ones_the_fastest():
     scores = np.array([[0.5, 0.7, 0.7], [0.9, 0.1, 0.2], [0.1, 0.9, 0.9]])
     slow = np.array([1.0, 3.0, 2.0])
     assert pick(scores, slow, None).tolist() == [2, 0, 2]
@@ -41,9 +39,9 @@ def test_the_best_score_is_picked_and_among_equal_ones_the_fastest() -> None:
 # -- features and limits ---------------------------------------------------------------------------
 
 
-def normaliser_of(columns: int, clip: float = 5.0, **arrays: Any) -> Normaliser:
+def normaliser_of(columns, clip=5.0, **arrays):
     """One that changes nothing but what is given."""
-    plain: dict[str, Array] = {
+    plain = {
         "mean": np.zeros(columns, np.float32),
         "scale": np.ones(columns, np.float32),
         "median": np.zeros(columns, np.float32),
@@ -54,7 +52,7 @@ def normaliser_of(columns: int, clip: float = 5.0, **arrays: Any) -> Normaliser:
     return Normaliser(plain | arrays, clip)
 
 
-def test_features_are_normalised() -> None:
+def test_features_are_normalised():
     about = {
         "mean": floats(1, 0.5, 7),
         "scale": floats(2, 1, np.inf),  # the third never varies
@@ -82,12 +80,12 @@ def test_features_are_normalised() -> None:
     assert projected(raw).tolist() == [[-0.25, 0.0], [0.5, 2.0], [-2.75, 0.0]]
 
 
-def encoding_of(width: int, frequencies: list[float], mean: Any, scale: Any) -> Encoding:
+def encoding_of(width, frequencies, mean, scale):
     arrays = {"mean": mean, "scale": scale, "frequencies": frequencies}
     return Encoding({name: np.array(values) for name, values in arrays.items()}, width)
 
 
-def test_a_limit_is_encoded_by_its_logarithm_and_waves_of_it() -> None:
+def test_a_limit_is_encoded_by_its_logarithm_and_waves_of_it():
     waves = [math.pi / 4, math.pi / 2]
     encoding = encoding_of(5, waves, math.log(10), math.log(2))
     half = math.sqrt(0.5)
@@ -105,11 +103,11 @@ def test_a_limit_is_encoded_by_its_logarithm_and_waves_of_it() -> None:
 # -- the network -----------------------------------------------------------------------------------
 
 
-def silu(x: float) -> float:
+def silu(x):
     return x / (1 + math.exp(-x))
 
 
-def test_heads_by_hand() -> None:
+def test_heads_by_hand():
     """One feature, one hidden unit, the drift of one knob value, two knobs with two values each, of
     which one combination does not exist."""
     arrays = {
@@ -141,7 +139,7 @@ def test_heads_by_hand() -> None:
 # -- static ----------------------------------------------------------------------------------------
 
 
-def by_hand() -> Static:
+def by_hand():
     """Four samples, three configurations, of which the last was measured in two samples only, in
     one of them twice.
 
@@ -161,7 +159,7 @@ def by_hand() -> Static:
     return FittedStatic.fit(accuracy, latency, measurements)
 
 
-def test_static_takes_the_best_mean_under_each_budget() -> None:
+def test_static_takes_the_best_mean_under_each_budget():
     static = by_hand()
     wanted = {
         9.0: [0, 0, 0],
@@ -186,7 +184,7 @@ def test_static_takes_the_best_mean_under_each_budget() -> None:
         static.choose({}, budgets, np.zeros((7, 3), bool))
 
 
-def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slowest() -> None:
+def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slowest():
     nan = np.nan
     accuracy = np.array([[nan, 1.0, 0.0], [nan, 1.0, 0.0]])
     latency = np.array([[nan, 5.0, 9.0], [nan, 7.0, 9.0]])
@@ -200,7 +198,7 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
     assert static.choose({}, np.array([1e9]), only).tolist() == [0]
 
 
-def test_static_on_a_slower_machine_and_with_other_accuracies() -> None:
+def test_static_on_a_slower_machine_and_with_other_accuracies():
     static = by_hand()
     slower = static.scaled(np.array([4.0, 2.0, 1.0]))
     budgets = np.array([20.0, 40.0, 60.0])
@@ -224,11 +222,11 @@ def test_static_on_a_slower_machine_and_with_other_accuracies() -> None:
     samples=st.integers(1, 9),
 )
 def test_the_steps_of_static_are_what_it_chooses(
-    seed: int,
-    holes: float,
-    count: int,
-    samples: int,
-) -> None:
+    seed,
+    holes,
+    count,
+    samples,
+):
     generator = np.random.default_rng(seed)
     # few values, so that equals are many
     accuracy = generator.integers(3, size=(samples, count)) / 2
@@ -256,7 +254,7 @@ def test_the_steps_of_static_are_what_it_chooses(
 # -- mean budgets ----------------------------------------------------------------------------------
 
 
-def mean_budgets(share: float = 0.25) -> MeanBudgets:
+def mean_budgets(share=0.25):
     """At 9 ms the policy decides, at 12 ms a mix of configurations 1 and 3."""
     return MeanBudgets(
         {
@@ -272,7 +270,7 @@ def mean_budgets(share: float = 0.25) -> MeanBudgets:
     )
 
 
-def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
+def test_turns_by_hand_one_by_one_and_many_at_once():
     """Multiples of 0.618 modulo 1: .618, .236, .854, .472, .090, .708, .326, .944, .562, .180."""
     wanted = [1, 3, 1, 1, 3, 1, 1, 1, 1, 3]
     alone = mean_budgets()
@@ -288,7 +286,7 @@ def test_turns_by_hand_one_by_one_and_many_at_once() -> None:
     assert together.or_mix(own[:1], np.array([0]), None).tolist() == [2]
 
 
-def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
+def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
     """By the other one; both by the best that the budget affords, or else by the cheapest."""
     mask = np.array([[True] * 4, [True, False, True, True], [True, True, True, False]])
     both = np.array([[True, False, True, False], [True, False, False, False]])
@@ -303,7 +301,7 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced() -> None:
         assert mean.or_mix(own[:1], own[:1], only).tolist() == [2]
 
 
-def test_a_mean_budget_must_be_calibrated() -> None:
+def test_a_mean_budget_must_be_calibrated():
     mean = mean_budgets()
     assert mean.groups(np.array([12.0, 9.0, 9.0089])).tolist() == [1, 0, 0]
     assert (mean.single(12.0), mean.single(11.989), mean.single(9.0)) == (1, 1, 0)
@@ -312,7 +310,7 @@ def test_a_mean_budget_must_be_calibrated() -> None:
             decide(11.0)
 
 
-def test_without_a_mix_the_policy_always_decides() -> None:
+def test_without_a_mix_the_policy_always_decides():
     arrays = {"budgets_ms": np.ones(1), "worths": np.ones(1), "deployed": np.zeros(1, bool)}
     mean = MeanBudgets(arrays)
     assert mean.fall_back(1.0) is None

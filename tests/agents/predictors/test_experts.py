@@ -1,12 +1,9 @@
 """Against scikit-learn on the same folds, on tables where features tell, tell nothing, and are not
 there."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +12,13 @@ from helpers import blocks, otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
-from torch import Tensor
 
-from knobwise.agents.predictors.experts import SPREAD_FACTORS, Expert, Experts, Fitted, Measured
+from knobwise.agents.predictors.experts import SPREAD_FACTORS, Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, Trees
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 
 NAN = math.nan
 FAST = ("ridge", "knn")
@@ -31,24 +26,24 @@ BOTH = torch.arange(2)
 
 
 def fit(
-    table: ProfileTable,
-    names: tuple[str, ...],
-    rows: Tensor | None = None,
-    budgets_ms: Tensor | None = None,
-) -> dict[str, Fitted]:
+    table,
+    names,
+    rows=None,
+    budgets_ms=None,
+):
     rows = torch.arange(table.num_samples) if rows is None else rows
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
     experts = Experts.fit(table, rows, budgets_ms, names, seed=0)
     return {fitted.expert.name: fitted for fitted in experts.fitted}
 
 
-def inputs(table: ProfileTable, rows: Tensor) -> Tensor:
+def inputs(table, rows):
     normaliser = FeatureNormaliser.fit(table, rows)
     return normaliser(blocks(table, rows), len(rows))
 
 
 @functools.cache
-def every_family() -> tuple[ProfileTable, dict[str, Fitted]]:
+def every_family():
     table = small_table(90, holes=0.3)
     return table, fit(table, tuple(FAMILIES), torch.arange(80))
 
@@ -56,7 +51,7 @@ def every_family() -> tuple[ProfileTable, dict[str, Fitted]]:
 # -- what is measured ------------------------------------------------------------------------------
 
 
-def test_utility_of_scores_by_hand() -> None:
+def test_utility_of_scores_by_hand():
     table = table_of([[1.0, 0.5], [0.0, 1.0]], [[9.0, 3.0], [9.0, 3.0]])
     measured = Measured.from_table(table, BOTH, torch.tensor([5.0, 10.0]), 0)
     first, second = torch.eye(2)[:, None].expand(2, 2, 2)
@@ -71,7 +66,7 @@ def test_utility_of_scores_by_hand() -> None:
     assert measured.utility([second], torch.ones(2, 2)) == pytest.approx((1 + 0.25) / 2)
 
 
-def test_residual_spread_by_hand() -> None:
+def test_residual_spread_by_hand():
     latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN], [1.0] * 3]
     table = table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], latency)
     measured = Measured.from_table(table, BOTH, torch.ones(1), 0)
@@ -84,7 +79,7 @@ def test_residual_spread_by_hand() -> None:
 # -- fitted ----------------------------------------------------------------------------------------
 
 
-def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> None:
+def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds():
     table, rows = small_table(60), torch.arange(5, 60)
     expert, out_of_fold, _ = fit(table, ("ridge",), rows)["ridge"]
     x = inputs(table, rows)
@@ -104,7 +99,7 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
 
 
 @torch.no_grad()
-def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it() -> None:
+def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it():
     table, fitted = every_family()
     rows = torch.arange(80)
     x = inputs(table, rows)
@@ -124,7 +119,7 @@ def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it() -> None:
             torch.testing.assert_close(family.expert(x).accuracy, mean)
 
 
-def test_an_expert_of_a_fold_does_not_know_its_fold() -> None:
+def test_an_expert_of_a_fold_does_not_know_its_fold():
     """Where a few outcomes are others, the settings are the same and only the experts that were
     fitted on them predict something else."""
     table, rows = small_table(90), torch.arange(90)
@@ -141,7 +136,7 @@ def test_an_expert_of_a_fold_does_not_know_its_fold() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_features_are_used_where_they_tell_out_of_fold_too(shown: bool) -> None:
+def test_features_are_used_where_they_tell_out_of_fold_too(shown):
     table = two_kinds(150, shown)
     wanted = table.accuracy if shown else table.accuracy.mean(0)
     for name, family in fit(table, tuple(FAMILIES) if shown else FAST).items():
@@ -150,7 +145,7 @@ def test_features_are_used_where_they_tell_out_of_fold_too(shown: bool) -> None:
         assert not shown or errors.abs().mean() < 0.2, name
 
 
-def test_without_features_every_family_knows_the_means_alone() -> None:
+def test_without_features_every_family_knows_the_means_alone():
     table = small_table(40, holes=0.2, features=False)
     for name, family in fit(table, tuple(FAMILIES)).items():
         assert family.expert.settings == "accuracy constant, latency constant", name
@@ -161,7 +156,7 @@ def test_without_features_every_family_knows_the_means_alone() -> None:
         )
 
 
-def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
+def test_the_spread_is_trusted_as_far_as_it_pays():
     # the spread is that of the residuals out of fold times one of a few factors
     table, fitted = every_family()
     measured = Measured.from_table(table, torch.arange(80), default_budgets(table), 0)
@@ -179,7 +174,7 @@ def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
 
 
 @pytest.mark.parametrize(("samples", "count"), [(29, 12), (7, 12), (1, 12), (20, 1)])
-def test_holes_few_samples_and_few_configurations(samples: int, count: int) -> None:
+def test_holes_few_samples_and_few_configurations(samples, count):
     table, rows = small_table(29, holes=0.6), torch.arange(samples)
     if count == 1:
         accuracy = torch.rand(20, 1)
@@ -191,7 +186,7 @@ def test_holes_few_samples_and_few_configurations(samples: int, count: int) -> N
             assert all(part.isfinite().all() for part in predicted[:3]), name
 
 
-def test_samples_outside_the_rows_do_not_matter() -> None:
+def test_samples_outside_the_rows_do_not_matter():
     table, rows, budgets = small_table(60), torch.arange(40), torch.tensor([8.0, 12.0])
     results = [fit(t, FAST, rows, budgets) for t in (table, otherwise(table, torch.arange(40, 60)))]
     x = inputs(table, rows)
@@ -203,7 +198,7 @@ def test_samples_outside_the_rows_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
+def test_plain_values_and_back(name, tmp_path):
     table, fitted = every_family()
     expert = fitted[name].expert
     torch.save(expert.plain(), tmp_path / "e.pt")
@@ -216,14 +211,14 @@ def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
 # -- targets and folds -----------------------------------------------------------------------------
 
 
-def outcomes_of(table: ProfileTable, rows: Tensor, x: np.ndarray | None = None) -> list[Tensor]:
+def outcomes_of(table, rows, x=None):
     """Accuracy and log-latency, as the targets of these rows have them."""
     targets = Targets(table, rows, np.zeros((len(rows), 1)) if x is None else x)
     scale, offset = targets.units
     return list((torch.from_numpy(targets.values).float() * scale + offset).chunk(2, 1))
 
 
-def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole() -> None:
+def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole():
     # accuracy: centres ½ and ½, deviations ∓½ and 0, root mean square ½/√2; latency: centres 0 and
     # 2, deviations 0 and ∓1
     table = table_of([[0.0, 0.5], [1.0, 0.5]], [[1.0, math.e], [1.0, math.e**3]])
@@ -236,13 +231,13 @@ def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole() -> None
 
 
 @pytest.mark.parametrize("table", [small_table(20), table_of([[1.0, 1.0]] * 20, [[5.0, 5.0]] * 20)])
-def test_outcomes_come_back_from_what_regressors_say(table: ProfileTable) -> None:
+def test_outcomes_come_back_from_what_regressors_say(table):
     accuracy, log_latency = outcomes_of(table, torch.arange(5, 20))
     torch.testing.assert_close(accuracy, table.accuracy[5:])
     torch.testing.assert_close(log_latency, table.latency_ms[5:].log())
 
 
-def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample() -> None:
+def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample():
     latency = [[math.e, math.e**2, NAN], [math.e**3, NAN, NAN], [1.0, 1.0, 1.0]]
     table = table_of([[0.2, 0.6, NAN], [0.6, NAN, NAN], [1.0, 1.0, 1.0]], latency)
     accuracy, log_latency = outcomes_of(table, BOTH)
@@ -256,7 +251,7 @@ def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample() -> Non
     torch.testing.assert_close(log_latency, torch.tensor([[1.0, 2.0, 2.0], [3.0, filled[1], 2.0]]))
 
 
-def test_holes_are_filled_with_what_the_features_say() -> None:
+def test_holes_are_filled_with_what_the_features_say():
     kind = (torch.arange(200) % 2).float()
     accuracy = torch.stack([kind, 1 - kind], 1)
     hole = torch.rand(200, 2) < 0.3
@@ -271,9 +266,7 @@ def test_holes_are_filled_with_what_the_features_say() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 7), st.integers(0, 99))
-def test_folds_hold_out_everything_once_and_keep_images_together(
-    size: int, of: int, count: int, seed: int
-) -> None:
+def test_folds_hold_out_everything_once_and_keep_images_together(size, of, count, seed):
     table = dataclasses.replace(small_table(44), image_ids=tuple(str(i // of) for i in range(44)))
     rows = torch.randperm(44, generator=torch.Generator().manual_seed(seed))[:size]
     division = folds_of(table, rows, seed, count)
@@ -288,7 +281,7 @@ def test_folds_hold_out_everything_once_and_keep_images_together(
         assert not set(images[fit].tolist()) & set(images[held_out].tolist())
 
 
-def test_images_of_the_same_name_in_two_data_sets_are_two() -> None:
+def test_images_of_the_same_name_in_two_data_sets_are_two():
     table = dataclasses.replace(
         small_table(4), image_ids=("a", "a", "a", "a"), datasets=("one", "one", "two", "two")
     )
@@ -296,7 +289,7 @@ def test_images_of_the_same_name_in_two_data_sets_are_two() -> None:
     assert sorted(map(sorted, held_out)) == [[0, 1], [2, 3]]
 
 
-def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold() -> None:
+def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold():
     table, rows = small_table(40), torch.arange(40)
     held_out = [[hold.tolist() for _, hold in folds_of(table, rows, seed)] for seed in (0, 0, 1)]
     assert held_out[0] == held_out[1] != held_out[2]
@@ -314,7 +307,7 @@ BY_HAND = Prediction(
 BUDGET = torch.tensor([math.e**2])
 
 
-def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand() -> None:
+def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand():
     met = torch.tensor([[0.841345, 0.158655, 0.977250]])
     torch.testing.assert_close(BY_HAND.meets(BUDGET), met)
     # a log-normal variable
@@ -327,7 +320,7 @@ def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand() -> Non
     torch.testing.assert_close(BY_HAND.score(worth, "mean"), accuracy - means / 10)
 
 
-def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
+def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask():
     scores, latency = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([1.0, 9.0, 8.0, 1.0])
     mask = torch.ones(3, 4).tril().flip(0) > 0
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]

@@ -1,11 +1,7 @@
 """Every family against scikit-learn's own prediction, and against itself after a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +13,11 @@ from sklearn.ensemble import RandomForestRegressor
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsRegressor
-from torch import nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import (
     COMPONENTS,
     FAMILIES,
-    Array,
     Trees,
     _rounded_down,
     boosting,
@@ -37,11 +31,11 @@ OUTPUTS = 12
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def components_of(y: Array) -> Array:
+def components_of(y):
     return np.linalg.svd(y - y.mean(0), full_matrices=False)[2]
 
 
-def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Array]:
+def data(n=70, seed=0, outputs=OUTPUTS):
     """Features of float32, as they come, and outputs that depend on them, not linearly."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(n, 4)).astype(np.float32).astype(np.float64)
@@ -49,23 +43,23 @@ def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Arr
     return x, traits @ draw.normal(size=(3, outputs)) + 0.1 * draw.normal(size=(n, outputs)) + 2
 
 
-def predict(regressor: nn.Module, x: Array) -> Array:
+def predict(regressor, x):
     return regressor(torch.from_numpy(x).float()).numpy().astype(np.float64)
 
 
 NEW = data(40, seed=1)[0]
 
 
-def test_a_constant_is_the_mean() -> None:
+def test_a_constant_is_the_mean():
     _, y = data()
     np.testing.assert_allclose(predict(constant(y, 4), NEW), np.tile(y.mean(0), (40, 1)), rtol=1e-5)
 
 
-def stock_ridge(x: Array, y: Array, alpha: float) -> Array:
+def stock_ridge(x, y, alpha):
     return Ridge(alpha=alpha * len(x)).fit(x, y).predict(NEW)
 
 
-def stock_kernel(x: Array, y: Array, setting: tuple[float, float]) -> Array:
+def stock_kernel(x, y, setting):
     multiple, alpha = setting
     squares = ((x[:, None] - x) ** 2).sum(-1)
     gamma = 1 / (2 * multiple * np.median(squares[~np.eye(len(x), dtype=bool)]))
@@ -73,7 +67,7 @@ def stock_kernel(x: Array, y: Array, setting: tuple[float, float]) -> Array:
     return stock.predict(NEW) + y.mean(0)
 
 
-def stock_neighbours(x: Array, y: Array, setting: tuple[int, bool]) -> Array:
+def stock_neighbours(x, y, setting):
     k, weighted = setting
     # a feature counts by the length of its weights; no more neighbours than there are
     ruler = np.linalg.norm(Ridge(alpha=0.1 * len(x)).fit(x, y).coef_, axis=0) ** weighted
@@ -81,7 +75,7 @@ def stock_neighbours(x: Array, y: Array, setting: tuple[int, bool]) -> Array:
     return stock.predict(NEW * ruler)
 
 
-def stock_forest(x: Array, y: Array, leaf: int, new: Array = NEW) -> Array:
+def stock_forest(x, y, leaf, new=NEW):
     components = components_of(y)[:COMPONENTS]
     stock = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=3)
     return stock.fit(x, (y - y.mean(0)) @ components.T).predict(new) @ components + y.mean(0)
@@ -98,9 +92,7 @@ def stock_forest(x: Array, y: Array, leaf: int, new: Array = NEW) -> Array:
         ("random_forest", stock_forest, (4, 12), 70),
     ],
 )
-def test_families_are_those_of_scikit_learn(
-    family: str, stock: Callable[..., Array], settings: tuple[Any, ...], n: int
-) -> None:
+def test_families_are_those_of_scikit_learn(family, stock, settings, n):
     x, y = data(n)
     if family == "ridge":
         x += 3  # the intercept is not penalised
@@ -112,7 +104,7 @@ def test_families_are_those_of_scikit_learn(
         np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=atol)
 
 
-def test_boosting_by_hand_with_one_tree() -> None:
+def test_boosting_by_hand_with_one_tree():
     # one tree of the samples drawn, of depth 4 with at least 8 in a leaf: each leaf is a mean, .05
     # of which is taken
     x, y = data()
@@ -128,7 +120,7 @@ def test_boosting_by_hand_with_one_tree() -> None:
         np.testing.assert_allclose(step[inside[0]], 0.05 * residual[inside].mean(0), atol=1e-4)
 
 
-def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better() -> None:
+def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better():
     x, y = data(200)
     few, more, most = boosting(x, y, [5, 50, 200], 0)
     np.testing.assert_array_equal(predict(few, NEW), predict(boosting(x, y, [5], 0)[0], NEW))
@@ -139,7 +131,7 @@ def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better() -> None:
 # -- trees together --------------------------------------------------------------------------------
 
 
-def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
+def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs():
     x, y = data()
     # of other data, of another number of components, of other depths
     others = (forest(*data(50, seed=5), [12], 1), forest(*data(5, seed=6), [1], 2))
@@ -154,7 +146,7 @@ def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
     )
 
 
-def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
+def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it():
     x = np.array([[0.1], [0.2], [0.3], [0.4]]).astype(np.float32).astype(np.float64).repeat(4, 0)
     y = np.stack([x[:, 0], 1 - x[:, 0], x[:, 0] ** 2], 1)
     (result,) = forest(x, y, [1], 3)
@@ -165,7 +157,7 @@ def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(threshold=st.floats(-1e6, 1e6), off=st.integers(-3, 3))
-def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, off: int) -> None:
+def test_a_threshold_rounded_down_divides_float32_as_before(threshold, off):
     x = np.float32(threshold)
     for _ in range(abs(off)):
         x = np.nextafter(x, np.float32(np.inf if off > 0 else -np.inf))
@@ -179,7 +171,7 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, of
 
 @every_family
 @pytest.mark.parametrize(("n", "outputs"), [(1, 2), (1, 12), (2, 12), (9, 2)])
-def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
+def test_few_samples_and_few_outputs(name, n, outputs):
     x, y = data(n, outputs=outputs)
     settings = FAMILIES[name].settings
     results = FAMILIES[name].fit(x, y, settings, 0)
@@ -191,7 +183,7 @@ def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
 
 
 @every_family
-def test_outputs_that_never_vary_and_the_same_seed(name: str) -> None:
+def test_outputs_that_never_vary_and_the_same_seed(name):
     fit, settings = FAMILIES[name]
     for result in fit(data(20)[0], np.full((20, 4), 3.0), settings[:2], 0):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
@@ -202,7 +194,7 @@ def test_outputs_that_never_vary_and_the_same_seed(name: str) -> None:
 # -- the one vector that policies and baselines read, by hand --------------------------------------
 
 
-def test_blocks_are_joined_standardised_and_clipped() -> None:
+def test_blocks_are_joined_standardised_and_clipped():
     blocks = {"a": torch.tensor([[1.0], [3.0]]), "b": torch.tensor([[10.0, 7.0], [30.0, 7.0]])}
     normaliser = FeatureNormaliser(blocks)
     assert normaliser.width == 3
@@ -214,7 +206,7 @@ def test_blocks_are_joined_standardised_and_clipped() -> None:
     assert FeatureNormaliser(blocks, clip=0.5)(blocks).tolist() == [[-0.5, -0.5, 0], [0.5, 0.5, 0]]
 
 
-def test_missing_values_become_the_median_and_an_indicator() -> None:
+def test_missing_values_become_the_median_and_an_indicator():
     blocks = {"a": torch.tensor([[0.0, 1.0], [0.0, NAN], [6.0, 5.0], [NAN, 3.0]])}
     normaliser = FeatureNormaliser({"a": blocks["a"][:3]})
     # the first column is 0, 0, 6 (2 ± √8), complete where fitted; the second 1, median 1 (the lower
@@ -228,7 +220,7 @@ def test_missing_values_become_the_median_and_an_indicator() -> None:
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e9])
-def test_units_do_not_matter(unit: float) -> None:
+def test_units_do_not_matter(unit):
     values = torch.stack([torch.randn(400), torch.randn(400).mul(2).exp()], 1)
     normaliser = FeatureNormaliser({"a": values * unit})
     assert normaliser.heavy.tolist() == [False, True]
@@ -236,7 +228,7 @@ def test_units_do_not_matter(unit: float) -> None:
     torch.testing.assert_close(normaliser({"a": values * unit}), wanted)
 
 
-def test_heavy_tails_are_drawn_in() -> None:
+def test_heavy_tails_are_drawn_in():
     # ±1 many times and one 1023: the unit is 1, and sign(x)·ln(1 + |x|) gives ±ln 2 and 10·ln 2
     values = torch.tensor([1.0, -1.0] * 10 + [1023.0]).unsqueeze(1)
     drawn_in = torch.tensor([1.0, -1.0] * 10 + [10.0]) * math.log(2)
@@ -244,7 +236,7 @@ def test_heavy_tails_are_drawn_in() -> None:
     torch.testing.assert_close(FeatureNormaliser({"a": values})({"a": values}).squeeze(1), expected)
 
 
-def test_a_column_that_is_constant_or_without_any_value_says_nothing() -> None:
+def test_a_column_that_is_constant_or_without_any_value_says_nothing():
     normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
     assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
     for value in (0.0, 0.1, 1e-12, 123456.789, -3e30):
@@ -252,7 +244,7 @@ def test_a_column_that_is_constant_or_without_any_value_says_nothing() -> None:
         assert not FeatureNormaliser(block)(block).any()
 
 
-def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> None:
+def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named():
     normaliser = FeatureNormaliser({})
     assert normaliser.width == 0
     assert normaliser({}, 4).shape == normaliser({"unused": torch.ones(4, 2)}, 4).shape == (4, 0)
@@ -262,7 +254,7 @@ def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> 
             normaliser({name: torch.randn(5, width)})
 
 
-def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
+def test_a_restored_one_takes_the_buffers_of_a_saved_one():
     blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.randn(3, 1)}
     saved = FeatureNormaliser(blocks)
     state = {f"normaliser.{name}": buffer for name, buffer in saved.state_dict().items()}
@@ -272,7 +264,7 @@ def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
     assert torch.equal(restored(blocks), saved(blocks))
 
 
-def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() -> None:
+def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one():
     common, own = torch.randn(400, 1), torch.randn(400, 3)
     # the first three columns nearly agree: the first component is their mean
     x = torch.cat([common + 0.1 * own, torch.randn(400, 1)], 1)
@@ -289,7 +281,7 @@ def test_the_projection_is_onto_the_directions_of_most_variance_scaled_to_one() 
 
 
 @pytest.mark.parametrize("rows", [3, 50])
-def test_more_components_than_samples_or_features_are_refused(rows: int) -> None:
+def test_more_components_than_samples_or_features_are_refused(rows):
     x = torch.cat([torch.randn(50, 2), torch.ones(50, 1)], 1)  # a column that does not vary is none
     table = table_of(torch.ones(50, 2), torch.ones(50, 2), x)
     with pytest.raises(InputError, match=r"policy.project=3.* 2 "):
@@ -300,7 +292,7 @@ def test_more_components_than_samples_or_features_are_refused(rows: int) -> None
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(width=32, allow_infinity=False), min_size=2, max_size=12))
 @example([0.0, 1.401298464324817e-45, 0.0, 0.0])  # a spread that float32 does not hold
-def test_what_comes_out_is_finite_and_within_the_clip(values: list[float]) -> None:
+def test_what_comes_out_is_finite_and_within_the_clip(values):
     block = {"a": torch.tensor(values).unsqueeze(1)}
     normaliser = FeatureNormaliser({"a": block["a"][: len(values) // 2]})
     got = normaliser(block)

@@ -1,7 +1,5 @@
 """v2_lora: a tiny CLIP model that learns along with a selector."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import sys
@@ -10,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ctrl_c
-from helpers import MatchScorer, small_beams
+from helpers import small_beams
 from safetensors.torch import load_file
 from tiny_models import picture, tiny_clip
-from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.selector.clip_encoder import ClipEncoder, ClipItems, as_read, load_clip
@@ -22,40 +19,39 @@ from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.measuring.questions import VQAItem
 
 QUESTIONS = ("How many dogs ?", "What color is it ?", "How many cats ?")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("models") / "clip")
     tiny_clip(folder)
     return folder
 
 
-def vqa_items(count: int, first: int = 0) -> list[VQAItem]:
+def vqa_items(count, first=0):
     numbers = range(first, first + count)
     return [VQAItem(f"i{n}", picture(n, 8, 12), QUESTIONS[n % 3], ("2",)) for n in numbers]
 
 
 @pytest.fixture(scope="module")
-def items(source: str) -> ClipItems:
+def items(source):
     """Three queries; the first is a candidate too."""
     queries = vqa_items(3)
     return ClipItems.read(source, queries, [queries[0], *vqa_items(4, 3)])
 
 
 @pytest.fixture(scope="module")
-def beams(source: str) -> tuple[BeamTable, MatchScorer, ClipItems]:
+def beams(source):
     """Beams of twelve queries and candidates that are named by their items' numbers."""
     table, scorer = small_beams(12, pool=3)
     items = ClipItems.read(source, vqa_items(12), vqa_items(12, 12))
     return as_read(table, items), scorer, items
 
 
-def changed(source: str, items: ClipItems) -> ClipEncoder:
+def changed(source, items):
     """An encoder whose LoRA weights do something."""
     torch.manual_seed(0)
     encoder = ClipEncoder(source, items).eval()
@@ -65,7 +61,7 @@ def changed(source: str, items: ClipItems) -> ClipEncoder:
     return encoder
 
 
-def frozen_embeddings(source: str, items: ClipItems) -> Tensor:
+def frozen_embeddings(source, items):
     """Of every item, from the image's and the text's own towers of the model as it was saved."""
     import transformers
 
@@ -76,20 +72,20 @@ def frozen_embeddings(source: str, items: ClipItems) -> Tensor:
     return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
 
 
-def test_items_are_read_once_and_named_by_number(items: ClipItems) -> None:
+def test_items_are_read_once_and_named_by_number(items):
     assert items.pixel_values.shape == (7, 3, 8, 8)
     assert items.queries.flatten().tolist() == [0, 1, 2]
     assert items.candidates.flatten().tolist() == [0, 3, 4, 5, 6]
 
 
-def test_before_any_step_the_embeddings_are_those_of_clip(source: str, items: ClipItems) -> None:
+def test_before_any_step_the_embeddings_are_those_of_clip(source, items):
     wanted = frozen_embeddings(source, items)
     numbers = torch.tensor([[[6.0], [0.0]], [[0.0], [2.0]]])
     for encoder in (ClipEncoder(source, items).eval(), ClipEncoder(source, items).train()):
         torch.testing.assert_close(encoder(numbers), wanted[torch.tensor([[6, 0], [0, 2]])])
 
 
-def test_only_lora_weights_learn_and_are_saved(source: str, items: ClipItems) -> None:
+def test_only_lora_weights_learn_and_are_saved(source, items):
     encoder = changed(source, items)
     # two towers of one layer, four matrices of 16 × 16, rank 16: two matrices of 16 × 16 each
     assert sum(weight.numel() for weight in encoder.parameters()) == 2 * 4 * 2 * 16 * 16
@@ -107,7 +103,7 @@ def test_only_lora_weights_learn_and_are_saved(source: str, items: ClipItems) ->
     assert all(torch.equal(plain[name], value) for name, value in saved.items())
 
 
-def test_a_copy_shares_what_is_large_and_nothing_that_learns(source: str, items: ClipItems) -> None:
+def test_a_copy_shares_what_is_large_and_nothing_that_learns(source, items):
     encoder = changed(source, items)
     twin = copy.deepcopy(encoder)
     assert twin.items is encoder.items
@@ -118,16 +114,14 @@ def test_a_copy_shares_what_is_large_and_nothing_that_learns(source: str, items:
     assert not torch.equal(next(twin.parameters()), next(encoder.parameters()))
 
 
-def selector_of(table: BeamTable, encoder: ClipEncoder) -> Selector:
+def selector_of(table, encoder):
     torch.manual_seed(1)
     return Selector.fitted(
         SelectorConfig(width=8, heads=2), table.queries, table.candidates, encoder
     )
 
 
-def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
-    source: str, beams: tuple[BeamTable, MatchScorer, ClipItems], tmp_path: Path
-) -> None:
+def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(source, beams, tmp_path):
     table, _, items = beams
     made = selector_of(table, changed(source, items)).eval()
     assert made.features == 12
@@ -149,8 +143,8 @@ def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(
 
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
-    stage: str, source: str, beams: tuple[BeamTable, MatchScorer, ClipItems], tmp_path: Path
-) -> None:
+    stage, source, beams, tmp_path
+):
     """Both learn, what they start from stays, the first KL of GRPO is 0, and an interruption
     changes nothing."""
     table, scorer, items = beams
@@ -159,7 +153,7 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
     config = StageConfig(epochs=2, lr=1e-2, queries=4, keep="last")
     options = {"scorer": scorer, "live": stage == "grpo", "config": config}
 
-    def trainer(folder: str) -> SelectorTrainer:
+    def trainer(folder):
         made = SelectorTrainer(
             stage, table, table.split(0.7, 0.2), start, folder=tmp_path / folder, **options
         )
@@ -193,11 +187,11 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
 
 
 def test_a_moved_model_and_missing_packages_are_named(
-    source: str,
-    beams: tuple[BeamTable, MatchScorer, ClipItems],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    source,
+    beams,
+    tmp_path,
+    monkeypatch,
+):
     table, _, items = beams
     shutil.copytree(source, tmp_path / "moved")
     save_checkpoint(

@@ -1,8 +1,6 @@
 """The learned reward: its penalty, what it learns from, and that it reads demonstrations in their
 order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,25 +11,24 @@ from knobwise.agents.selector.reward_model import Answered, RewardModel, penalis
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
 
 TINY = RewardModelConfig(width=16, members=3, epochs=4)
 
 
-def fresh(table: BeamTable, config: RewardModelConfig = TINY) -> RewardModel:
+def fresh(table, config=TINY):
     torch.manual_seed(0)
     selector = Selector.fitted(SelectorConfig(width=4), table.queries, table.candidates)
     return RewardModel(config, selector.mean, selector.scale)
 
 
-def test_the_penalty_by_hand() -> None:
+def test_the_penalty_by_hand():
     """Mean .5; deviations ±.1 and ±.3, so that the variance is .05."""
     probabilities = torch.tensor([[0.2, 0.7], [0.4, 0.7], [0.6, 0.7], [0.8, 0.7]])
     for kappa, first in ((0.0, 0.5), (1.0, 0.5 - 0.05**0.5), (2.0, 0.5 - 2 * 0.05**0.5)):
         torch.testing.assert_close(penalised(probabilities, kappa), torch.tensor([first, 0.7]))
 
 
-def test_members_are_computed_as_each_would_be_alone() -> None:
+def test_members_are_computed_as_each_would_be_alone():
     table, _ = small_beams()
     model = fresh(table)
     rows, sequences = torch.arange(6), table.pool[:6, :2]
@@ -48,7 +45,7 @@ def test_members_are_computed_as_each_would_be_alone() -> None:
     assert every.std(0).min() > 0
 
 
-def test_the_order_counts() -> None:
+def test_the_order_counts():
     """Where only the first demonstration decides, the reversed sequence has another answer, and it
     learns that."""
     table, _ = small_beams(100)
@@ -63,7 +60,7 @@ def test_the_order_counts() -> None:
     assert (expected - reversed_).mean() > 0.8
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_changes_nothing():
     table, _ = small_beams()
     model, rows, sequences = fresh(table), torch.arange(6), table.pool[:6, :2]
     padded = torch.nn.functional.pad(sequences, (0, 2), value=-1)
@@ -76,7 +73,7 @@ def test_padding_changes_nothing() -> None:
     assert longer.right.tolist() == [1] * 6 + [0] * 6
 
 
-def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
+def test_it_predicts_right_answers_of_queries_that_it_never_saw():
     table, scorer = small_beams(200)
     split = table.split(0.8, 0.1)
     model = fresh(table)
@@ -88,7 +85,7 @@ def test_it_predicts_right_answers_of_queries_that_it_never_saw() -> None:
     assert expected[right > 0].mean() > expected[right == 0].mean() + 0.3
 
 
-def test_it_learns_first_from_what_was_found_without_looking_at_the_answer() -> None:
+def test_it_learns_first_from_what_was_found_without_looking_at_the_answer():
     """Beams that were found with the answer in view are right more often than what a policy
     draws."""
     table, _ = small_beams(20)
@@ -102,14 +99,14 @@ def test_it_learns_first_from_what_was_found_without_looking_at_the_answer() -> 
     assert torch.equal(answered.right, table.fields["vqa_correct"][rows, 2:].flatten())
 
 
-def test_each_true_call_is_answered_once_and_learned_from() -> None:
+def test_each_true_call_is_answered_once_and_learned_from():
     table, scorer = small_beams(20)
     model, rows, asked = fresh(table), torch.tensor([1, 4, 4]), []
     model.learn(table, recorded_answers(table, torch.arange(20)), 1)
     drawn = table.pool[rows][:, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]])]
     predicted = model.probabilities(table, rows.repeat_interleave(4), drawn.flatten(0, 1))
 
-    def answer(*inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def answer(*inputs):
         asked.append(inputs)
         return scorer(*inputs)
 
@@ -124,7 +121,7 @@ def test_each_true_call_is_answered_once_and_learned_from() -> None:
     assert torch.equal(sequences, drawn[torch.arange(3), most_disagreed])
 
 
-def test_beams_without_right_and_wrong_are_refused() -> None:
+def test_beams_without_right_and_wrong_are_refused():
     table, _ = small_beams(20)
     scores = {name: values for name, values in table.fields.items() if name != "vqa_correct"}
     unknown = table.fields | {"vqa_correct": torch.full((20, 6), torch.nan)}

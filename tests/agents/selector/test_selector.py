@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from knobwise.agents.selector.networks import (
     NETWORKS,
@@ -19,12 +15,12 @@ from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
-KINDS: list[dict[str, Any]] = [{"update": "additive"}, {"update": "convex"}]
+KINDS = [{"update": "additive"}, {"update": "convex"}]
 KINDS += [{"version": version} for version in ("v0", "v1", "v3")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
 
-def embeddings() -> StoredEmbeddings:
+def embeddings():
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 100.0, 1e-3, 1.0])
     queries, candidates = (3 + scale * torch.randn(n, 4, generator=generator) for n in (6, 20))
@@ -32,7 +28,7 @@ def embeddings() -> StoredEmbeddings:
     return StoredEmbeddings(queries, candidates)
 
 
-def pools() -> Tensor:
+def pools():
     pool = torch.stack(
         [torch.randperm(20, generator=torch.Generator().manual_seed(q))[:5] for q in range(6)]
     )
@@ -41,14 +37,14 @@ def pools() -> Tensor:
     return pool
 
 
-def selector(**settings: Any) -> Selector:
+def selector(**settings):
     torch.manual_seed(0)
     stored = embeddings()
     config = SelectorConfig(**{"width": 8} | settings)
     return Selector.fitted(config, stored.query_table, stored.candidate_table)
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
+def batch():
     pool = pools()
     return (*embeddings().both(torch.arange(6), pool), pool >= 0)
 
@@ -56,7 +52,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 # -- the selector ----------------------------------------------------------------------------------
 
 
-def test_embeddings_are_standardised_by_queries_and_candidates_together() -> None:
+def test_embeddings_are_standardised_by_queries_and_candidates_together():
     stored, made = embeddings(), selector()
     both = torch.cat([stored.query_table, stored.candidate_table])
     normal = (both - made.mean) / made.scale
@@ -65,7 +61,7 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
     torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)
 
 
-def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
+def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
     made = selector(dropout=0.9).train()
     first = made.choose(*batch(), shots=3)
     assert all(torch.equal(made.choose(*batch(), shots=3), first) for _ in range(5))
@@ -82,7 +78,7 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
         ({"shots": 0}, "shots"),
     ],
 )
-def test_mistakes_are_told(changed: dict[str, Any], field: str) -> None:
+def test_mistakes_are_told(changed, field):
     query, pool, mask = batch()
     with pytest.raises(InputError, match=field):
         selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
@@ -92,7 +88,7 @@ def test_mistakes_are_told(changed: dict[str, Any], field: str) -> None:
 
 
 @every_kind
-def test_restored_is_the_same_selector(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_restored_is_the_same_selector(kind, tmp_path):
     made = selector(**kind)
     made.stage = "grpo"
     torch.save(made.plain(), tmp_path / "selector.pt")
@@ -104,7 +100,7 @@ def test_restored_is_the_same_selector(kind: dict[str, Any], tmp_path: Path) -> 
     assert torch.equal(result.log_prob(wanted.mode), wanted.log_prob(wanted.mode))
 
 
-def test_a_selector_of_an_earlier_version_is_still_read() -> None:
+def test_a_selector_of_an_earlier_version_is_still_read():
     plain = selector(layers=1).plain()
     del plain["encoder"], plain["selector"]["version"]
     restored = Selector.restored(plain)
@@ -112,7 +108,7 @@ def test_a_selector_of_an_earlier_version_is_still_read() -> None:
     assert restored.config.version == "v2"
 
 
-def test_weights_of_another_network_are_refused() -> None:
+def test_weights_of_another_network_are_refused():
     plain = selector().plain()
     state = plain["state"]
     for changed in (
@@ -128,21 +124,21 @@ def test_weights_of_another_network_are_refused() -> None:
 # -- the networks behind it ------------------------------------------------------------------------
 
 
-def network(features: int = 6, **settings: object) -> PointerNetwork:
+def network(features=6, **settings):
     torch.manual_seed(0)
     layers = {} if settings.get("version") == "v1" else {"layers": 2}
     config = SelectorConfig(**{"width": 16} | layers | settings)
     return NETWORKS[config.version](config, features).eval()
 
 
-def encodable(queries: int = 3, size: int = 5, features: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+def encodable(queries=3, size=5, features=6):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(queries, features, generator=generator)
     pool = torch.randn(queries, size, features, generator=generator)
     return query, pool, torch.ones(queries, size, dtype=torch.bool)
 
 
-def size_of(module: nn.Module) -> int:
+def size_of(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -163,12 +159,12 @@ def size_of(module: nn.Module) -> int:
         ("update", {"version": "v0", "update": "convex"}),
     ],
 )
-def test_settings_that_cannot_be_are_refused(name: str, settings: dict[str, object]) -> None:
+def test_settings_that_cannot_be_are_refused(name, settings):
     with pytest.raises(InputError, match=f"selector.{name}"):
         SelectorConfig(**settings)
 
 
-def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_small() -> None:
+def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_small():
     second = PointerNetwork(SelectorConfig(width=256, projection="linear", update="convex"), 512)
     assert size_of(second) == 657_152
     gates = sum(size_of(module) for module in second.modules() if isinstance(module, StateUpdate))
@@ -185,7 +181,7 @@ def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_s
 
 @every_kind
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-def test_logits_are_cosines_over_the_temperature(projection: str, kind: dict[str, Any]) -> None:
+def test_logits_are_cosines_over_the_temperature(projection, kind):
     projected = {} if kind.get("version") == "v1" else {"projection": projection}
     net = network(**projected, **kind, temperature=0.25)
     encoded = net.encode(*encodable())
@@ -197,7 +193,7 @@ def test_logits_are_cosines_over_the_temperature(projection: str, kind: dict[str
     torch.testing.assert_close(net.logits(directions, encoded), wanted)
 
 
-def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
+def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool():
     net = network()
     query, pool, mask = encodable()
     mask[1, 3:] = False
@@ -213,7 +209,7 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
 
 
 @every_kind
-def test_every_weight_learns(kind: dict[str, Any]) -> None:
+def test_every_weight_learns(kind):
     net = network(**kind)
     encoded = net.encode(*encodable())
     directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
@@ -229,7 +225,7 @@ def test_every_weight_learns(kind: dict[str, Any]) -> None:
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def test_cross_attention_is_that_of_torch_and_finite_over_nothing() -> None:
+def test_cross_attention_is_that_of_torch_and_finite_over_nothing():
     torch.manual_seed(0)
     layer = CrossAttention(SelectorConfig(width=16, heads=4))
     stock = nn.MultiheadAttention(16, 4, batch_first=True)
@@ -250,7 +246,7 @@ def test_cross_attention_is_that_of_torch_and_finite_over_nothing() -> None:
     assert state.grad.isfinite().all()
 
 
-def test_updates_by_hand() -> None:
+def test_updates_by_hand():
     state, chosen = torch.tensor([1.0, 0]), torch.tensor([0, 1.0])
     convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"))
     additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"))
@@ -270,7 +266,7 @@ def test_updates_by_hand() -> None:
     torch.testing.assert_close(additive(state, chosen), wanted / wanted.norm())
 
 
-def test_linear_projections_point_at_what_is_alike_before_any_training() -> None:
+def test_linear_projections_point_at_what_is_alike_before_any_training():
     net = network(features=32, width=64, layers=0, projection="linear")
     query, pool, mask = encodable(queries=20, features=32)
     pool[:, 2] = query + 0.1 * pool[:, 2]
@@ -278,14 +274,14 @@ def test_linear_projections_point_at_what_is_alike_before_any_training() -> None
     assert net.logits(net.start(encoded, 1), encoded).argmax(-1).flatten().tolist() == [2] * 20
 
 
-def test_the_bi_encoder_moves_on_by_a_learned_share() -> None:
+def test_the_bi_encoder_moves_on_by_a_learned_share():
     net = BiEncoder(SelectorConfig(version="v1", width=2), 3)
     moved = net.advance(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 1.0]]]))
     wanted = torch.tensor([0.6, 0.4]) / math.hypot(0.6, 0.4)
     torch.testing.assert_close(moved[0, 0], wanted)
 
 
-def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for() -> None:
+def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for():
     net = network(version="v0")
     encoded = net.encode(*encodable())
     chosen = encoded.keys[:, torch.arange(40).remainder(5)].unsqueeze(1)
@@ -297,7 +293,7 @@ def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for() -> No
     assert changed[36:].min() > 1e-3
 
 
-def test_v3_sees_its_pool_and_v0_does_not() -> None:
+def test_v3_sees_its_pool_and_v0_does_not():
     query, pool, mask = encodable()
     for version, reads in (("v0", False), ("v3", True)):
         net = network(version=version)

@@ -1,16 +1,13 @@
 """A selector's policy runs on every form of its bandit, and on each draws what the trainer's policy
 draws."""
 
-from collections.abc import Callable
-from typing import Any
-
 import gymnasium
 import pytest
 import torch
 from helpers import small_beams
 from tensordict import TensorDict
 from torchrl.collectors import Collector
-from torchrl.envs import EnvBase, GymEnv, GymWrapper, SerialEnv
+from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 import knobwise  # noqa: F401  (registers the environments)
@@ -25,11 +22,11 @@ ID = "knobwise/DemonstrationBandit-v0"
 SAME_STEP = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
 
 
-def wrapped(env: Any) -> EnvBase:
+def wrapped(env):
     return GymWrapper(env, categorical_action_encoding=True)
 
 
-FORMS: dict[str, Callable[..., EnvBase]] = {
+FORMS = {
     "native": lambda **words: DemonstrationBandit(TABLE, batch_size=3, **words),
     "serial": lambda **words: SerialEnv(
         2, lambda: DemonstrationBandit(TABLE, batch_size=3, **words)
@@ -44,7 +41,7 @@ FORMS: dict[str, Callable[..., EnvBase]] = {
 
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_policy_runs_on_every_form_recorded_and_scored(form: str, live: bool) -> None:
+def test_the_policy_runs_on_every_form_recorded_and_scored(form, live):
     env = FORMS[form](scorer=SCORER if live else None)
     shots = env.action_spec.shape[-1]
     counts = {"frames_per_batch": 12, "total_frames": 24}
@@ -60,7 +57,7 @@ def test_the_policy_runs_on_every_form_recorded_and_scored(form: str, live: bool
     collector.shutdown()
 
 
-def test_the_end_of_a_shorter_pool_passes_through_the_wrapper() -> None:
+def test_the_end_of_a_shorter_pool_passes_through_the_wrapper():
     """The action space has no −1, but the environment takes it."""
     env = FORMS["wrapped"](scorer=SCORER)
     for action in ([0, -1], [0, 0]):
@@ -70,7 +67,7 @@ def test_the_end_of_a_shorter_pool_passes_through_the_wrapper() -> None:
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 4])
-def test_what_is_observed_and_what_is_looked_up_are_the_same(group_size: int | None) -> None:
+def test_what_is_observed_and_what_is_looked_up_are_the_same(group_size):
     env = DemonstrationBandit(TABLE, batch_size=6, group_size=group_size, scorer=SCORER)
     stored = SelectorActor(
         SELECTOR, StoredEmbeddings(TABLE.queries, TABLE.candidates), TABLE.pool, 2, group_size
@@ -89,7 +86,7 @@ def test_what_is_observed_and_what_is_looked_up_are_the_same(group_size: int | N
     assert torch.equal(*actions)
 
 
-def test_a_deterministic_policy_is_greedy_with_any_leading_axes() -> None:
+def test_a_deterministic_policy_is_greedy_with_any_leading_axes():
     context = DemonstrationBandit(TABLE, batch_size=6, scorer=SCORER).reset()
     wanted = SELECTOR.choose(context["query"], context["pool"], context["mask"], 2)
     observed = {key: context[key].unflatten(0, (2, 3)) for key in ("query", "pool", "mask")}

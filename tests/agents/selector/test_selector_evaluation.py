@@ -1,15 +1,12 @@
 """Judging: choices go to the scorer as rows of the query's own pool, records are looked up, unknown
 stays unknown."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import (
@@ -42,14 +39,14 @@ class Sums:
     """A scorer that anyone can follow: right where the rows of the demonstrations and of the query
     sum to a multiple of three; the vote is right where the number of voters is even."""
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         return {"vqa_correct": ((queries + demonstrations.clamp_min(0).sum(1)) % 3 == 0).double()}
 
-    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+    def vote(self, queries, demonstrations):
         return ((demonstrations >= 0).sum(1) % 2 == 0).float()
 
 
-def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
+def table(fields=None):
     """Pools of different length; sequences of one and two demonstrations; the last query has no
     beam."""
     generator = torch.Generator().manual_seed(0)
@@ -81,7 +78,7 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
     )
 
 
-def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
+def selector(data):
     torch.manual_seed(0)
     config = SelectorConfig(width=8, heads=2)
     return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(
@@ -92,7 +89,7 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer ---------------------------------------------------------------------------------
 
 
-def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
+def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for():
     data = table()
     policy, stored = selector(data)
     actor = SelectorActor(policy, stored, data.pool, 2)
@@ -104,7 +101,7 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> N
     assert everything[3].tolist() == [0, -1]  # its pool has one candidate
 
 
-def test_each_query_is_judged_on_its_own_pool() -> None:
+def test_each_query_is_judged_on_its_own_pool():
     data, rows = table(), torch.tensor([5, 3, 0])
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
     pool = data.pool.tolist()
@@ -115,7 +112,7 @@ def test_each_query_is_judged_on_its_own_pool() -> None:
 
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
-def test_a_selector_is_judged_by_what_it_chose(shots: int) -> None:
+def test_a_selector_is_judged_by_what_it_chose(shots):
     data, rows = table(), torch.arange(1, 9)
     policy, stored = selector(data)
     actor = SelectorActor(policy, stored, data.pool, shots)
@@ -125,7 +122,7 @@ def test_a_selector_is_judged_by_what_it_chose(shots: int) -> None:
     assert torch.equal(decided.demonstrations[0], bank_rows(data.pool[rows], chosen))
 
 
-def test_simple_ways_are_judged_beside_it() -> None:
+def test_simple_ways_are_judged_beside_it():
     """What was shown is said with what came of it, of the rows that were asked for."""
     data, rows = table(), torch.tensor([8, 3, 5])
     results = decide_simple(data, Sums(), 2, rows, seeds=(0, 1, 2))
@@ -149,7 +146,7 @@ def test_simple_ways_are_judged_beside_it() -> None:
     assert data.fields["vqa_correct"][8, place] == oracle.correct[0, 0]
 
 
-def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
+def test_decision_time_is_that_of_one_choice_on_one_thread():
     data = table()
     policy, stored = selector(data)
     threads = torch.get_num_threads()
@@ -165,11 +162,11 @@ def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
 # -- on what was recorded --------------------------------------------------------------------------
 
 
-def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
+def recorded(data, shots, preference):
     return recorded_choices(data, shots, [preference]).correct[0]
 
 
-def test_the_recorded_sequence_that_is_preferred_counts() -> None:
+def test_the_recorded_sequence_that_is_preferred_counts():
     data = table()
     preference = torch.rand(QUERIES, BEAMS, generator=torch.Generator().manual_seed(1))
     correct = data.fields["vqa_correct"]
@@ -184,7 +181,7 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
     assert recorded(data, 3, preference).isnan().all()
 
 
-def test_the_oracle_is_right_wherever_any_record_is() -> None:
+def test_the_oracle_is_right_wherever_any_record_is():
     data = table()
     results = decide_simple(data, None, 2, KNOWN_ROWS)
     right = data.fields["vqa_correct"][KNOWN, :3]
@@ -193,7 +190,7 @@ def test_the_oracle_is_right_wherever_any_record_is() -> None:
     assert torch.equal(results["best_recorded"].correct[0], right.gather(1, best)[:, 0])
 
 
-def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
+def test_what_has_no_record_of_its_correctness_is_never_counted():
     data = table()
     data.fields["vqa_correct"][0, :2] = torch.nan
     nothing = torch.full((QUERIES, BEAMS), torch.nan)
@@ -209,7 +206,7 @@ def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
     assert decide_simple(empty, Sums(), 1, KNOWN_ROWS)["oracle"].correct.isnan().all()
 
 
-def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
+def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
     data, rows = table(), torch.tensor([9, 3, 1, 11])
     policy, stored = selector(data)
     policy.train()
@@ -226,7 +223,7 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 
 
-def test_simple_ways_without_a_scorer() -> None:
+def test_simple_ways_without_a_scorer():
     decided = decide_simple(table(), None, 2, torch.arange(QUERIES), seeds=(0, 1))
     assert list(decided) == ["random", *SIMILAR, "best_recorded", "oracle"]
     oracle = decided["oracle"].correct[0]
@@ -243,7 +240,7 @@ def test_simple_ways_without_a_scorer() -> None:
 BLOCKS = {"image": (0, 2), "question": (2, 4), "annotator": (4, 5)}
 
 
-def image(degrees: float) -> list[float]:
+def image(degrees):
     angle = torch.deg2rad(torch.tensor(degrees))
     return [float(angle.cos()) * 3, float(angle.sin()) * 3]
 
@@ -269,9 +266,7 @@ POOL = torch.tensor(
 )
 
 
-def by_hand(
-    queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS
-) -> BeamTable:
+def by_hand(queries=BY_HAND, pool=POOL, blocks=BLOCKS):
     none = torch.full((len(queries), 0), -1)
     return BeamTable(
         name="by hand",
@@ -302,12 +297,12 @@ def by_hand(
         ("careful_rule", 4, [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]),
     ],
 )
-def test_simple_ways_by_hand(way: str, shots: int, wanted: list[list[int]]) -> None:
+def test_simple_ways_by_hand(way, shots, wanted):
     places = simple_ways(by_hand(), shots, trusted=CANDIDATES[:, 4].bool())[way]
     assert bank_rows(by_hand().pool, places).tolist() == wanted
 
 
-def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
+def test_ways_that_need_blocks_or_trust_are_left_out_without_them():
     assert "careful_rule" not in simple_ways(by_hand(), 2)
     mixed = simple_ways(by_hand(blocks={}), 2)
     assert set(mixed) == {"similarity"}
@@ -318,7 +313,7 @@ def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
         assert "part_similarity" not in simple_ways(other, 2)
 
 
-def test_voters_are_the_nearest_few_of_each_part() -> None:
+def test_voters_are_the_nearest_few_of_each_part():
     rows = bank_rows(by_hand().pool, voters(by_hand(), each=3))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
@@ -330,7 +325,7 @@ def test_voters_are_the_nearest_few_of_each_part() -> None:
 
 @given(st.integers(1, 9), st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
-def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: int) -> None:
+def test_every_way_takes_each_candidate_once_and_no_padding(shots, seed):
     data = by_hand()
     ways = simple_ways(data, shots, trusted=CANDIDATES[:, 4].bool())
     for places in [*ways.values(), random_places(data, shots, seed)]:
@@ -342,7 +337,7 @@ def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: in
             assert set(padding) <= {-1}
 
 
-def test_random_follows_its_seed_and_is_uniform() -> None:
+def test_random_follows_its_seed_and_is_uniform():
     many = by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1))
     places = random_places(many, 2, seed=1)
     assert torch.equal(places, random_places(many, 2, seed=1))

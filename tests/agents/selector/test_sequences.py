@@ -1,16 +1,12 @@
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from knobwise.agents.selector.networks import NETWORKS, PointerNetwork
+from knobwise.agents.selector.networks import NETWORKS
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
@@ -19,35 +15,33 @@ NETWORK |= {version: {"version": version} for version in ("v0", "v1", "v3")}
 every_network = pytest.mark.parametrize("kind", NETWORK)
 
 
-def network(kind: str = "additive") -> PointerNetwork:
+def network(kind="additive"):
     torch.manual_seed(0)
     heads = {} if kind == "v1" else {"heads": 2}
     config = SelectorConfig(**NETWORK[kind], **heads, width=8, temperature=0.3)
     return NETWORKS[config.version](config, 5).eval()
 
 
-def features() -> tuple[Tensor, Tensor, Tensor]:
+def features():
     generator = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     pool = torch.randn(4, 4, 5, generator=generator) * mask.unsqueeze(-1)
     return torch.randn(4, 5, generator=generator), pool, mask
 
 
-def distribution(
-    shots: int = 3, kind: str = "additive", **settings: int | None
-) -> SequenceDistribution:
+def distribution(shots=3, kind="additive", **settings):
     net = network(kind)
     return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
 
-def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
+def everything(mask, shots):
     """All sequences of one query: ordered, without repeats, −1 once nothing is left."""
     places = mask.nonzero().flatten().tolist()
     length = min(shots, len(places))
     return [(*s, *[-1] * (shots - length)) for s in itertools.permutations(places, length)]
 
 
-def log_probs_of(dist: SequenceDistribution, query: int, shots: int = 3) -> Tensor:
+def log_probs_of(dist, query, shots=3):
     """The log-probs [n] of all sequences of a query."""
     sequences = torch.tensor(everything(features()[2][query], shots)).expand(4, -1, -1)
     if dist.group_size is not None:
@@ -56,7 +50,7 @@ def log_probs_of(dist: SequenceDistribution, query: int, shots: int = 3) -> Tens
 
 
 @torch.no_grad()
-def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> float:
+def step_by_step(net, query, sequence):
     """The log-prob of one sequence of one query: everything encoded for it alone, one candidate
     after the other."""
     all_queries, pool, mask = (x[query : query + 1] for x in features())
@@ -78,9 +72,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
 @every_network
-def test_log_probs_are_those_of_a_step_by_step_computation_and_sum_to_one(
-    kind: str, shots: int
-) -> None:
+def test_log_probs_are_those_of_a_step_by_step_computation_and_sum_to_one(kind, shots):
     net, dist = network(kind), distribution(shots, kind=kind)
     for query, mask in enumerate(features()[2]):
         result = log_probs_of(dist, query, shots)
@@ -89,7 +81,7 @@ def test_log_probs_are_those_of_a_step_by_step_computation_and_sum_to_one(
         torch.testing.assert_close(result, torch.tensor(wanted), atol=1e-5, rtol=1e-5)
 
 
-def test_a_shorter_sequence_has_the_log_prob_of_its_beginning() -> None:
+def test_a_shorter_sequence_has_the_log_prob_of_its_beginning():
     dist, net = distribution(group_size=3), network()
     value = torch.full((4, 3, 3), -1)
     value[0, 0, :2] = torch.tensor([2, 0])
@@ -102,7 +94,7 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]]) -> None:
+def test_any_action_gets_a_number_and_finite_gradients(actions):
     dist = distribution(group_size=len(actions))
     result = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
     assert not result.isnan().any()
@@ -116,9 +108,7 @@ def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]])
 
 @every_network
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(
-    kind: str, group_size: int | None
-) -> None:
+def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kind, group_size):
     torch.manual_seed(0)
     dist = distribution(kind=kind, group_size=group_size)
     group = () if group_size is None else (group_size,)
@@ -137,7 +127,7 @@ def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(
 # -- draws -----------------------------------------------------------------------------------------
 
 
-def test_draws_have_the_frequencies_of_their_probabilities() -> None:
+def test_draws_have_the_frequencies_of_their_probabilities():
     torch.manual_seed(0)
     dist = distribution(shots=2, group_size=20_000)
     drawn = dist.sample()
@@ -151,10 +141,10 @@ def test_draws_have_the_frequencies_of_their_probabilities() -> None:
 # -- the greedy sequence ---------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_best_place_at_every_step() -> None:
+def test_greedy_takes_the_best_place_at_every_step():
     net, dist = network(), distribution()
     for query, mask in enumerate(features()[2]):
-        chosen: tuple[int, ...] = ()
+        chosen = ()
         while len(chosen) < min(3, int(mask.sum())):
             left = [p for p in mask.nonzero().flatten().tolist() if p not in chosen]
             chosen = (*chosen, max(left, key=lambda p: step_by_step(net, query, (*chosen, p))))
@@ -165,7 +155,7 @@ def test_greedy_takes_the_best_place_at_every_step() -> None:
 # -- entropy ---------------------------------------------------------------------------------------
 
 
-def test_entropy_is_unbiased() -> None:
+def test_entropy_is_unbiased():
     net = network()
     query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
     estimates = (
@@ -181,7 +171,7 @@ def test_entropy_is_unbiased() -> None:
         assert (estimates[row].mean() - wanted).abs() <= 4 * error + 1e-5
 
 
-def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws() -> None:
+def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws():
     dist = distribution(shots=1)
     log_probs = log_probs_of(dist, 0, 1)
     torch.testing.assert_close(dist.entropy()[0], -(log_probs.exp() * log_probs).sum())

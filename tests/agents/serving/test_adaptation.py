@@ -1,11 +1,8 @@
 """Offsets for other hardware: what timed cells tell, and the controller that they give."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +30,6 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Teacher, fit_teacher
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 
@@ -41,7 +37,7 @@ GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 # -- what timed cells tell -------------------------------------------------------------------------
 
 
-def test_the_posterior_by_hand() -> None:
+def test_the_posterior_by_hand():
     """One configuration of two timed twice; the other shares only what all share."""
     scales = Scales(knob=0.5, configuration=0.2, noise=0.1)
     cells = torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 0.7])
@@ -54,7 +50,7 @@ def test_the_posterior_by_hand() -> None:
     torch.testing.assert_close(offsets.variance, left, rtol=1e-4, atol=0)
 
 
-def test_the_evidence_is_that_of_a_normal_density() -> None:
+def test_the_evidence_is_that_of_a_normal_density():
     """Up to a constant that is the same for all scales: the number of each configuration's
     cells."""
     generator = torch.Generator().manual_seed(0)
@@ -72,9 +68,7 @@ def test_the_evidence_is_that_of_a_normal_density() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), factor=st.floats(-2, 2))
-def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(
-    seed: int, factor: float
-) -> None:
+def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(seed, factor):
     generator = torch.Generator().manual_seed(seed)
     grid = torch.cartesian_prod(*[torch.arange(4)] * 3)
     truth = factor + sum(0.25 * torch.randn(4, generator=generator)[values] for values in grid.T)
@@ -86,7 +80,7 @@ def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(
     assert error < 0.3 * (differences.median() - truth).square().mean().sqrt()
 
 
-def test_cells_that_scatter_make_the_controller_less_sure() -> None:
+def test_cells_that_scatter_make_the_controller_less_sure():
     chosen = torch.arange(4).repeat(200)
     scatter = 0.2 * torch.randn(800, generator=torch.Generator().manual_seed(0))
     assert fit_offsets(GRID, chosen, scatter).variance.tolist() == pytest.approx(
@@ -98,7 +92,7 @@ def test_cells_that_scatter_make_the_controller_less_sure() -> None:
 # -- cells of two profiles -------------------------------------------------------------------------
 
 
-def test_cells_of_both_profiles_are_matched_by_name() -> None:
+def test_cells_of_both_profiles_are_matched_by_name():
     old = small_table(40)
     rows = torch.tensor([7, 3, 30])
     columns = torch.tensor([11, 2, 5, 8])
@@ -118,7 +112,7 @@ def test_cells_of_both_profiles_are_matched_by_name() -> None:
     assert ratios.tolist() == pytest.approx([math.log(2)] * 4 + [0.0] * 4, abs=1e-6)
 
 
-def test_profiles_without_enough_in_common_are_refused() -> None:
+def test_profiles_without_enough_in_common_are_refused():
     old = table_of([[1.0] * 2] * 6, [[1.0, 2.0]] * 6)
     wider = table_of([[1.0] * 3] * 6, [[1.0, 2.0, 3.0]] * 6)
     twice = replace(old, sample_ids=("0", "1", "2") * 2, datasets=("a",) * 3 + ("b",) * 3)
@@ -136,7 +130,7 @@ def test_profiles_without_enough_in_common_are_refused() -> None:
 
 
 @functools.cache
-def taught(features: bool = True) -> tuple[ProfileTable, DeployedController]:
+def taught(features=True):
     """Whose teacher has experts, and whose networks are driven apart."""
     table = small_table(90, features=features)
     rows = torch.arange(90)
@@ -160,24 +154,24 @@ def taught(features: bool = True) -> tuple[ProfileTable, DeployedController]:
     return table, DeployedController(controller, teacher, settled).eval()
 
 
-def budgets_of(table: ProfileTable) -> torch.Tensor:
+def budgets_of(table):
     """From hopeless to generous, beside the latencies themselves, which are rounded."""
     ends = table.latency_ms.aminmax()
     more = torch.stack([ends.min / 3, ends.max, 3 * ends.max])
     return 1.0001 * torch.cat([default_budgets(table), more])
 
 
-def chosen(agent: DeployedController, table: ProfileTable, budget: float) -> list[int]:
+def chosen(agent, table, budget):
     """The decisions for all samples under a budget."""
     return agent.choose(arrays(table), np.full(table.num_samples, budget)).tolist()
 
 
 def moved(
-    agent: DeployedController,
-    table: ProfileTable,
-    mean: torch.Tensor,
-    variance: float | torch.Tensor,
-) -> tuple[DeployedController, list[tuple[Any, Any]]]:
+    agent,
+    table,
+    mean,
+    variance,
+):
     """A controller that allows for offsets, and what members of its teacher expected before and
     expect now."""
     x = agent.controller.features(table.features, table.num_samples)
@@ -191,7 +185,7 @@ def moved(
 
 
 @pytest.mark.parametrize("features", [True, False])
-def test_without_cells_nothing_changes_to_the_bit(features: bool) -> None:
+def test_without_cells_nothing_changes_to_the_bit(features):
     none = torch.zeros(0, dtype=torch.int64)
     assert not fit_offsets(GRID, none, none.double()).mean.any()
     table, agent = taught(features)
@@ -203,7 +197,7 @@ def test_without_cells_nothing_changes_to_the_bit(features: bool) -> None:
 
 
 @pytest.mark.parametrize("features", [True, False])
-def test_a_controller_expects_every_latency_times_its_factor(features: bool) -> None:
+def test_a_controller_expects_every_latency_times_its_factor(features):
     table, agent = taught(features)
     digest = agent.decider.digest
     offsets = torch.linspace(-0.5, 1.0, 12)
@@ -235,7 +229,7 @@ def test_a_controller_expects_every_latency_times_its_factor(features: bool) -> 
         assert not torch.equal(p[-1], q[-1])
 
 
-def test_a_spread_at_least_halves() -> None:
+def test_a_spread_at_least_halves():
     """Members may be surer than all of them together, whose spread an update narrows."""
     table, agent = taught()
     other, pairs = moved(agent, table, torch.zeros(12), -1e3)
@@ -246,7 +240,7 @@ def test_a_spread_at_least_halves() -> None:
     np.testing.assert_allclose(other.settled.latency["spread"], spread / 2, rtol=1e-5)
 
 
-def test_one_factor_for_all_is_the_same_as_dividing_the_budgets() -> None:
+def test_one_factor_for_all_is_the_same_as_dividing_the_budgets():
     table, agent = taught()
     other, _ = moved(agent, table, torch.full((12,), math.log(4)), 0.0)
     pairs = zip(agent.controller.parameters(), other.controller.parameters(), strict=True)
@@ -258,7 +252,7 @@ def test_one_factor_for_all_is_the_same_as_dividing_the_budgets() -> None:
     assert len(kinds) > 2
 
 
-def test_the_heads_learn_what_the_teacher_expects_now() -> None:
+def test_the_heads_learn_what_the_teacher_expects_now():
     """Two of three crops take 1.8 times as long, which no other budget describes."""
     agent, table = small_stack(200)
     slow = torch.tensor([table.configuration(c)["max_crops"] > 2 for c in range(12)])

@@ -1,8 +1,6 @@
 """What a policy says about one decision: the flips really flip, a drift is allowed for, the guard
 is quoted."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -33,7 +31,7 @@ MEANS = torch.tensor([9.0, 15.0, 12.0])
 
 
 @functools.cache
-def policy_of(kind: str) -> KnobPolicy:
+def policy_of(kind):
     """`heads` alone; beside a `teacher`; in a `guard` too; or for `mean` budgets, in a guard."""
     sense = "mean" if kind == "mean" else "deadline"
     controller = driven_apart(TABLE, CONFIG, sense=sense)
@@ -58,7 +56,7 @@ def policy_of(kind: str) -> KnobPolicy:
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
 
-def blocks_of(row: int) -> dict[str, torch.Tensor]:
+def blocks_of(row):
     return {name: block[row] for name, block in TABLE.features.items()}
 
 
@@ -69,9 +67,7 @@ def blocks_of(row: int) -> dict[str, torch.Tensor]:
     st.floats(4, 40),
     st.floats(1.5, 20),
 )
-def test_the_choice_flips_at_each_budget_that_is_listed(
-    kind: str, row: int, low: float, factor: float
-) -> None:
+def test_the_choice_flips_at_each_budget_that_is_listed(kind, row, low, factor):
     policy = policy_of(kind)
     between = low, low * factor
     budget = low * factor**0.5
@@ -95,7 +91,7 @@ def test_the_choice_flips_at_each_budget_that_is_listed(
     assert sum(apart & ~near) <= 1
 
 
-def test_many_inputs_are_explained_as_each_alone() -> None:
+def test_many_inputs_are_explained_as_each_alone():
     policy = policy_of("guard")
     limits = torch.linspace(5, 40, 40)
     together = policy.decide(TABLE.features, limits, explain=True)
@@ -103,7 +99,7 @@ def test_many_inputs_are_explained_as_each_alone() -> None:
         assert together[row] == policy.decide(blocks_of(row), float(limits[row]), explain=True)
 
 
-def test_of_mean_budgets_those_that_are_calibrated_are_listed() -> None:
+def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     policy = policy_of("mean")
     assert [row["deployed"] for row in policy.agent.settled.guard] == [True, True, False]
     for row in range(40):  # one that is decided differently at 9 ms and at 15 ms
@@ -137,7 +133,7 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed() -> None:
 @pytest.mark.parametrize(
     ("place", "reason"), [(0, "70% of the budget"), (2, "most probable choice"), (-1, "static")]
 )
-def test_the_guard_of_the_nearest_budget_is_quoted(place: int, reason: str) -> None:
+def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
     policy = policy_of("guard")
     budget = default_budgets(TABLE)[place] * 1.001
     most_probable = []
@@ -155,7 +151,7 @@ def test_the_guard_of_the_nearest_budget_is_quoted(place: int, reason: str) -> N
         assert policy_of(kind).decide(blocks_of(0), 9.0, explain=True).guard is None
 
 
-def test_what_is_expected_is_what_the_policy_and_its_teacher_say() -> None:
+def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     policy = policy_of("guard")
     budget = float(default_budgets(TABLE)[1])
     explanation = policy.decide(blocks_of(7), budget, explain=True)
@@ -190,9 +186,7 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say() -> None:
 @given(
     st.sampled_from(["teacher", "guard"]), st.floats(-0.5, 0.5), st.floats(6, 30), st.floats(0.5, 2)
 )
-def test_a_drift_is_explained_as_it_is_served(
-    kind: str, level: float, budget: float, scale: float
-) -> None:
+def test_a_drift_is_explained_as_it_is_served(kind, level, budget, scale):
     policy = policy_of(kind)
     decider = policy.agent.decider
     drift = level + 0.1 * np.linspace(-1, 1, 12, dtype=np.float32), scale
@@ -206,7 +200,7 @@ def test_a_drift_is_explained_as_it_is_served(
         assert "static" in explanation.reason
 
 
-def test_a_drift_by_a_factor_is_a_budget_divided_by_it() -> None:
+def test_a_drift_by_a_factor_is_a_budget_divided_by_it():
     policy = policy_of("guard")
     moved = policy.decide(blocks_of(5), 12.0, explain=True, drift=(0.2, 1.0))
     plain = policy.decide(blocks_of(5), 12.0 * np.exp(-0.2), explain=True)

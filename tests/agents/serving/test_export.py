@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def guarded() -> tuple[ProfileTable, DeployedController]:
+def guarded():
     table = small_table(90)
     return table, untrained(table, None, MARGINS, DEPLOY)
 
@@ -39,7 +36,7 @@ def guarded() -> tuple[ProfileTable, DeployedController]:
 # -- how other forms compare -----------------------------------------------------------------------
 
 
-def test_equal_log_probabilities_are_rounding_and_others_are_not() -> None:
+def test_equal_log_probabilities_are_rounding_and_others_are_not():
     table = small_table(60)
     controller = driven_apart(table, PolicyConfig(hidden=8))
     heads = controller.network.head
@@ -54,10 +51,10 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not() -> None:
     light = DeployedController(controller, None, settled_for(table)).decider
     budgets = default_budgets(table)[:2]
 
-    def second(blocks: Mapping[str, Array], limits: Array) -> Array:
+    def second(blocks, limits):
         return np.full(60, 1)
 
-    def third(blocks: Mapping[str, Array], limits: Array) -> Array:
+    def third(blocks, limits):
         return np.full(60, 2)
 
     counts = agreement(light, second, table, budgets, "second")
@@ -68,7 +65,7 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not() -> None:
     assert counts == {"contexts": 120, "same": 0, "rounding": 0}
 
 
-def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
+def test_budgets_that_are_compared_are_the_judged_and_the_calibrated():
     table, agent = guarded()
     judged = default_budgets(table).tolist()
     assert _budgets_of(agent, table).tolist() == judged
@@ -82,7 +79,7 @@ def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> ExportRun:
+def order(tmp_path):
     """To export a checkpoint to the folder `out`, with a graph."""
     table, agent = guarded()
     path = tmp_path / "table.safetensors"
@@ -95,12 +92,12 @@ def order(tmp_path: Path) -> ExportRun:
 
 
 def test_nothing_is_written_when_a_graph_disagrees(
-    order: ExportRun,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    order,
+    monkeypatch,
+):
     right = OnnxController.choose
 
-    def wrong(self: OnnxController, *about: Any) -> Array:
+    def wrong(self, *about):
         return (right(self, *about) + 1) % 12
 
     monkeypatch.setattr(OnnxController, "choose", wrong)
@@ -110,7 +107,7 @@ def test_nothing_is_written_when_a_graph_disagrees(
     assert not Path(order.out).exists()
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     _, agent = guarded()
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):

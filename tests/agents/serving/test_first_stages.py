@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +8,9 @@ from PIL import Image
 from test_runtime import REQUESTS, ByFeatures, ByLimit, Noting, requests_of, vlm
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.first_stages import Recent, content_of
+from knobwise.agents.serving.first_stages import content_of
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic.adapter import ElasticAdaptive
-from knobwise.profiling.measuring.adaptive_model import FirstStage, Request
+from knobwise.profiling.measuring.adaptive_model import Request
 
 __all__ = ["vlm"]
 
@@ -25,14 +20,12 @@ class Counting(ByFeatures):
 
     decisions = 0
 
-    def decide_expected(
-        self, features: Mapping[str, Any], limit: float, drift: Any
-    ) -> tuple[int, float, float]:
+    def decide_expected(self, features, limit, drift):
         self.decisions += 1
         return super().decide_expected(features, limit, drift)
 
 
-def counts(recent: Recent) -> tuple[float, float]:
+def counts(recent):
     summary = recent.summary()
     return summary["hits"], summary["misses"]
 
@@ -41,8 +34,8 @@ def counts(recent: Recent) -> tuple[float, float]:
 
 
 def test_equal_requests_share_features_and_decisions_and_get_the_same_answers(
-    vlm: ElasticAdaptive,
-) -> None:
+    vlm,
+):
     controller = Counting()
     model = AdaptiveModel(vlm, controller, tracker=False, cache=3)
     plain = AdaptiveModel(vlm, ByFeatures(), tracker=False)
@@ -60,7 +53,7 @@ def test_equal_requests_share_features_and_decisions_and_get_the_same_answers(
     assert counts(model.cached_features) == (4, 3)
 
 
-def test_the_least_recently_used_leaves_first(vlm: ElasticAdaptive) -> None:
+def test_the_least_recently_used_leaves_first(vlm):
     model = AdaptiveModel(vlm, ByFeatures(), cache=2)
     for place in (0, 1, 0, 2, 0, 1):  # the last has left for 2
         model.answer(REQUESTS[place], 50.0)
@@ -68,7 +61,7 @@ def test_the_least_recently_used_leaves_first(vlm: ElasticAdaptive) -> None:
     assert len(model.cached_features) == 2
 
 
-def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed() -> None:
+def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed():
     controller = Counting()
     model = AdaptiveModel(Noting(), controller, cache=4)
     (request,) = requests_of("a")
@@ -88,9 +81,9 @@ def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed() -> Non
     assert controller.decisions == 7
 
 
-def test_kept_features_cost_less_than_those_that_are_computed() -> None:
+def test_kept_features_cost_less_than_those_that_are_computed():
     class Pooling(Noting):
-        def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        def first_stage(self, request, features=True):
             stage = super().first_stage(request, features)
             return replace(stage, total_ms=21.0, extra_ms=20.0) if features else stage
 
@@ -105,7 +98,7 @@ def test_kept_features_cost_less_than_those_that_are_computed() -> None:
     )  # the kept features serve batches too
 
 
-def test_content_tells_requests_apart() -> None:
+def test_content_tells_requests_apart():
     gray = Image.new("L", (2, 2), 7)
     zeros = torch.zeros(2, 3)
     images = [zeros, zeros.T, zeros.long(), gray, gray.convert("RGB"), Image.new("L", (2, 2), 8)]
@@ -125,25 +118,25 @@ def test_content_tells_requests_apart() -> None:
 class Stepping(Noting):
     """Notes when first stages begin and end; they take 30 ms. Fails on request."""
 
-    def __init__(self, overlaps: bool) -> None:
+    def __init__(self, overlaps):
         super().__init__()
         self.first_stage_overlaps, self.beside = overlaps, False
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         if request.question == "no picture":
             raise InputError("no picture")
         time.sleep(0.03)
         self.beside |= bool(self.running)
         return replace(super().first_stage(request, features), total_ms=30.0)
 
-    def answer(self, stages: Any, configuration: Any) -> Any:
+    def answer(self, stages, configuration):
         with self.set_knobs(configuration):
             time.sleep(0.06)
         return super().answer(stages, configuration)
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overlaps: bool) -> None:
+def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overlaps):
     noting = Stepping(overlaps)
     first, second = requests_of("a", "b")
     with AdaptiveModel(noting, ByLimit(), tracker=False) as model:
@@ -161,7 +154,7 @@ def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overla
     assert result.answer.text == "to b"
 
 
-def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread() -> None:
+def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread():
     model = AdaptiveModel(Stepping(True), ByLimit())
     wrong, right = requests_of("no picture", "a")
     with model:

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -18,10 +15,9 @@ from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_o
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def gappy() -> ProfileTable:
+def gappy():
     """A table whose features are heavy-tailed in one column and missing in some places."""
     table = small_table(90)
     image = table.features["image_features"].clone()
@@ -32,9 +28,9 @@ def gappy() -> ProfileTable:
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
-    guarded: bool,
-    tmp_path: Path,
-) -> None:
+    guarded,
+    tmp_path,
+):
     table = gappy()
     # static decides in two groups
     margins = [1.0, 1.0, 0.7, 1.0, 0.5] if guarded else None
@@ -65,7 +61,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     assert guarded or stored < 1.5 * deployed
 
 
-def test_what_has_no_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_graph_is_refused(monkeypatch):
     table = small_table(60)
     agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
     with pytest.raises(InputError, match="budget=quantiles"):

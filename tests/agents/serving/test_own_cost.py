@@ -2,7 +2,6 @@
 read."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from knobwise.agents.serving.own_cost import expected_cost_ms, own_costs
 from knobwise.envs.configurations.budgets import default_budgets
 
 
-def test_what_is_charged() -> None:
+def test_what_is_charged():
     """The decision, and the features where the policy reads them; nothing where costs are no
     times."""
     table = dataclasses.replace(small_table(40), features_ms=0.25)
@@ -35,19 +34,19 @@ def test_what_is_charged() -> None:
 
 
 def test_controllers_are_timed_in_turn_and_the_quickest_round_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     table = small_table(40)
-    order: list[object] = []
+    order = []
     slow = [1.0, 9.0, 2.0]  # the second round meets a busy machine
 
-    def timed(controller: object, *about: object) -> torch.Tensor:
+    def timed(controller, *about):
         order.append(controller)
         factor = 1 if controller == "a" else 3
         return torch.full((2, 5), slow[(len(order) - 1) // 2] * factor).double()
 
     monkeypatch.setattr(own_cost, "_round", timed)
-    both: list[Any] = ["a", "b"]
+    both = ["a", "b"]
     costs = own_costs(both, table, torch.arange(40), default_budgets(table))
     assert order == both * 3
     assert [cost.decision_us.tolist() for cost in costs] == [[1.0] * 5, [3.0] * 5]

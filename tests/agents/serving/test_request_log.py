@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
-from knobwise.agents.learning.logged import Logged, ReadLog, logged_of, read_log
+from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import RequestLog
@@ -24,9 +22,7 @@ from knobwise.profiling.measuring.adaptive_model import Request
 REQUESTS = "requests-000000.jsonl"
 
 
-def served(
-    folder: Path, count: int, label: bool = True, falls_back: bool = False, **options: Any
-) -> tuple[Any, list[Any]]:
+def served(folder, count, label=True, falls_back=False, **options):
     """A model with a log that has answered so many requests, and its results."""
     agent, table = small_stack(falls_back=falls_back)
     model = logging_model(folder, agent, table, **options)
@@ -34,25 +30,25 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     """A log of 40 requests, a third of them explored, all labelled."""
     folder = tmp_path_factory.mktemp("log")
     served(folder, 40, explore=0.3, explore_loss=0.2, seed=0)
     return folder
 
 
-def checked(folder: Path) -> ReadLog:
+def checked(folder):
     """A log as a controller that is to learn from it reads it."""
     agent, _ = small_stack()
     return read_log(folder, agent.decider)
 
 
-def arrays_of(log: ReadLog) -> Logged:
+def arrays_of(log):
     agent, _ = small_stack()
     return logged_of(log.rows, agent.decider)
 
 
-def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -> None:
+def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path):
     model, results = served(tmp_path, 30, explore=0.5, explore_loss=0.3, seed=1)
     log = checked(tmp_path)
     assert not log.aside
@@ -71,7 +67,7 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path: Path) -
     assert {block.tobytes() for block in logged.features["image_features"]} <= known
 
 
-def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path: Path) -> None:
+def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path):
     log = RequestLog(tmp_path, rows_per_file=3)
     ids = [log.add({"choice": 0}) for _ in range(7)]
     other = RequestLog(tmp_path)
@@ -85,7 +81,7 @@ def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path: Pat
         RequestLog(tmp_path / REQUESTS)
 
 
-def changed(folder: Path, to: Path, **values: Any) -> Path:
+def changed(folder, to, **values):
     """A copy of a log whose first row has other values."""
     lines = (folder / REQUESTS).read_text().splitlines()
     lines[0] = json.dumps(json.loads(lines[0]) | values)
@@ -116,9 +112,7 @@ def changed(folder: Path, to: Path, **values: Any) -> Path:
         ("format", "another", "no row"),
     ],
 )
-def test_rows_that_cannot_be_used_are_set_aside(
-    written: Path, tmp_path: Path, name: str, value: Any, reason: str
-) -> None:
+def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, reason):
     log = checked(changed(written, tmp_path, **{name: value}))
     (line,) = log.lines()
     assert reason in line
@@ -126,14 +120,14 @@ def test_rows_that_cannot_be_used_are_set_aside(
     assert len(log.rows) == 39
 
 
-def test_rows_of_earlier_versions_are_read(written: Path, tmp_path: Path) -> None:
+def test_rows_of_earlier_versions_are_read(written, tmp_path):
     """They had columns for a price, and for a candidate on trial."""
     log = checked(changed(written, tmp_path, price=None, tried=3))
     assert not log.aside
     assert len(arrays_of(log).choice) == 40
 
 
-def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Path) -> None:
+def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     changed(written, tmp_path)
     first = read_log(written).rows[0]["id"]
     log = RequestLog(tmp_path)
@@ -154,9 +148,7 @@ def test_labels_that_cannot_be_joined_are_set_aside(written: Path, tmp_path: Pat
     cut=st.integers(0, 20_000),
     noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),
 )
-def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(
-    written: Path, tmp_path: Path, cut: int, noise: list[tuple[int, int]]
-) -> None:
+def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(written, tmp_path, cut, noise):
     content = bytearray((written / REQUESTS).read_bytes()[:cut])
     for position, byte in noise:
         if position < len(content):
@@ -182,7 +174,7 @@ while True:
 """
 
 
-def test_kill_9_while_logging_loses_no_answered_request(written: Path, tmp_path: Path) -> None:
+def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
     row = json.loads((written / REQUESTS).read_text().splitlines()[0]) | {"id": None}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row)]
@@ -205,9 +197,7 @@ def test_kill_9_while_logging_loses_no_answered_request(written: Path, tmp_path:
     assert len(again.rows) == len(log.rows) + 3
 
 
-def test_a_full_disk_loses_rows_and_no_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_rows_and_no_answers(tmp_path, monkeypatch):
     model, _ = served(tmp_path, 0)
     write = os.write
     monkeypatch.setattr(os, "write", lambda handle, line: write(handle, line[: len(line) // 2]))
@@ -222,7 +212,7 @@ def test_a_full_disk_loses_rows_and_no_answers(
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: bool) -> None:
+def test_the_logged_probability_is_that_of_the_draws(tmp_path, together):
     """The same request, again and again: the shares of the configurations are the logged
     chances."""
     options = {"explore": 0.4, "explore_loss": 0.3, "seed": 2, "tracker": False}
@@ -242,8 +232,8 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path: Path, together: b
 
 
 def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     served(tmp_path, 150, falls_back=True, explore=0.3, explore_loss=0.2, seed=0)
     rows = read_log(tmp_path).rows
     explored = [row for row in rows if row["choice"] != row["best"]]
@@ -253,7 +243,7 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
     assert all(sum(row["chances"]) == pytest.approx(1) for row in rows)
 
 
-def test_exploration_stays_within_its_loss(tmp_path: Path) -> None:
+def test_exploration_stays_within_its_loss(tmp_path):
     options = {"explore": 1.0, "explore_loss": 0.1, "seed": 0, "tracker": False}
     model, _ = served(tmp_path, 60, label=False, **options)
     logged = arrays_of(read_log(tmp_path))
@@ -267,16 +257,16 @@ def test_exploration_stays_within_its_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"explore": 1.5}, {"explore": 0.1, "explore_loss": -1.0}])
-def test_exploration_of_no_share_is_refused(wrong: dict[str, Any]) -> None:
+def test_exploration_of_no_share_is_refused(wrong):
     agent, table = small_stack()
     with pytest.raises(InputError, match="explore"):
         AdaptiveModel(ReplayedModel(table), agent, **wrong)
 
 
 def test_logging_and_exploration_are_not_touched_where_they_are_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def touched(*_: Any, **__: Any) -> None:
+    monkeypatch,
+):
+    def touched(*_, **__):
         raise AssertionError("called")
 
     for where, name in ((Exploration, "draw"), (RequestLog, "add")):

@@ -3,11 +3,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +30,7 @@ REQUESTS = [request_of(scene) for scene in draw_samples(16, seed=4)]
 
 
 @pytest.fixture(scope="module")
-def vlm() -> ElasticAdaptive:
+def vlm():
     torch.manual_seed(0)
     size = ElasticSize(
         width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
@@ -49,27 +47,23 @@ class ByFeatures:
     header = {"limit": "budget_ms"}
     configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
 
-    def __init__(self) -> None:
-        self.limits: list[float] = []
+    def __init__(self):
+        self.limits = []
 
-    def fall_back(self, limit: float, drift: Any) -> None:
+    def fall_back(self, limit, drift):
         return None
 
-    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+    def choose(self, features, limits):
         self.limits += limits.tolist()
         seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
         return np.floor(seen * 1e3).astype(np.int64) % 8
 
-    def choose_expected(
-        self, features: Mapping[str, Any], limits: Any, mask: Any, drift: Any
-    ) -> Any:
+    def choose_expected(self, features, limits, mask, drift):
         limits = limits if drift is None else limits * math.exp(-drift[0].mean())
         columns = np.full((2, len(limits)), [[math.log(3)], [0.05]])
         return self.choose(features, limits), *columns
 
-    def decide_expected(
-        self, features: Mapping[str, Any], limit: float, drift: Any
-    ) -> tuple[int, float, float]:
+    def decide_expected(self, features, limit, drift):
         blocks = {name: block[None] for name, block in features.items()}
         columns = self.choose_expected(blocks, np.array([limit], np.float32), None, drift)
         choice, mean, spread = (values.item() for values in columns)
@@ -79,7 +73,7 @@ class ByFeatures:
 class Slow(ByFeatures):
     """Its first decision takes long."""
 
-    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+    def choose(self, features, limits):
         if not self.limits:
             time.sleep(0.02)
         return super().choose(features, limits)
@@ -88,7 +82,7 @@ class Slow(ByFeatures):
 class ByLimit(ByFeatures):
     """The largest configuration where there are 5 ms left, else the smallest."""
 
-    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+    def choose(self, features, limits):
         self.limits += limits.tolist()
         return np.where(limits >= 5, 7, 0)
 
@@ -99,12 +93,12 @@ class Noting:
     name = "noting"
     knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
 
-    def __init__(self) -> None:
-        self.running: list[dict[str, int]] = []
-        self.groups: list[tuple[dict[str, int], list[Any]]] = []
+    def __init__(self):
+        self.running = []
+        self.groups = []
 
     @contextmanager
-    def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
+    def set_knobs(self, configuration):
         assert not self.running, "knobs were set twice at once"
         self.running.append(dict(configuration))
         try:
@@ -112,15 +106,13 @@ class Noting:
         finally:
             self.running.pop()
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32)}
         return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
 
-    def answer(
-        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
-    ) -> list[Answer]:
+    def answer(self, stages, configuration):
         with self.set_knobs(configuration):
             questions = [stage.request.question for stage in stages]
             if "fail" in questions:
@@ -134,12 +126,10 @@ class Later(Noting):
     """A first stage of 500 ms by its own account, however busy the machine, and knobs that take 20
     ms to set."""
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         return replace(super().first_stage(request, features), total_ms=500.0)
 
-    def answer(
-        self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
-    ) -> list[Answer]:
+    def answer(self, stages, configuration):
         time.sleep(0.02)
         return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
 
@@ -148,20 +138,20 @@ class Looking(Noting):
     """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue
     from."""
 
-    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+    def first_stage(self, request, features=True):
         stage = super().first_stage(request, features)
         return replace(stage, reused_by=lambda configuration: configuration["max_crops"] == 1)
 
 
-def requests_of(*questions: str) -> list[Request]:
+def requests_of(*questions):
     return [Request(torch.zeros(1), question) for question in questions]
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(together: bool) -> None:
+def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(together):
     model = AdaptiveModel(Looking(), ByLimit())
-    seen: list[tuple[int, float]] = []
-    model.tracker.update = lambda choice, mean, spread, ms: seen.append((choice, ms))  # type: ignore[method-assign]
+    seen = []
+    model.tracker.update = lambda choice, mean, spread, ms: seen.append((choice, ms))
     requests, budgets = requests_of("a", "b"), [4.9, 900.0]
     if together:
         small, large = model.generate(requests, budgets)
@@ -174,16 +164,16 @@ def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(toge
         assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
 
 
-def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order() -> None:
+def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order():
     model = AdaptiveModel(Noting(), ByLimit())
     results = model.generate(requests_of("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
     small, large = ({knob.name: knob.values[place] for knob in KNOBS} for place in range(2))
-    assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]  # type: ignore[attr-defined]
+    assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]
     assert [result.answer.text for result in results] == ["to a", "to b", "to c", "to d"]
     assert [result.configuration for result in results] == [large, small, large, small]
 
 
-def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
+def test_what_a_decision_costs_is_charged_to_the_budget():
     controller = Slow()
     model = AdaptiveModel(Noting(), controller)
     first, second, late = (model.answer(requests_of("a")[0], ms) for ms in (50.0, 50.0, 3.5))
@@ -200,9 +190,9 @@ def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
     assert not late.met
 
 
-def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
+def test_the_model_is_charged_for_nothing_that_the_controller_took():
     class Sleepy(Noting):
-        def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        def first_stage(self, request, features=True):
             time.sleep(0.5)  # beside what it says that it took
             return super().first_stage(request, features)
 
@@ -217,11 +207,11 @@ def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
     assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
 
 
-def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
+def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
     class FallingBack(ByLimit):
         """To the smallest configuration below 10 ms."""
 
-        def fall_back(self, limit: float, drift: Any) -> Any:  # type: ignore[override]
+        def fall_back(self, limit, drift):
             return (0, math.log(3), 0.05) if limit < 10 else None
 
     model = AdaptiveModel(Noting(), FallingBack())
@@ -237,7 +227,7 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
     assert cheap_ms < 1.0 < dear_ms
 
 
-def test_waiting_counts_from_the_arrival_on() -> None:
+def test_waiting_counts_from_the_arrival_on():
     model = AdaptiveModel(Noting(), ByLimit())
     now = time.perf_counter()
     waited, fresh = model.generate(requests_of("a", "b"), 60_000.0, arrived=[now - 59, now])
@@ -248,9 +238,7 @@ def test_waiting_counts_from_the_arrival_on() -> None:
     assert model.generate(requests_of("c"), 10.0)[0].waited_ms == 0
 
 
-def table_like(
-    accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch.Tensor
-) -> ProfileTable:
+def table_like(accuracy, latency_ms, **blocks):
     """Of the eight configurations; without the cells whose latency is NaN."""
     ids = tuple(map(str, range(len(latency_ms))))
     return ProfileTable(
@@ -265,7 +253,7 @@ def table_like(
     )
 
 
-def test_calibration_finds_the_ratio_of_two_machines() -> None:
+def test_calibration_finds_the_ratio_of_two_machines():
     noting = Noting()
     samples = dict(enumerate(requests_of(*"abcdef")))
     # of a machine that is four times as slow as the one in `Noting`
@@ -279,7 +267,7 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
     # it is slow at first
     times = iter([100.0] * 5 + [3.0] * 5)
     answer = noting.answer
-    noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]  # type: ignore[method-assign]
+    noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]
     again = AdaptiveModel(noting, ByLimit())
     assert again.calibrate(table, samples, cells=5, warm_up=5) == pytest.approx(0.25)
     with pytest.raises(InputError, match="nothing to calibrate on"):
@@ -288,7 +276,7 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
         model.calibrate(small_table(20), samples)
 
 
-def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> None:
+def test_threads_share_a_model_without_mixing_knobs(vlm):
     alone = AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)
     model = AdaptiveModel(vlm, ByFeatures())
     order = np.random.default_rng(0).permutation(4 * len(REQUESTS)) % len(REQUESTS)
@@ -304,7 +292,7 @@ def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> Non
     assert texts == [[f"to {a}"] * 2 for a in "abcdefgh"]
 
 
-def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
+def test_a_model_that_fails_leaves_the_runtime_usable():
     noting = Noting()
     model = AdaptiveModel(noting, ByLimit())
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -314,12 +302,12 @@ def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
 
 
 @pytest.mark.parametrize("budget", [9, np.float32(9), np.array(9.0), torch.tensor(9.0), [9, 9]])
-def test_a_budget_may_be_any_kind_of_number(budget: Any) -> None:
+def test_a_budget_may_be_any_kind_of_number(budget):
     results = AdaptiveModel(Noting(), ByLimit()).generate(requests_of("a", "b"), budget)
     assert [result.budget_ms for result in results] == [9.0, 9.0]
 
 
-def test_the_median_of_the_latest_decisions_is_charged() -> None:
+def test_the_median_of_the_latest_decisions_is_charged():
     model = AdaptiveModel(Noting(), Slow())
     took_us = [model.answer(request, 50.0).decision_us for request in requests_of(*"abcdefg")]
     assert model.decision_us == pytest.approx(statistics.median(took_us))
@@ -329,7 +317,7 @@ def test_the_median_of_the_latest_decisions_is_charged() -> None:
     assert model.decision_us == pytest.approx(statistics.median(took_us[64:]))
 
 
-def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
+def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice():
     model = AdaptiveModel(Later(), ByLimit())
     arrived = [time.perf_counter()] * 2
     for result in model.generate(requests_of("a", "b"), 60_000.0, arrived):
@@ -339,8 +327,8 @@ def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stag
 
 
 def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
-    vlm: ElasticAdaptive,
-) -> None:
+    vlm,
+):
     stages = [vlm.first_stage(request) for request in REQUESTS]
     blocks = {}
     for name in stages[0].features:
@@ -371,16 +359,14 @@ def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
         ({"knobs": (Knob("top_k", (4,)),), "configurations": torch.zeros(1, 1).long()}, "top_k=4"),
     ],
 )
-def test_controllers_that_cannot_work_are_refused(
-    vlm: ElasticAdaptive, changes: dict[str, Any], message: str
-) -> None:
+def test_controllers_that_cannot_work_are_refused(vlm, changes, message):
     controller = ByFeatures()
     vars(controller).update(changes)
     with pytest.raises(InputError, match=message):
         AdaptiveModel(vlm, controller)
 
 
-def test_wrong_budgets_and_arrivals_are_refused() -> None:
+def test_wrong_budgets_and_arrivals_are_refused():
     model = AdaptiveModel(Noting(), ByFeatures())
     for wrong in ([[1.0]], [1.0, [0.0]]):
         with pytest.raises(InputError, match="2 requests"):

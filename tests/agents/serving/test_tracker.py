@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,16 +41,16 @@ GRID = [
 SPREAD = 0.05
 
 
-def level_of(tracker: LatencyTracker) -> float:
+def level_of(tracker):
     return math.log(tracker.factors()["level"])
 
 
-def offsets_of(tracker: LatencyTracker) -> Any:
+def offsets_of(tracker):
     assert tracker.drift is not None
     return tracker.drift[0]
 
 
-def follow(tracker: LatencyTracker, residuals: Any, seed: int = 0, slow_b3: float = 0.0) -> None:
+def follow(tracker, residuals, seed=0, slow_b3=0.0):
     """Let a tracker see these residuals of ln ms, at random configurations of the grid, of which
     those with b = 3 take longer."""
     rng = np.random.default_rng(seed)
@@ -61,20 +60,20 @@ def follow(tracker: LatencyTracker, residuals: Any, seed: int = 0, slow_b3: floa
         tracker.update(c, 1.0, SPREAD, measured)
 
 
-def followed(residuals: Any) -> LatencyTracker:
+def followed(residuals):
     tracker = LatencyTracker(GRID)
     follow(tracker, residuals)
     return tracker
 
 
-def noise(n: int, seed: int = 1) -> Any:
+def noise(n, seed=1):
     return SPREAD * np.random.default_rng(seed).normal(size=n)
 
 
 # -- the formulae ----------------------------------------------------------------------------------
 
 
-def test_a_level_alone_is_updated_as_by_hand() -> None:
+def test_a_level_alone_is_updated_as_by_hand():
     tracker = LatencyTracker([{}, {}])  # no knob that differs: the scalar filter
     assert tracker.drift is None
     level = 0.0
@@ -94,7 +93,7 @@ def test_a_level_alone_is_updated_as_by_hand() -> None:
     assert tracker.answers == 3
 
 
-def test_the_first_answer_is_shared_between_level_and_values_by_their_variances() -> None:
+def test_the_first_answer_is_shared_between_level_and_values_by_their_variances():
     tracker = LatencyTracker([{"a": 1}, {"a": 2}])
     tracker.update(1, 0.0, 0.1, math.exp(0.2))
     level = FIRST_SPREAD**2 + WANDER**2
@@ -104,7 +103,7 @@ def test_the_first_answer_is_shared_between_level_and_values_by_their_variances(
     assert tracker.names == ["level", "a=1", "a=2"]
 
 
-def test_the_constant_is_the_mean_of_a_clipped_square() -> None:
+def test_the_constant_is_the_mean_of_a_clipped_square():
     draws = np.random.default_rng(0).normal(size=2_000_000)
     assert np.minimum(draws**2, CLIP**2).mean() == pytest.approx(CLIPPED_SQUARE, abs=2e-3)
 
@@ -113,7 +112,7 @@ def test_the_constant_is_the_mean_of_a_clipped_square() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.4, 1 / 1.4, 5.0])
-def test_a_shift_of_the_level_is_followed_within_some_dozens_of_answers(factor: float) -> None:
+def test_a_shift_of_the_level_is_followed_within_some_dozens_of_answers(factor):
     tracker = followed(noise(300))
     assert level_of(tracker) == pytest.approx(0, abs=0.03)
     follow(tracker, math.log(factor) + noise(36, 3), seed=2)
@@ -123,12 +122,12 @@ def test_a_shift_of_the_level_is_followed_within_some_dozens_of_answers(factor: 
 @pytest.mark.parametrize(
     ("scale", "spread", "tolerance"), [(1, 1, 0.2), (2, 2, 0.4), (0, 0.25, 0), (40, 3, 0)]
 )
-def test_the_spread_is_followed_and_bounded(scale: float, spread: float, tolerance: float) -> None:
+def test_the_spread_is_followed_and_bounded(scale, spread, tolerance):
     found = followed(scale * noise(400)).factors()["spread"]
     assert found == pytest.approx(spread, abs=tolerance)
 
 
-def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it() -> None:
+def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it():
     tracker = LatencyTracker(GRID)
     jitter = 0.1 + noise(3000)
     slow = np.array([values["b"] == 3 for values in GRID])
@@ -145,14 +144,14 @@ def test_a_knob_value_that_is_slower_gets_an_offset_that_fades_without_it() -> N
 # -- what it withstands ----------------------------------------------------------------------------
 
 
-def test_one_stall_does_no_harm_and_a_burst_no_lasting_one() -> None:
+def test_one_stall_does_no_harm_and_a_burst_no_lasting_one():
     steady, stalled = (followed(np.append(noise(300), last)) for last in ([0.0], [math.log(50)]))
     assert abs(level_of(stalled) - level_of(steady)) < 0.02
     burst = np.concatenate([noise(300), np.full(SHIFT_AFTER + 2, math.log(20)), noise(30, 5)])
     assert level_of(followed(burst)) == pytest.approx(0, abs=0.05)
 
 
-def test_times_that_are_none_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_times_that_are_none_are_counted_and_logged_once(caplog):
     tracker = followed(noise(10))
     before = tracker.state()
     for measured in (math.nan, 0.0, -1.0, math.inf, -math.inf):
@@ -174,8 +173,8 @@ times = st.one_of(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, len(GRID) - 1), times, st.floats(0.0, 5.0)), max_size=200))
 def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
-    cells: list[Any],
-) -> None:
+    cells,
+):
     tracker = LatencyTracker(GRID)
     logging.disable(logging.WARNING)
     for configuration, measured, spread in cells:
@@ -191,7 +190,7 @@ def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
 # -- its state -------------------------------------------------------------------------------------
 
 
-def test_a_state_goes_through_json_and_on_as_before() -> None:
+def test_a_state_goes_through_json_and_on_as_before():
     tracker = followed(noise(50) + 0.3)
     other = LatencyTracker(GRID)
     other.restore(json.loads(json.dumps(tracker.state())))
@@ -218,7 +217,7 @@ def test_a_state_goes_through_json_and_on_as_before() -> None:
         ({"ignored": 3}, "state"),
     ],
 )
-def test_states_of_others_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_states_of_others_are_refused(wrong, message):
     tracker = LatencyTracker(GRID)
     with pytest.raises(InputError, match=message):
         tracker.restore(followed(noise(20)).state() | wrong)
@@ -227,7 +226,7 @@ def test_states_of_others_are_refused(wrong: dict[str, Any], message: str) -> No
     assert tracker.drift is None
 
 
-def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
+def test_timed_cells_start_it_at_their_median_and_learn_values():
     rng = np.random.default_rng(0)
     cells = rng.integers(len(GRID), size=200)
     slow = np.array([values["a"] == 2 for values in GRID])
@@ -244,7 +243,7 @@ def test_timed_cells_start_it_at_their_median_and_learn_values() -> None:
 # -- static ----------------------------------------------------------------------------------------
 
 
-def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves() -> None:
+def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves():
     table = small_table(60)
     static = static_of(table, torch.arange(60))
     tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
@@ -275,10 +274,10 @@ class Failing(ReplayedModel):
     factor = 1.0
     added: float = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(small_table(200), lambda values: self.factor)
 
-    def answer(self, stages: Any, configuration: Any) -> Any:
+    def answer(self, stages, configuration):
         if self.factor == 0:
             raise RuntimeError("out of memory")
         answers = super().answer(stages, configuration)
@@ -287,7 +286,7 @@ class Failing(ReplayedModel):
         return answers
 
 
-def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not() -> None:
+def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not():
     agent, table = small_stack()
     slower = Failing()
     model = AdaptiveModel(slower, agent)
@@ -310,8 +309,8 @@ def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
 
 
 def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     agent, _ = small_stack()
     failing = Failing()
     model = AdaptiveModel(failing, agent)
@@ -336,7 +335,7 @@ def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(
     assert model.decision_us >= 0
 
 
-def test_a_tracker_goes_on_with_its_controller_only() -> None:
+def test_a_tracker_goes_on_with_its_controller_only():
     agent, table = small_stack()
     slower = Failing()
     slower.factor = 2.0
@@ -351,7 +350,7 @@ def test_a_tracker_goes_on_with_its_controller_only() -> None:
         AdaptiveModel(slower, agent, tracker=LatencyTracker(model.configurations, "another"))
 
 
-def test_following_the_drift_pays_and_costs_little_without() -> None:
+def test_following_the_drift_pays_and_costs_little_without():
     """Against a controller that knows the drift, and one that allows for none."""
     agent, table = small_stack(300)
     controller = agent.decider
@@ -359,7 +358,7 @@ def test_following_the_drift_pays_and_costs_little_without() -> None:
     rows = rng.integers(300, size=1000).tolist()
     budgets = rng.choice(default_budgets(table).tolist(), 1000).tolist()
 
-    def utility(factor: float, drift: Any, tracker: LatencyTracker | None = None) -> float:
+    def utility(factor, drift, tracker=None):
         worth = []
         for row, budget in zip(rows, budgets, strict=True):
             blocks = {name: block[row].numpy() for name, block in table.features.items()}

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from replayed import ReplayedModel, serve_requests, small_stack
@@ -19,20 +18,20 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 
 
-def slower(agent: DeployedController, by: float = 1.0) -> DeployedController:
+def slower(agent, by=1.0):
     """A controller that decides as if budgets were shorter by a factor of e^`by`."""
     controller = copy.deepcopy(agent.controller)
     controller.network.encoding.mean += by
     return DeployedController(controller, agent.teacher, agent.settled).eval()
 
 
-def published(folder: Path, agent: DeployedController) -> Path:
+def published(folder, agent):
     version = add_version(folder, lambda to: agent.export(to / "controller.npz") and None)
     serve(folder, version)
     return version
 
 
-def test_versions_are_numbered_and_one_serves(tmp_path: Path) -> None:
+def test_versions_are_numbered_and_one_serves(tmp_path):
     agent, _ = small_stack()
     assert serving(tmp_path) is None
     first = published(tmp_path, agent)
@@ -41,7 +40,7 @@ def test_versions_are_numbered_and_one_serves(tmp_path: Path) -> None:
     serve(tmp_path, first)
     assert serving(tmp_path) == first
 
-    def failing(folder: Path) -> None:
+    def failing(folder):
         (folder / "controller.npz").write_bytes(b"half")
         raise OSError("disk full")
 
@@ -50,9 +49,7 @@ def test_versions_are_numbered_and_one_serves(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["0000", "0001"]
 
 
-def test_a_new_controller_takes_over_between_two_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_controller_takes_over_between_two_requests(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(versions, "EVERY_S", 0.0)
     agent, table = small_stack()
     first = published(tmp_path, agent)
@@ -96,7 +93,7 @@ while True:
 """
 
 
-def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path: Path) -> None:
+def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path):
     agent, _ = small_stack()
     digests = {
         agent.export(tmp_path / "a.npz").digest,

@@ -1,10 +1,7 @@
 """What a run deploys: the last network in NumPy, with the margin and the fall-back of each
 budget."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 
 CHOICES = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]).repeat(20, 1)
 TIMES = torch.tensor([[3.0, 5.0, 9.0], [5.0, 3.0, 9.0]]).repeat(20, 1)
@@ -32,7 +28,7 @@ TABLES = {
 
 
 @functools.cache
-def trained(name: str) -> tuple[ProfileTable, DeployedController]:
+def trained(name):
     """Trained, with a guard that lets the policy decide at every other budget."""
     table = TABLES[name]()
     agent = deployed(table)
@@ -42,7 +38,7 @@ def trained(name: str) -> tuple[ProfileTable, DeployedController]:
     return table, agent
 
 
-def mixed_limits(table: ProfileTable) -> np.ndarray:
+def mixed_limits(table):
     """A calibrated budget for each sample, in turns, and a little beside it."""
     budgets = default_budgets(table).double().numpy()
     n = table.num_samples
@@ -50,7 +46,7 @@ def mixed_limits(table: ProfileTable) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_it_decides_as_the_network_under_its_guard(name: str) -> None:
+def test_it_decides_as_the_network_under_its_guard(name):
     table, agent = trained(name)
     limits = mixed_limits(table)
     n = table.num_samples
@@ -78,7 +74,7 @@ def test_it_decides_as_the_network_under_its_guard(name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20), low=st.floats(0.1, 1.0))
-def test_it_never_leaves_the_mask(name: str, seed: int, low: float) -> None:
+def test_it_never_leaves_the_mask(name, seed, low):
     table, agent = trained(name)
     generator = np.random.default_rng(seed)
     n, c = table.mask.shape
@@ -92,7 +88,7 @@ def test_it_never_leaves_the_mask(name: str, seed: int, low: float) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_loaded_and_an_exported_one_decide_like_the_saved_one(name: str, tmp_path: Path) -> None:
+def test_a_loaded_and_an_exported_one_decide_like_the_saved_one(name, tmp_path):
     table, agent = trained(name)
     save_checkpoint(tmp_path / "c.pt", agent, table, {})
     loaded = load_checkpoint(tmp_path / "c.pt").controller
@@ -112,7 +108,7 @@ def test_a_loaded_and_an_exported_one_decide_like_the_saved_one(name: str, tmp_p
             assert other.choose(arrays(table), limits, mask).tolist() == wanted
 
 
-def test_only_the_network_of_all_samples_is_exported() -> None:
+def test_only_the_network_of_all_samples_is_exported():
     table = small_table(40)
     controller = driven_apart(table, PolicyConfig(hidden=8, members=3))
     content = DeployedController(controller).arrays()
@@ -126,7 +122,7 @@ def test_only_the_network_of_all_samples_is_exported() -> None:
     assert shapes == {name: array.shape for name, array in alone.items() if name in shapes}
 
 
-def test_the_guard_may_be_left_out_and_heads_alone_have_no_teacher() -> None:
+def test_the_guard_may_be_left_out_and_heads_alone_have_no_teacher():
     table = small_table(40)
     agent = deployed(table, PolicyConfig(hidden=8))
     assert agent.teacher is agent.plain()["teacher"] is None

@@ -1,7 +1,5 @@
 """Margins, fall-backs and reasons by hand; the level over many draws."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -10,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.agents.policy.guard import Guard
 from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.guard import MARGINS, WHEN, Decide, GuardSettings, arrays_of, calibrate
+from knobwise.agents.stack.guard import MARGINS, WHEN, GuardSettings, arrays_of, calibrate
 
 NAN = math.nan
 BUDGET = 10.0
@@ -25,13 +22,13 @@ Row = dict[str, Any]
 
 
 def calibrated(
-    policy: list[Steps] | Decide,
-    accuracy: Cells,
-    latency_ms: Cells,
-    static: int = 0,
-    cost_ms: float = 0.0,
-    **options: float,
-) -> Row:
+    policy,
+    accuracy,
+    latency_ms,
+    static=0,
+    cost_ms=0.0,
+    **options,
+):
     """The row of one budget of 10 ms; static takes one configuration for every request."""
     right, latency = torch.tensor(accuracy).float(), torch.tensor(latency_ms).float()
     n = len(right)
@@ -39,7 +36,7 @@ def calibrated(
     measured = Measured(torch.arange(n), *cells, torch.tensor([BUDGET]), [])
     guard = GuardSettings(**{"level": 0.5, "level_cost": 1.0} | options)
 
-    def by_margin(limit_ms: float) -> Tensor:
+    def by_margin(limit_ms):
         margin = limit_ms / (BUDGET - cost_ms) + 1e-9
         chosen = []
         for steps in policy:
@@ -52,12 +49,12 @@ def calibrated(
     return row
 
 
-def below(margin: float) -> float:
+def below(margin):
     """The widest margin that is tried below this one."""
     return max(tried for tried in MARGINS if tried < margin)
 
 
-def three_requests(**options: float) -> Row:
+def three_requests(**options):
     """The second configuration is preferred, right, and slow for the first two requests; static
     takes the first. The first request turns to it at margins below .9, the second below .8, the
     third, which meets the budget anyway, below .6."""
@@ -65,26 +62,26 @@ def three_requests(**options: float) -> Row:
     return calibrated(steps, [[0.5, 1]] * 3, [[5, 20], [5, 20], [5, 9]], **options)
 
 
-def without_a_miss(n: int) -> Row:
+def without_a_miss(n):
     return calibrated([{0.0: 0}] * n, [[1.0]] * n, [[5.0]] * n, level=0.9)
 
 
-def misled(late: int, level: float) -> Row:
+def misled(late, level):
     """A policy for which caution is wrong: of 24 requests what it takes below .6, as static does,
     is slow for all but `late`; what it takes above is slow for these."""
-    latency_ms: Cells = [[5, 20] if i < late else [20, 5] for i in range(24)]
+    latency_ms = [[5, 20] if i < late else [20, 5] for i in range(24)]
     return calibrated([{0.0: 0, 0.6: 1}] * 24, [[1, 1]] * 24, latency_ms, level=level)
 
 
-def costly(level_cost: float, static_right: float = 0.4) -> Row:
+def costly(level_cost, static_right=0.4):
     """Two choices of the policy: right for nine of ten requests and late for the tenth, or below .9
     never late and .8 right. Static is never late. By (misses + 1) / 11 ≤ .1 none may be."""
-    latency_ms: Cells = [[5, 20 if i == 0 else 9, 5] for i in range(10)]
+    latency_ms = [[5, 20 if i == 0 else 9, 5] for i in range(10)]
     cells = [[0.8, 1, static_right]] * 10, latency_ms, 2
     return calibrated([{0.0: 0, 0.9: 1}] * 10, *cells, level=0.9, level_cost=level_cost)
 
 
-def uncertain(static_right: int, level_cost: float) -> Row:
+def uncertain(static_right, level_cost):
     """Static is late for one of ten; the policy never is, and right for eight, partly others: no
     gain is certain."""
     accuracy = [[float(i > 1), float(i < static_right)] for i in range(10)]
@@ -93,10 +90,10 @@ def uncertain(static_right: int, level_cost: float) -> Row:
     return calibrated([{0.0: 0}] * 10, *cells, **options)
 
 
-def late_for_others(level_cost: float) -> Row:
+def late_for_others(level_cost):
     """The policy's configurations are late for the first or for the second request, static's
     never."""
-    latency_ms: Cells = [[20 if i == 1 else 5, 20 if i == 0 else 9, 5] for i in range(10)]
+    latency_ms = [[20 if i == 1 else 5, 20 if i == 0 else 9, 5] for i in range(10)]
     cells = [[1, 1, 0.4]] * 10, latency_ms, 2
     return calibrated([{0.0: 0, 0.8: 1}] * 10, *cells, level=0.9, level_cost=level_cost)
 
@@ -150,13 +147,13 @@ ONE_OF_24 = {"margin": 1, "satisfaction_before": 23 / 24, "satisfaction_cautious
         (late_for_others(0.9), TOO_DEAR | {"deployed": True, "margin": 1}),
     ],
 )
-def test_margins_and_fall_backs_by_hand(row: Row, wanted: Row) -> None:
+def test_margins_and_fall_backs_by_hand(row, wanted):
     assert {name: row[name] for name in wanted} == wanted
     flags = sum(row[name] for name in FLAGS)
     assert row["reason"].count("; ") == flags + (row["deployed"] and not row["better"])
 
 
-def test_a_narrower_margin_that_misses_more_rules_out_the_wider_ones() -> None:
+def test_a_narrower_margin_that_misses_more_rules_out_the_wider_ones():
     # the first request is late between .75 and .85, the second from .6 on, and one may be: at all
     # wider margins one is, and they would do, if it were not for the two that are late at .8
     steps = [{0.0: 2, 0.75: 1, 0.85: 0}, {0.0: 1, 0.6: 0}, {0.0: 0}]
@@ -173,15 +170,13 @@ def test_a_narrower_margin_that_misses_more_rules_out_the_wider_ones() -> None:
     st.sampled_from([0.5, 0.8, 0.9, 0.95]),
     st.sampled_from([0.1, 1.0]),
 )
-def test_what_is_said_of_the_level_agrees_with_the_shares(
-    seed: int, n: int, level: float, level_cost: float
-) -> None:
+def test_what_is_said_of_the_level_agrees_with_the_shares(seed, n, level, level_cost):
     generator = torch.Generator().manual_seed(seed)
     accuracy, latency_ms = torch.rand(2, n, 3, generator=generator)
     often_late = latency_ms.gt(torch.rand(1, generator=generator))
     latency_ms = 10 * latency_ms + 20 * often_late
 
-    def decide(limit_ms: float) -> Tensor:
+    def decide(limit_ms):
         return torch.randint(3, (n,), generator=generator)
 
     cells = accuracy.tolist(), latency_ms.tolist()
@@ -197,11 +192,11 @@ def test_what_is_said_of_the_level_agrees_with_the_shares(
         assert any(flags) == ((misses + 1) / (row["feasible"] + 1) > 1 - level + 1e-9)
 
 
-def test_infeasible_requests_do_not_count_nor_does_what_was_not_profiled() -> None:
+def test_infeasible_requests_do_not_count_nor_does_what_was_not_profiled():
     # the last two are infeasible; the second of the others was profiled in one configuration only
-    accuracy: Cells = [[0.5, 1], [0.5, NAN], [1, 1], [1, 1]]
-    latency_ms: Cells = [[5, 5], [5, NAN], [20, 30], [20, 30]]
-    steps: list[Steps] = [{0.0: 1}, {0.0: 0}, {0.0: 1}, {0.0: 1}]
+    accuracy = [[0.5, 1], [0.5, NAN], [1, 1], [1, 1]]
+    latency_ms = [[5, 5], [5, NAN], [20, 30], [20, 30]]
+    steps = [{0.0: 1}, {0.0: 0}, {0.0: 1}, {0.0: 1}]
     row = calibrated(steps, accuracy, latency_ms, confidence=0.5)
     assert (row["utility_policy"], row["utility_static"]) == (1.5 / 4, 1 / 4)
     assert (row["feasible"], row["satisfaction_before"], row["deployed"]) == (2, 1, True)
@@ -224,9 +219,7 @@ def test_infeasible_requests_do_not_count_nor_does_what_was_not_profiled() -> No
         ([-1.0, -1.0, -1.0, -1.0], 0.5, False),  # worse by the same everywhere
     ],
 )
-def test_deployed_where_better_by_more_than_chance(
-    policy: list[float], confidence: float, deployed: bool
-) -> None:
+def test_deployed_where_better_by_more_than_chance(policy, confidence, deployed):
     n = len(policy)
     cells = [[0.0, value] for value in policy], [[5.0, 5.0]] * n
     row = calibrated([{0.0: 1}] * n, *cells, confidence=confidence)
@@ -235,16 +228,16 @@ def test_deployed_where_better_by_more_than_chance(
 
 
 @pytest.mark.parametrize(("cost_ms", "gain"), [(0.0, 0.5), (1.0, 0.5), (1.001, 0.0), (5.5, -0.5)])
-def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms: float, gain: float) -> None:
+def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
     # the policy takes the second, right for all; two requests have 1 ms left, two have 5; static is
     # right for half
-    asked: list[float] = []
+    asked = []
 
-    def decide(limit_ms: float) -> Tensor:
+    def decide(limit_ms):
         asked.append(limit_ms)
         return torch.ones(4, dtype=torch.int64)
 
-    latency_ms: Cells = [[10, 9], [10, 9], [10, 5], [10, 5]]
+    latency_ms = [[10, 9], [10, 9], [10, 5], [10, 5]]
     row = calibrated(decide, [[0.5, 1.0]] * 4, latency_ms, cost_ms=cost_ms, level=0.01)
     assert (row["gain"], row["deployed"]) == (gain, gain > 0)
     assert (row["satisfaction_static"], row["utility_static"]) == (1, 0.5)
@@ -252,14 +245,14 @@ def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms: float, g
     assert asked == pytest.approx([margin * (BUDGET - cost_ms) for margin in MARGINS])
 
 
-def test_the_level_holds_over_many_draws() -> None:
+def test_the_level_holds_over_many_draws():
     """Overconfident predictions: with its whole budget the policy misses a fifth of the feasible
     requests, at its margin a tenth."""
     generator, level = torch.Generator().manual_seed(0), 0.9
     shares, size = [], torch.arange(1.0, 6.0)
     budgets_ms, every = torch.tensor([10.0, 60.0]), torch.ones(200, 5, dtype=torch.bool)
 
-    def choices(mean: Tensor, limit_ms: float) -> Tensor:
+    def choices(mean, limit_ms):
         meets = torch.special.ndtr((math.log(limit_ms) - mean) / 0.3)  # the spread is .63
         return (meets * size).argmax(1)
 

@@ -1,8 +1,6 @@
 """Prices, mixtures and the oracle by hand; then what must hold of them on drawn tables, ties and
 holes included."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -11,7 +9,6 @@ import torch
 from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.agents.stack.prices import (
     StaticMix,
@@ -30,9 +27,7 @@ COST = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 3.0]])
 EVERY = torch.ones(2, 3, dtype=torch.bool)
 
 
-def drawn(
-    seed: int, n: int, c: int, levels: int, holes: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(seed, n, c, levels, holes=0.0):
     """Accuracy, cost and mask; with `levels` the values are coarse, so that there are ties."""
     generator = torch.Generator().manual_seed(seed)
     accuracy, cost = torch.rand(2, n, c, generator=generator)
@@ -43,7 +38,7 @@ def drawn(
     return accuracy.masked_fill(~mask, NAN), (10 * cost + 1).masked_fill(~mask, NAN), mask
 
 
-def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
+def mean_of(values, chosen):
     """[n, C], [n, B] → [B]."""
     return values.double().gather(1, chosen).mean(0)
 
@@ -51,14 +46,14 @@ def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_mean_budgets_are_quantiles_of_the_mean_latencies() -> None:
+def test_mean_budgets_are_quantiles_of_the_mean_latencies():
     table = table_of([[0.5] * 3] * 3, [[5.0, 20.0, 30.0], [15.0, 20.0, 50.0], [1000.0] * 3])
     assert mean_budgets(table, torch.tensor([0, 1])).tolist() == pytest.approx([12, 15, 20, 30, 36])
     same = table_of([[0.5] * 3], [[4.0, 4.0, 4.0]])
     assert mean_budgets(same, torch.tensor([0])).tolist() == [4]
 
 
-def test_a_price_trades_accuracy_for_cost() -> None:
+def test_a_price_trades_accuracy_for_cost():
     # in a tie the cheaper
     steps = {(0.0, 0.124): [2, 2], (0.125, 0.24): [1, 2], (0.25, 0.49): [1, 0], (0.5, 1e9): [0, 0]}
     for prices, expected in steps.items():
@@ -71,7 +66,7 @@ def test_a_price_trades_accuracy_for_cost() -> None:
     assert choose_at_price(ACCURACY, COST, 0.0, mask).tolist() == [2, 1]
 
 
-def test_the_lowest_price_that_keeps_the_budget() -> None:
+def test_the_lowest_price_that_keeps_the_budget():
     # mean cost 1 from .5 on, 1.5 from .25 on, 2.5 from .125 on, 3.5 at lower prices
     budgets = torch.tensor([0.5, 1, 1.4, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
     prices = calibrate_prices(ACCURACY, COST, COST, EVERY, budgets)
@@ -86,7 +81,7 @@ def test_the_lowest_price_that_keeps_the_budget() -> None:
     assert prices.tolist() == pytest.approx([0.5, 0.125, 0, 0], rel=1e-6)
 
 
-def test_the_best_single_configuration() -> None:
+def test_the_best_single_configuration():
     accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.8]), torch.tensor([10.0, 40, 20, 30])
     budgets = torch.tensor([5.0, 10, 19, 20, 30, 99])
     assert best_single_at(accuracy, cost, budgets, torch.ones(1, 4, dtype=torch.bool)).tolist() == [
@@ -96,7 +91,7 @@ def test_the_best_single_configuration() -> None:
     assert best_single_at(accuracy, cost, budgets, without_3).tolist() == [[0, 0, 0, 2, 2, 1]]
 
 
-def test_the_best_mixture_of_two() -> None:
+def test_the_best_mixture_of_two():
     # the hull runs from 0 over 2 to 1; 3 is below it, 4 is dearer and worse than 1
     accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.65, 0.7]), torch.tensor([10.0, 40, 20, 30, 50])
     budgets = torch.tensor([5.0, 10, 15, 20, 25, 40, 60])
@@ -106,7 +101,7 @@ def test_the_best_mixture_of_two() -> None:
     assert mix.share.tolist() == [0, 0, 0.5, 0, 0.25, 0, 0]
 
 
-def test_the_expected_outcome_of_a_mixture() -> None:
+def test_the_expected_outcome_of_a_mixture():
     # means .25, .75, 1, .3125 and 10, 20, 40, 12 over the first two; the others have holes: the
     # dearer is missing, then both: the best single one in budget; the cheaper is missing; both are,
     # and nothing keeps the budget
@@ -127,7 +122,7 @@ def test_the_expected_outcome_of_a_mixture() -> None:
     assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64]]
 
 
-def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
+def test_the_oracle_spends_the_mean_budget_where_it_brings_most():
     # the steps: .5 for 1, then .5 for 2 (the second sample skips its middle, which is no better per
     # cost), .25 for 2
     budgets = torch.tensor([0.5, 1, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
@@ -146,14 +141,14 @@ HOLES = st.sampled_from([0.0, 0.4])
 sizes = st.tuples(SEEDS, st.integers(1, 12), st.integers(1, 6), LEVELS, HOLES)
 
 
-def taken(accuracy: Tensor, cost: Tensor, mask: Tensor, prices: list[float]) -> Tensor:
+def taken(accuracy, cost, mask, prices):
     """What is chosen at these prices, [n, B]."""
     return torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.booleans())
-def test_calibrated_prices_keep_every_budget_that_a_price_keeps(size: Drawn, wrong: bool) -> None:
+def test_calibrated_prices_keep_every_budget_that_a_price_keeps(size, wrong):
     accuracy, cost, mask = drawn(*size)
     budgets, others = torch.linspace(1, 11, 21), [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]
     own = taken(accuracy, cost, mask, others)
@@ -174,7 +169,7 @@ def test_calibrated_prices_keep_every_budget_that_a_price_keeps(size: Drawn, wro
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, st.integers(1, 60))
-def test_a_budget_that_is_just_kept_is_kept(size: Drawn, n: int) -> None:
+def test_a_budget_that_is_just_kept_is_kept(size, n):
     accuracy, cost, mask = drawn(size[0], n, *size[2:])
     cost = cost.double() / 3  # so that sums depend on their order
     dearest = choose_at_price(accuracy, cost, 0.0, mask).unsqueeze(1)
@@ -185,7 +180,7 @@ def test_a_budget_that_is_just_kept_is_kept(size: Drawn, n: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes)
-def test_oracle_over_mixture_over_single(size: Drawn) -> None:
+def test_oracle_over_mixture_over_single(size):
     accuracy, cost, mask = drawn(*size[:4])
     means, costs = accuracy.double().mean(0), cost.double().mean(0)
     budgets = torch.cat([costs, torch.linspace(1, 11, 11)])
@@ -203,9 +198,7 @@ def test_oracle_over_mixture_over_single(size: Drawn) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(SEEDS, LEVELS, HOLES)
-def test_the_oracle_is_within_one_exchange_of_every_choice(
-    seed: int, levels: int, holes: float
-) -> None:
+def test_the_oracle_is_within_one_exchange_of_every_choice(seed, levels, holes):
     accuracy, cost, mask = drawn(seed, 4, 3, levels, holes)
     every = torch.tensor(list(itertools.product(range(3), repeat=4))).T
     allowed = mask.gather(1, every).all(0)

@@ -1,15 +1,12 @@
 """Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained
 one."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
 from helpers import TAUGHT, arrays, deployed, small_table, table_of
-from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.prices import (
@@ -27,7 +24,6 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.budgets import worths_range
 from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 
 SHORT = OptimiserConfig(
     teacher_iterations=10,
@@ -39,7 +35,7 @@ SHORT = OptimiserConfig(
 )
 
 
-def fitted_rows(table: ProfileTable) -> Tensor:
+def fitted_rows(table):
     split = table.split()
     return torch.cat([split.train, split.validation])
 
@@ -47,7 +43,7 @@ def fitted_rows(table: ProfileTable) -> Tensor:
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
+def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance():
     mixed = torch.full((4, 3), 0.5)
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
     # 0 and 0
@@ -68,14 +64,14 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     assert not compared(cell, cell, 0 * cell, 2 * cell[0], confidence=0.8)[0]["deployed"]
 
 
-def test_the_most_accurate_worth_within_each_mean_budget_is_found() -> None:
+def test_the_most_accurate_worth_within_each_mean_budget_is_found():
     # worths are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
     # on, for both from 60 ms on; from 200 ms on it takes what is dearer still and no better
     table = table_of([[0.25, 1.0, 1.0], [0.5, 0.75, 0.5]], [[4.0, 10.0, 30.0]] * 2)
     rows = torch.arange(2)
     tried = []
 
-    def decide(worth: Tensor) -> Tensor:
+    def decide(worth):
         tried.append(float(worth))
         steps = ((0, [0, 0]), (20, [1, 0]), (60, [1, 1]), (200, [2, 2]))
         return torch.tensor([chosen for least, chosen in steps if worth >= least][-1])
@@ -89,12 +85,12 @@ def test_the_most_accurate_worth_within_each_mean_budget_is_found() -> None:
     assert [decide(worth).tolist() for worth in worths] == choices.T.tolist()
 
 
-def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide() -> None:
+def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide():
     table = small_table(60)
     rows, budgets_ms = torch.arange(60), torch.tensor([6.0, 9.0])
     mix = StaticMix.of_table(table, rows, budgets_ms)
 
-    def decide(features: object, group: int, mask: np.ndarray) -> np.ndarray:
+    def decide(features, group, mask):
         return np.full(len(mask), 3 + group)
 
     worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
@@ -113,13 +109,11 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
 
 @pytest.mark.parametrize(("features", "cost_ms"), [(True, 0.5), (False, 0.0)])
-def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(
-    features: bool, cost_ms: float
-) -> None:
+def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, fitted_rows(table))
     options = {"policy": TAUGHT, "optimiser": SHORT, "budget": BudgetConfig(sense="mean")}
-    trainer = ControllerTrainer(table, table.split(), cost_ms=cost_ms, **options)  # type: ignore[arg-type]
+    trainer = ControllerTrainer(table, table.split(), cost_ms=cost_ms, **options)
     trainer.run()
     agent = deployed_by(trainer, budgets_ms)
     mean, rows = agent.settled.mean, trainer.judged_rows
@@ -144,7 +138,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(
     assert torch.equal(decided[:, 1], greedy)
 
 
-def test_a_taught_policy_spends_more_where_it_may() -> None:
+def test_a_taught_policy_spends_more_where_it_may():
     table = small_table(300)
     rows, test = fitted_rows(table), table.split().test
     budgets_ms = mean_budgets(table, rows)

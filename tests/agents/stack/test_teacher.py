@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,29 +7,25 @@ import torch
 from helpers import arrays, blocks, equal_states, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.outcomes import Prediction
-from knobwise.agents.stack.teacher import Fitted, Mixture, Teacher, fit_teacher
+from knobwise.agents.stack.teacher import Mixture, Teacher, fit_teacher
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
-from knobwise.envs.tables.profile_table import ProfileTable
 
 FAST = ("ridge", "knn")
 
 
-def config_of(**options: object) -> PolicyConfig:
+def config_of(**options):
     small = {"members": 3, "teacher_hidden": 8, "experts": FAST}
-    return PolicyConfig(teacher=True, **small | options)  # type: ignore[arg-type]
+    return PolicyConfig(teacher=True, **small | options)
 
 
-def network_of(
-    table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline"
-) -> Teacher:
+def network_of(table, rows, config, sense="deadline"):
     """A teacher without experts that was not trained, whose members differ."""
     mine = torch.ones(config.members, len(rows), dtype=torch.bool)
     for member, (_, hold) in enumerate(folds_of(table, rows, 0, config.members)):
@@ -45,12 +38,12 @@ def network_of(
     return teacher
 
 
-def fitted_on(table: ProfileTable, rows: Tensor, config: PolicyConfig, seed: int = 0) -> Fitted:
+def fitted_on(table, rows, config, seed=0):
     network = network_of(table, rows, config)
     return fit_teacher(table, rows, network, config, default_budgets(table), seed)
 
 
-def owners(table: ProfileTable, rows: Tensor) -> Tensor:
+def owners(table, rows):
     """The member, of three, that each row was held out of."""
     owner = torch.empty(len(rows), dtype=torch.int64)
     for number, (_, hold) in enumerate(folds_of(table, rows, 0, 3)):
@@ -58,11 +51,11 @@ def owners(table: ProfileTable, rows: Tensor) -> Tensor:
     return owner
 
 
-def normal(teacher: Teacher, table: ProfileTable, rows: Tensor) -> Tensor:
+def normal(teacher, table, rows):
     return teacher.normaliser(blocks(table, rows), len(rows))
 
 
-def two_configurations() -> ProfileTable:
+def two_configurations():
     table = two_kinds(60, shown=True)
     return table_of(table.accuracy[:, 1:], table.latency_ms[:, 1:], table.features["x"])
 
@@ -77,13 +70,13 @@ TABLES = {
 
 
 @functools.cache
-def fitted(name: str) -> tuple[ProfileTable, Tensor, Fitted]:
+def fitted(name):
     table = TABLES[name]()
     rows = torch.arange(table.num_samples)[: -table.num_samples // 5]
     return table, rows, fitted_on(table, rows, config_of(experts=EXPERTS))
 
 
-def test_teachers_share_experts_and_are_what_they_would_be_alone() -> None:
+def test_teachers_share_experts_and_are_what_they_would_be_alone():
     table, rows, config = small_table(90), torch.arange(80), config_of()
     budgets_ms = default_budgets(table)
     experts = Experts.fit(table, rows, budgets_ms, EXPERTS, seed=0, folds=3)
@@ -101,7 +94,7 @@ def test_teachers_share_experts_and_are_what_they_would_be_alone() -> None:
         assert equal_states(first, second)
 
 
-def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance() -> None:
+def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
     worth, noise, mask = tiny(100)
     held_out = HeldOut([noise, worth.clone()], worth, mask)
     assert held_out.better_alone(-worth) == 1
@@ -119,7 +112,7 @@ def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance() -> 
     assert HeldOut([worth] * 3, worth, mask[:, :2]).better_alone(joined) is None
 
 
-def test_it_is_weighed_without_dropout() -> None:
+def test_it_is_weighed_without_dropout():
     table, rows, config = small_table(60), torch.arange(50), config_of()
     network = network_of(table, rows, config)
     assert network.network.dropout > 0
@@ -129,14 +122,14 @@ def test_it_is_weighed_without_dropout() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def member_scores(teacher: Teacher, x: Tensor, limit: float) -> Tensor:
+def member_scores(teacher, x, limit):
     """[M, n, C]."""
     predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
     return predicted.score(torch.full((teacher.members, len(x)), limit), teacher.sense)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_it_is_fitted_whatever_the_table(name: str) -> None:
+def test_it_is_fitted_whatever_the_table(name):
     _, rows, (teacher, of_folds, fitted_rows, folds) = fitted(name)
     expected = () if name == "no features" else EXPERTS  # then nothing but the limit tells
     for each in (teacher, *of_folds):
@@ -153,8 +146,8 @@ def test_it_is_fitted_whatever_the_table(name: str) -> None:
 # -- what it computes ------------------------------------------------------------------------------
 
 
-def reweighted(teacher: Teacher, *weights: float, sense: str = "deadline") -> Teacher:
-    experts: list[Any] = list(teacher.experts)
+def reweighted(teacher, *weights, sense="deadline"):
+    experts = list(teacher.experts)
     padded = [*weights, *[0.0] * (1 + len(experts) - len(weights))]
     about = teacher.network, teacher.normaliser, experts, torch.tensor(padded)
     return Teacher(*about, sense).eval()
@@ -162,7 +155,7 @@ def reweighted(teacher: Teacher, *weights: float, sense: str = "deadline") -> Te
 
 @pytest.mark.parametrize(("sense", "limit"), [("deadline", 11.0), ("mean", 40.0)])
 @torch.no_grad()
-def test_what_it_expects_is_the_weighted_mean_of_its_members(sense: str, limit: float) -> None:
+def test_what_it_expects_is_the_weighted_mean_of_its_members(sense, limit):
     table, rows, (teacher, *_) = fitted("holes")
     x = normal(teacher, table, rows)
     limits = torch.full((len(rows),), limit)
@@ -179,7 +172,7 @@ def test_what_it_expects_is_the_weighted_mean_of_its_members(sense: str, limit: 
 
 
 @torch.no_grad()
-def test_the_moments_of_a_mixture_are_those_of_its_draws() -> None:
+def test_the_moments_of_a_mixture_are_those_of_its_draws():
     table, rows, (teacher, *_) = fitted("complete")
     x = normal(teacher, table, rows)[:1]
     mixture = reweighted(teacher, 0.4, 0.6).mixture(x)
@@ -197,7 +190,7 @@ def test_the_moments_of_a_mixture_are_those_of_its_draws() -> None:
     torch.testing.assert_close(moments.spread[0], logs.std(0), atol=0, rtol=0.03)
 
 
-def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
+def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
     # a hundredth is enough; where only the second could be on time the mask may forbid it
     meets = torch.tensor([[0.0, 0.011, 0.0], [0.009, 0.009, 0.009], [0.0, 0.5, 0.0]])
     log_latency = torch.tensor([[3.0, 2.0, 1.0]]).expand(3, 3)
@@ -213,7 +206,7 @@ def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken() -> None:
 
 
 @torch.no_grad()
-def test_what_was_learned_later_moves_every_member() -> None:
+def test_what_was_learned_later_moves_every_member():
     table, rows, (teacher, *_) = fitted("complete")
     x = normal(teacher, table, rows)
     plain = teacher.mixture(x).predictions
@@ -235,7 +228,7 @@ def test_what_was_learned_later_moves_every_member() -> None:
 # -- what it is fitted on --------------------------------------------------------------------------
 
 
-def test_the_one_who_knows_gets_the_weight() -> None:
+def test_the_one_who_knows_gets_the_weight():
     table = two_kinds(200, shown=True)
     rows, test = torch.arange(150), torch.arange(150, 200)
     teacher = fitted_on(table, rows, config_of()).teacher
@@ -247,7 +240,7 @@ def test_the_one_who_knows_gets_the_weight() -> None:
 
 
 @torch.no_grad()
-def test_a_teacher_of_a_fold_does_not_know_its_fold() -> None:
+def test_a_teacher_of_a_fold_does_not_know_its_fold():
     """What was measured of a fold changes what all teachers predict but that of this fold."""
     table, rows = small_table(90), torch.arange(90)
     config = config_of(experts=("ridge",))
@@ -275,7 +268,7 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold() -> None:
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 @torch.no_grad()
-def test_the_weights_of_a_fold_have_not_seen_it(sense: str) -> None:
+def test_the_weights_of_a_fold_have_not_seen_it(sense):
     table, rows = small_table(90, holes=0.2), torch.arange(70)
     config = config_of()
     network = network_of(table, rows, config, sense)
@@ -304,7 +297,7 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense: str) -> None:
 
 
 @pytest.mark.parametrize("profiled", [1.0, 0.1])
-def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
+def test_noise_looks_like_noise_out_of_fold(profiled):
     """Accuracies are coin flips: what is held out must not look better than it is, also where most
     cells are holes."""
     n, c = 240, 30
@@ -322,14 +315,14 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def tiny(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+def tiny(n=40):
     """What was really got, [2, n, 3], a member that knows nothing of it, and a mask that allows
     everything."""
     worth, noise = torch.rand(2, 2, n, 3)
     return worth, noise, torch.ones(n, 3, dtype=torch.bool)
 
 
-def test_least_squares_by_hand() -> None:
+def test_least_squares_by_hand():
     # one sample, inside which worth = 1·a + 3·b, and a and b stand at right angles
     a, b = torch.tensor([[[1.0, -1.0, 0.0, 0.0]]]), torch.tensor([[[0.0, 0.0, 1.0, -1.0]]])
     held_out = HeldOut([a, b], a + 3 * b, torch.ones(1, 4, dtype=torch.bool))
@@ -337,7 +330,7 @@ def test_least_squares_by_hand() -> None:
     assert stack_weights(held_out).tolist() == pytest.approx([0.125, 0.875])
 
 
-def test_greedy_takes_what_betters_the_decision_by_hand() -> None:
+def test_greedy_takes_what_betters_the_decision_by_hand():
     # two samples: the first member is right of the first and undecided, by a little wrong, of the
     # second; the second member the other way round. Alone each gets ½; one of each gets 1, and so
     # half the weight each
@@ -350,7 +343,7 @@ def test_greedy_takes_what_betters_the_decision_by_hand() -> None:
     assert stack_weights(held_out).tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters() -> None:
+def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters():
     worth, noise, _ = tiny()
     mask = torch.rand(40, 3) < 0.6
     mask[torch.arange(40), torch.arange(40) % 3] = True
@@ -365,7 +358,7 @@ def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters() -> No
     )
 
 
-def test_members_that_nearly_agree_are_no_trouble() -> None:
+def test_members_that_nearly_agree_are_no_trouble():
     worth, noise, mask = tiny(300)
     nearly = [noise + 1e-7 * k * worth for k in range(6)]
     assert stack_weights(HeldOut([*nearly, worth], worth, mask))[:-1].sum() < 0.01
@@ -373,9 +366,7 @@ def test_members_that_nearly_agree_are_no_trouble() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(0, 999), st.booleans())
-def test_weights_are_not_negative_and_sum_to_one(
-    k: int, n: int, c: int, seed: int, equal: bool
-) -> None:
+def test_weights_are_not_negative_and_sum_to_one(k, n, c, seed, equal):
     generator = torch.Generator().manual_seed(seed)
     scores = list(torch.randn(k, 2, n, c, generator=generator))
     if equal:
@@ -389,7 +380,7 @@ def test_weights_are_not_negative_and_sum_to_one(
     assert weights.sum().item() == pytest.approx(1)
 
 
-def test_mean_worth_and_some_of_the_samples() -> None:
+def test_mean_worth_and_some_of_the_samples():
     worth = torch.tensor([[[0.1, 0.9], [0.7, 0.3], [0.2, 0.4]]])
     mask = torch.tensor([[True, False], [True, True], [True, True]])
     held_out = HeldOut([worth], worth, mask)
@@ -398,6 +389,6 @@ def test_mean_worth_and_some_of_the_samples() -> None:
     assert part.mean_worth(part.scores[0]) == pytest.approx((0.4 + 0.1) / 2)
 
 
-def test_weighted_leaves_members_of_no_weight_out() -> None:
+def test_weighted_leaves_members_of_no_weight_out():
     parts = [torch.tensor([1.0, 2.0]), torch.full((2,), torch.nan), torch.tensor([3.0, 4.0])]
     assert weighted(parts, [0.25, 0.0, 0.75]).tolist() == [2.5, 3.5]

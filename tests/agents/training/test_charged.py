@@ -1,7 +1,5 @@
 """What a decision costs is charged: in the reward that is trained on, and where it is judged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +22,7 @@ UTILITY = RewardConfig(kind="utility")
 ROWS = torch.arange(2)
 
 
-def test_a_cost_is_added_to_every_latency_by_hand() -> None:
+def test_a_cost_is_added_to_every_latency_by_hand():
     table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
     rewards = RewardTable(table, UTILITY, cost_ms=1.0)
     budgets_ms = torch.tensor([20.5, 41.0])
@@ -40,7 +38,7 @@ def test_a_cost_is_added_to_every_latency_by_hand() -> None:
     torch.testing.assert_close(result, torch.tensor(wanted))
 
 
-def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table() -> None:
+def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table():
     repeats = torch.tensor([[[10.0, 11.0, 12.0], [20.0, 22.0, NAN]]])
     table = table_of([[0.6, 1.0]], repeats)
     budget_ms = torch.tensor([12.0])
@@ -56,7 +54,7 @@ def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table() 
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_training_learns_from_what_its_decisions_leave(sense: str) -> None:
+def test_training_learns_from_what_its_decisions_leave(sense):
     table = small_table(60)
     settings = {"policy": PolicyConfig(hidden=8), "budget": BudgetConfig(sense=sense)}
     student = ControllerTrainer(table, table.split(), **settings, optimiser=BRIEF, cost_ms=2.0)
@@ -65,7 +63,7 @@ def test_training_learns_from_what_its_decisions_leave(sense: str) -> None:
     assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
 
 
-def test_it_is_judged_by_what_it_plans_with_and_by_what_it_takes() -> None:
+def test_it_is_judged_by_what_it_plans_with_and_by_what_it_takes():
     table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
     rewards = RewardTable(table, UTILITY)
     policy = Always(1)
@@ -82,7 +80,7 @@ def test_it_is_judged_by_what_it_plans_with_and_by_what_it_takes() -> None:
         assert float(learned.all(row, budget[None])[0, 1]) == wanted
 
 
-def test_a_policy_that_costs_more_than_every_budget_falls_back_everywhere() -> None:
+def test_a_policy_that_costs_more_than_every_budget_falls_back_everywhere():
     table = small_table(60)
     lean = replace(TAUGHT, experts=())
     rulings = []
@@ -99,7 +97,7 @@ def test_a_policy_that_costs_more_than_every_budget_falls_back_everywhere() -> N
     assert max(rulings[0]) > 0
 
 
-def test_the_teacher_gives_way_to_static_where_it_was_no_better_for_free() -> None:
+def test_the_teacher_gives_way_to_static_where_it_was_no_better_for_free():
     table = small_table(120)
     trainer = ControllerTrainer(table, table.split(), policy=TAUGHT, optimiser=BRIEF, cost_ms=1e3)
     trainer.run()

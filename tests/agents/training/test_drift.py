@@ -1,9 +1,6 @@
 """Drift in training: machines on which some knob values are slower than in the profile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +16,17 @@ from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies, rows_of_copies
 from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
 DRIFTING = replace(TAUGHT, experts=(), drift=0.4)
 
 
-def generator() -> torch.Generator:
+def generator():
     return torch.Generator().manual_seed(0)
 
 
-def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level() -> None:
+def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
     offsets = Drift(GRID, 0.4).draw((2000,), generator())
     assert offsets is not None
     assert offsets.shape == (2000, 12)
@@ -50,7 +46,7 @@ def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level() -> Non
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_copies_are_the_samples_on_other_machines(several: bool) -> None:
+def test_copies_are_the_samples_on_other_machines(several):
     table = small_table(30, holes=0.2)
     table = repeated(table) if several else table
     drifted, offset = drifted_copies(table, 0.4, seed=0)
@@ -73,7 +69,7 @@ def test_copies_are_the_samples_on_other_machines(several: bool) -> None:
     assert nothing is None
 
 
-def test_half_of_what_is_drawn_is_of_the_profile_itself() -> None:
+def test_half_of_what_is_drawn_is_of_the_profile_itself():
     table = small_table(30)
     drifted, _ = drifted_copies(table, 0.4, seed=0)
     rows = rows_of_copies(torch.tensor([3, 7]), table, drifted)
@@ -82,7 +78,7 @@ def test_half_of_what_is_drawn_is_of_the_profile_itself() -> None:
     assert rows_of_copies(torch.tensor([3, 7]), table, table).tolist() == [3, 7]
 
 
-def test_what_heads_are_told_of_it_by_hand() -> None:
+def test_what_heads_are_told_of_it_by_hand():
     # three values of one knob, and another that never varies
     configurations = torch.tensor([[0, 0], [1, 0], [2, 0], [0, 0]])
     values = drift_values(configurations, 0.3)
@@ -93,23 +89,23 @@ def test_what_heads_are_told_of_it_by_hand() -> None:
     assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
 
 
-def trainer(table: ProfileTable, **options: Any) -> ControllerTrainer:
-    settings: dict[str, Any] = {"policy": DRIFTING, "optimiser": BRIEF}
+def trainer(table, **options):
+    settings = {"policy": DRIFTING, "optimiser": BRIEF}
     settings["loss"] = LossConfig(objective="sampled", group_size=3)
     return ControllerTrainer(table, table.split(), **settings | options)
 
 
-def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift() -> None:
+def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     table = small_table(60, holes=0.2)
     student = trainer(table)
     n = table.num_samples
     learn, batches = student._learn, []
 
-    def learned(data: Any) -> Any:
+    def learned(data):
         batches.append(data.clone())
         return learn(data)
 
-    student._learn = learned  # type: ignore[method-assign]
+    student._learn = learned
     student.run()
     rows = torch.cat([batch["row"] for batch in batches])
     for network, fitted in enumerate(student.network_rows):
@@ -138,7 +134,7 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift() -> N
     assert not torch.allclose(log_probs.exp(), untold.exp(), atol=1e-3)
 
 
-def test_heads_imitate_what_the_teacher_makes_of_a_drift() -> None:
+def test_heads_imitate_what_the_teacher_makes_of_a_drift():
     table = small_table(60)
     student = trainer(table)
     student.run()
@@ -164,7 +160,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift() -> None:
     assert drawn[3].shape == (3, 9, 12)
 
 
-def test_what_is_judged_and_deployed_does_not_drift() -> None:
+def test_what_is_judged_and_deployed_does_not_drift():
     table = small_table(60)
     student = trainer(table)
     student.run()
@@ -195,14 +191,14 @@ def test_what_is_judged_and_deployed_does_not_drift() -> None:
     np.testing.assert_allclose(moved, by_hand, atol=1e-3)
 
 
-def test_under_a_mean_budget_nothing_drifts() -> None:
+def test_under_a_mean_budget_nothing_drifts():
     student = trainer(small_table(40), budget=BudgetConfig(sense="mean"))
     assert student.drift == 0
     assert student.drifted is student.table
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_answers_as_in_the_profile_show_no_drift(features: bool) -> None:
+def test_answers_as_in_the_profile_show_no_drift(features):
     """Measurements are skewed: on average they take longer, in logarithm too, than their median."""
     table = small_table(80, features=features)
     stalls = 1 + torch.empty(80, 12, 7).exponential_(4, generator=generator())

@@ -1,7 +1,5 @@
 """What a teacher makes of requests, and heads that imitate it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.imitation import BEYOND, LIMITS, composed, drawn_limits
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 
 BRIEF = OptimiserConfig(
     teacher_iterations=10,
@@ -24,13 +21,13 @@ BRIEF = OptimiserConfig(
 )
 
 
-def generator() -> torch.Generator:
+def generator():
     return torch.Generator().manual_seed(0)
 
 
-def trained(table: ProfileTable, sense: str = "deadline", **options: object) -> ControllerTrainer:
+def trained(table, sense="deadline", **options):
     settings = {"policy": TAUGHT, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)}
-    student = ControllerTrainer(table, table.split(), **settings | options)  # type: ignore[arg-type]
+    student = ControllerTrainer(table, table.split(), **settings | options)
     student.run()
     return student
 
@@ -38,7 +35,7 @@ def trained(table: ProfileTable, sense: str = "deadline", **options: object) -> 
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_logarithm() -> None:
+def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_logarithm():
     judged = torch.tensor([5.0, 8.0, 20.0])
     limits = drawn_limits(judged, (6000, 4), generator())
     assert limits.shape == (6000, 4)
@@ -58,7 +55,7 @@ def test_a_third_of_the_limits_are_among_the_judged_ones_and_the_others_even_in_
 # -- requests --------------------------------------------------------------------------------------
 
 
-def test_requests_are_composed_of_samples_block_by_block() -> None:
+def test_requests_are_composed_of_samples_block_by_block():
     # column j of sample i is i + 100 j: what it is made of can be read off
     n, widths = 50, [2, 3]
     x = torch.arange(n)[:, None] + 100.0 * torch.arange(5)
@@ -82,7 +79,7 @@ def test_requests_are_composed_of_samples_block_by_block() -> None:
 # -- lessons ---------------------------------------------------------------------------------------
 
 
-def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() -> None:
+def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(BRIEF, contexts=256))
@@ -108,7 +105,7 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples() 
         assert named == own
 
 
-def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
+def beside_its_teacher(student):
     """How often what is deployed takes what its teacher takes of test samples, and what its choices
     are worth less than those, as the teacher expects."""
     teacher, rows = student.taught_by.teacher, student.split.test
@@ -126,7 +123,7 @@ def beside_its_teacher(student: ControllerTrainer) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense: str) -> None:
+def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
     agreed, lost = [], []
     for iterations in (1, 300):
         changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
@@ -141,13 +138,13 @@ def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense: str) ->
     assert lost[1] < 0.15 * lost[0]
 
 
-def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher() -> None:
+def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     table = small_table(60)
     student = trained(table)
     torch.manual_seed(0)
     x, limits, worths, _ = student.lessons.draw(7)
     torch.manual_seed(0)
-    loss = student._imitate(torch.zeros(7))["loss_imitation"]  # type: ignore[arg-type]
+    loss = student._imitate(torch.zeros(7))["loss_imitation"]
     target = (student.policy.sharpness * worths).softmax(-1)
     log_probs = student.agent.controller.network(x, limits)
     torch.testing.assert_close(loss, -(target * log_probs).sum(-1).mean())

@@ -1,16 +1,11 @@
 """PPO: TorchRL's loss with a value network, in the place of GRPO."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import ctrl_c, same
 from helpers import Lines, equal_states, small_table
-from tensordict import TensorDict
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
@@ -26,14 +21,14 @@ SHORT = OptimiserConfig(
 POLICY = PolicyConfig(hidden=16, dropout=0.0)
 
 
-def trainer(samples: int = 60, **settings: Any) -> ControllerTrainer:
+def trainer(samples=60, **settings):
     table = small_table(samples, holes=0.2)
     return ControllerTrainer(
         table, table.split(), **{"policy": POLICY, "loss": PPO, "optimiser": SHORT, **settings}
     )
 
 
-def collected(student: ControllerTrainer) -> TensorDict:
+def collected(student):
     """The contexts of one iteration of PPO, after which weights are no longer those that they were
     drawn with."""
     student._prepare_grpo(0.5, True)
@@ -47,9 +42,7 @@ def collected(student: ControllerTrainer) -> TensorDict:
 
 @pytest.mark.parametrize("advantage", ["centred", "zscore"])
 @pytest.mark.parametrize("members", [1, 3])
-def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
-    members: int, advantage: str
-) -> None:
+def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(members, advantage):
     loss = dataclasses.replace(PPO, entropy_coeff=0.01, advantage=advantage)
     student = trainer(policy=dataclasses.replace(POLICY, members=members), loss=loss)
     assert student.critic is not None
@@ -81,7 +74,7 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(
     assert (data["state_value"] == 0).all()
 
 
-def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:
+def test_the_value_network_learns_and_is_not_deployed(tmp_path):
     lines = Lines()
     optimiser = OptimiserConfig(warmup_iterations=0, iterations=61, contexts=128, patience=0)
     student = trainer(400, log=lines, optimiser=optimiser, folder=tmp_path)
@@ -108,7 +101,7 @@ def test_the_value_network_learns_and_is_not_deployed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [6, 10])
-def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: int) -> None:
+def test_a_stopped_training_ends_as_without_the_stop(tmp_path, stopped):
     whole, first, again = (trainer(folder=tmp_path / name, seed=3) for name in "abb")
     whole.run()
     with ctrl_c(lambda student: student.iteration == stopped), pytest.raises(KeyboardInterrupt):
@@ -129,6 +122,6 @@ def test_a_stopped_training_ends_as_without_the_stop(tmp_path: Path, stopped: in
         ({"advantage": "unnormalised"}, "advantage"),
     ],
 )
-def test_what_ppo_does_not_have_is_refused(settings: dict[str, Any], name: str) -> None:
+def test_what_ppo_does_not_have_is_refused(settings, name):
     with pytest.raises(InputError, match=name):
         LossConfig(objective="ppo", **settings)

@@ -1,16 +1,12 @@
 """GRPO on a learned reward: true calls are counted, a control gains nothing, a stop changes
 nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import ctrl_c, same
-from helpers import Lines, MatchScorer, equal_states, small_beams
+from helpers import Lines, equal_states, small_beams
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
@@ -19,7 +15,6 @@ from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 
 TINY = RewardModelConfig(width=16, members=3, calls=50)
@@ -27,11 +22,11 @@ SHORT = StageConfig(epochs=3, lr=3e-3, queries=8, keep="last")
 
 
 def trainer(
-    data: tuple[BeamTable, MatchScorer],
-    reward: RewardModelConfig = TINY,
-    shuffled: bool = False,
-    **settings: Any,
-) -> SelectorTrainer:
+    data,
+    reward=TINY,
+    shuffled=False,
+    **settings,
+):
     table, scorer = data
     split = table.split(0.8, 0.1)
     torch.manual_seed(0)
@@ -44,13 +39,13 @@ def trainer(
 
 
 @pytest.mark.parametrize("calls", [0, 1, 50])
-def test_true_calls_are_counted_exactly(calls: int) -> None:
+def test_true_calls_are_counted_exactly(calls):
     """The scorer answers what training asks, and judges the validation queries after each epoch;
     nothing else."""
     table, scorer = small_beams()
     answered, log = [], Lines()
 
-    def counted(rows: torch.Tensor, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+    def counted(rows, sequences):
         answered.append(rows)
         return scorer(rows, sequences)
 
@@ -67,7 +62,7 @@ def test_true_calls_are_counted_exactly(calls: int) -> None:
     assert len(student.reward_model.answered.rows) == 4 * len(student.split.train) + calls
 
 
-def test_the_learned_reward_teaches_and_the_shuffled_one_does_not() -> None:
+def test_the_learned_reward_teaches_and_the_shuffled_one_does_not():
     data = small_beams(300, seed=1)
     config, model = replace(SHORT, epochs=5, queries=16), replace(TINY, calls=300)
     learned = trainer(data, model, config=config)
@@ -80,7 +75,7 @@ def test_the_learned_reward_teaches_and_the_shuffled_one_does_not() -> None:
 
 
 @pytest.mark.parametrize("stop", [4, 6])
-def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
+def test_a_stop_changes_nothing(stop, tmp_path):
     """Neither in the iteration in which true calls were made, nor between two of them."""
     data = small_beams()
     whole = trainer(data, folder=tmp_path / "whole")
@@ -100,7 +95,7 @@ def test_a_stop_changes_nothing(stop: int, tmp_path: Path) -> None:
     assert same(*(state["reward_model"] for state in states))
 
 
-def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
+def test_another_learned_reward_is_another_training(tmp_path):
     data = small_beams()
     trainer(data, folder=tmp_path, config=replace(SHORT, epochs=1)).run()
     for other in (replace(TINY, members=2), replace(TINY, calls=10)):
@@ -108,7 +103,7 @@ def test_another_learned_reward_is_another_training(tmp_path: Path) -> None:
             trainer(data, other, config=replace(SHORT, epochs=1)).resume(tmp_path / "last.pt")
 
 
-def test_true_calls_need_a_scorer() -> None:
+def test_true_calls_need_a_scorer():
     data = small_beams()
     with pytest.raises(InputError, match=r"reward_model\.calls=50: true calls need a scorer"):
         trainer(data, scorer=None)

@@ -1,29 +1,21 @@
 """The training of a selector: each trap of the original, every reward, stopping and going on."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import Lines, MatchScorer, equal_states, small_beams
-from tensordict import TensorDict
+from helpers import Lines, equal_states, small_beams
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training import selector_trainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
-from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses.settings import SelectorLossConfig
@@ -32,22 +24,18 @@ SMALL = SelectorConfig(width=16, heads=2, dropout=0.3)
 SHORT = StageConfig(epochs=2, lr=3e-3, queries=8)
 
 
-def fresh(table: BeamTable, config: SelectorConfig = SMALL) -> Selector:
+def fresh(table, config=SMALL):
     torch.manual_seed(0)
     return Selector.fitted(config, table.queries, table.candidates)
 
 
-def trainer(
-    stage: str, data: tuple[BeamTable, MatchScorer], start: Selector | None = None, **settings: Any
-) -> SelectorTrainer:
+def trainer(stage, data, start=None, **settings):
     table, scorer = data
     options = {"scorer": scorer, "config": SHORT} | settings
     return SelectorTrainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
 
 
-def distribution_of(
-    selector: Selector, table: BeamTable, rows: torch.Tensor, temperature: float = 1.0
-) -> SequenceDistribution:
+def distribution_of(selector, table, rows, temperature=1.0):
     """Of sequences of two, with the embeddings of the table."""
     pool = table.pool[rows]
     return selector.distribution(
@@ -55,19 +43,19 @@ def distribution_of(
     )
 
 
-def one_batch(student: SelectorTrainer) -> TensorDict:
+def one_batch(student):
     next(iter(student.collector))
     return student.buffer[:]
 
 
-def prepared(student: SelectorTrainer, share: float = 0.0) -> Stage:
+def prepared(student, share=0.0):
     """The stage as it is before an iteration whose diagnostics are wanted."""
     student.stage.prepare(share, True)
     return student.stage
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_kl_and_ratio_at_the_first_step_of_grpo(live: bool) -> None:
+def test_kl_and_ratio_at_the_first_step_of_grpo(live):
     """Trap 2: old and new log-probs are taken in the same mode, dropout or not."""
     data, log = small_beams(), Lines()
     student = trainer("grpo", data, live=live, log=log, config=replace(SHORT, lr=1e-9))
@@ -79,7 +67,7 @@ def test_kl_and_ratio_at_the_first_step_of_grpo(live: bool) -> None:
     assert first["Train/ESS"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_path: Path) -> None:
+def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_path):
     """Trap 3: old log-probs are not those from before RCE, and the KL is not to what GRPO starts
     from."""
     data = table, _ = small_beams()
@@ -97,7 +85,7 @@ def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_pa
     assert (batch["action_log_prob"] - batch["reference_log_prob"]).abs().max() > 1e-3
 
 
-def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing() -> None:
+def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing():
     """Trap 5: one surviving candidate made a standard deviation, and then every weight, NaN."""
     table, scorer = small_beams(12)
     sequences, pool = table.sequences.clone(), table.pool.clone()
@@ -120,7 +108,7 @@ def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing()
             assert equal_states(before, student.agent)
 
 
-def test_more_ids_than_64() -> None:
+def test_more_ids_than_64():
     """Trap 6: pools and banks of any size."""
     data = small_beams(16, pool=70)
     assert len(data[0].candidates) == 280
@@ -128,7 +116,7 @@ def test_more_ids_than_64() -> None:
 
 
 @pytest.mark.parametrize("update", ["additive", "convex"])
-def test_every_network_learns_to_choose(update: str) -> None:
+def test_every_network_learns_to_choose(update):
     data = small_beams(200)
     config = SelectorConfig(width=32, heads=2, update=update)
     student = trainer(
@@ -144,7 +132,7 @@ def test_every_network_learns_to_choose(update: str) -> None:
     assert student.best["score"] > before + (0.2 if update == "additive" else 0.1)
 
 
-def test_post_training_adds_what_imitation_gets_wrong() -> None:
+def test_post_training_adds_what_imitation_gets_wrong():
     """Beams found by looking at the answer are right by luck as often as not; live draws tell who
     lies. Shuffled rewards: see the learned reward."""
     data = small_beams(400, seed=1)
@@ -155,7 +143,7 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
     assert live.best["score"] > before + 0.1
 
 
-def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
+def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite():
     data = small_beams()
     rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
     for student, share, wanted in (
@@ -168,7 +156,7 @@ def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
         assert float(student.imitation.temperature) == pytest.approx(wanted)
 
 
-def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
+def test_sft_is_the_mean_cross_entropy_of_the_beams():
     data = table, _ = small_beams()
     student = trainer(
         "sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams")
@@ -179,7 +167,7 @@ def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
     torch.testing.assert_close(prepared(student).loss(batch)["loss_rce"], by_hand)
 
 
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     data = small_beams()
     trainer("sft", data, folder=tmp_path).run()
     slower = trainer("sft", data, config=replace(SHORT, lr=1e-4))
@@ -188,7 +176,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
             other.resume(tmp_path / "last.pt")
 
 
-def test_without_a_scorer_recorded_sequences_judge() -> None:
+def test_without_a_scorer_recorded_sequences_judge():
     table, _ = small_beams(60)
     log = Lines()
     student = SelectorTrainer(
@@ -202,7 +190,7 @@ def test_without_a_scorer_recorded_sequences_judge() -> None:
         SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), live=True)
 
 
-def test_only_training_queries_are_fitted_on() -> None:
+def test_only_training_queries_are_fitted_on():
     """Neither validation nor test queries are drawn, also where all are in one table."""
     data = small_beams(40)
     for stage, live in (("sft", False), ("grpo", True)):
@@ -211,7 +199,7 @@ def test_only_training_queries_are_fitted_on() -> None:
         assert set(seen.tolist()) == set(student.split.train.tolist())
 
 
-def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch):
     """Trap 11: not once for each beam."""
     student = trainer("grpo", small_beams(40))
     network = student.selector.network
@@ -224,7 +212,7 @@ def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.M
     assert [call.args[1].shape[:2] for call in encode.call_args_list] == [(8, 8)] * 2
 
 
-def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path):
     student = trainer(
         "rce", small_beams(), config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path
     )
@@ -233,7 +221,7 @@ def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
 
 
-def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() -> None:
+def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts():
     data, log = small_beams(120), Lines()
     config = replace(SHORT, collected=96, queries=8, lr=3e-2, rise=0.5)
     student = trainer("grpo", data, config=config, log=log)
@@ -243,7 +231,7 @@ def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() ->
     assert max(log.values("Train/Clip_Fraction")) > 0
 
 
-def test_the_start_is_not_closest_to_itself() -> None:
+def test_the_start_is_not_closest_to_itself():
     student = trainer("grpo", small_beams(), config=replace(SHORT, keep="best_kl"))
     student.run()
     assert student.best["iteration"] > 0
@@ -255,8 +243,8 @@ def test_the_start_is_not_closest_to_itself() -> None:
 
 
 def test_only_the_best_get_a_gradient_under_the_curriculum(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Trap 4: their advantages are those of the whole group."""
     monkeypatch.setattr(selector_trainer, "CURRICULUM_TOP", 1)
     loss = SelectorLossConfig(curriculum=0.5)
@@ -264,7 +252,7 @@ def test_only_the_best_get_a_gradient_under_the_curriculum(
     student.grpo.kl_to_ref_coeff.zero_()
     batch = one_batch(student)
 
-    def gradient() -> torch.Tensor:
+    def gradient():
         gradients = [p.grad for p in student.agent.parameters() if p.grad is not None]
         learned = torch.cat([gradient.flatten() for gradient in gradients])
         student.agent.zero_grad()
@@ -284,7 +272,7 @@ def test_only_the_best_get_a_gradient_under_the_curriculum(
     assert student.grpo.top is None
 
 
-def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
+def test_conditional_training_leaves_out_groups_with_few_right_sequences():
     loss = SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0)
     student = trainer("grpo", small_beams(40), loss=loss)
     batch = one_batch(student)
@@ -299,10 +287,10 @@ def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> No
     table, _ = small_beams()
     unanswered = replace(table, fields={"beam_score": table.fields["beam_score"]})
     with pytest.raises(InputError, match="min_positive"):
-        trainer("grpo", (unanswered, None), loss=loss)  # type: ignore[arg-type]
+        trainer("grpo", (unanswered, None), loss=loss)
 
 
-def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
+def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl():
     band = (0.0, 1e-6)  # any KL is above it
     loss = SelectorLossConfig(kl_to_ref_coeff=0.1, kl_band=band, temperature_band=band)
     data, log = small_beams(), Lines()
@@ -316,7 +304,7 @@ def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
     ]
 
 
-def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
+def test_the_temperature_is_that_of_draws_and_log_probs():
     data = small_beams(40)
     student = trainer("grpo", data)
     batch = one_batch(student)
@@ -336,7 +324,7 @@ PAIRS = torch.tensor(list(itertools.permutations(range(8), 2)))
 
 
 @torch.no_grad()
-def exact_kl(policy: Selector, reference: Selector, table: BeamTable, rows: torch.Tensor) -> float:
+def exact_kl(policy, reference, table, rows):
     every = PAIRS.expand(len(rows), -1, -1)
     ours, theirs = (
         distribution_of(selector, table, rows).log_prob(every) for selector in (policy, reference)
@@ -345,9 +333,7 @@ def exact_kl(policy: Selector, reference: Selector, table: BeamTable, rows: torc
 
 
 @pytest.mark.parametrize(("stage", "temperature"), [("sft", torch.inf), ("rce", 0.5)])
-def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(
-    stage: str, temperature: float
-) -> None:
+def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(stage, temperature):
     data, log = small_beams(), Lines()
     table, _ = data
     start, sft = fresh(table).eval(), trainer("sft", data).run()
@@ -368,7 +354,7 @@ def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(
     assert len(log.values("Val/Loss")) == 1 + SHORT.epochs
 
 
-def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -> None:
+def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects():
     data = table, scorer = small_beams()
     start = fresh(table).eval()
     log, live = Lines(), Lines()
@@ -393,7 +379,7 @@ def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_logging_changes_nothing(live: bool) -> None:
+def test_logging_changes_nothing(live):
     data = small_beams()
     for stage in ("rce", "grpo") if not live else ("grpo",):
         silent, logged = (trainer(stage, data, live=live, log=log) for log in (None, Lines()))

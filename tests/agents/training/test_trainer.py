@@ -1,17 +1,12 @@
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import Lines, arrays, equal_states, member_of, small_table, table_of
-from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.networks import BEYOND, WIDEST
@@ -25,7 +20,6 @@ from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import judged_worths
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")
@@ -43,39 +37,35 @@ TAUGHT = PolicyConfig(teacher=True, members=3, hidden=16, teacher_hidden=16)
 POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
 
 
-def watch(student: ControllerTrainer, inspect: Callable[[Any], object]) -> ControllerTrainer:
+def watch(student, inspect):
     """Show every batch to `inspect` before it is learned from."""
     learn = student._learn
 
-    def learned(data: Any) -> Mapping[str, float]:
+    def learned(data):
         inspect(data)
         return learn(data)
 
-    student._learn = learned  # type: ignore[method-assign]
+    student._learn = learned
     return student
 
 
-def trainer(
-    table: ProfileTable, folder: Path | None = None, **settings: object
-) -> ControllerTrainer:
+def trainer(table, folder=None, **settings):
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"], **settings}
-    return ControllerTrainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
+    return ControllerTrainer(table, table.split(), folder=folder, **options)
 
 
-def scored(student: ControllerTrainer, *scores: float) -> None:
+def scored(student, *scores):
     """Let its evaluations give these scores."""
     numbers = iter(scores)
 
-    def judged() -> tuple[float, Mapping[str, float]]:
+    def judged():
         student.scores_now = torch.zeros(len(student.judged_rows))
         return next(numbers), {}
 
-    student._judge = judged  # type: ignore[method-assign]
+    student._judge = judged
 
 
-def ends_as_without_a_stop(
-    folder: Path, stops: Callable[[ControllerTrainer], bool], **settings: Any
-) -> ControllerTrainer:
+def ends_as_without_a_stop(folder, stops, **settings):
     """Stop a training after the first checkpoint for which this holds, resume it, and compare."""
     students = []
     for name in "abb":
@@ -87,12 +77,12 @@ def ends_as_without_a_stop(
     whole.run()
     save = first._save
 
-    def saved(judged: bool) -> None:
+    def saved(judged):
         save(judged)
         if stops(first):
             raise KeyboardInterrupt
 
-    first._save = saved  # type: ignore[method-assign]
+    first._save = saved
     with pytest.raises(KeyboardInterrupt):
         first.run()
     assert again.resume(folder / "b" / "last.pt")
@@ -110,7 +100,7 @@ def ends_as_without_a_stop(
     ],
     ids=["one", "taught"],
 )
-def test_learns_more_than_budget_aware_static(policy: PolicyConfig, objective: str) -> None:
+def test_learns_more_than_budget_aware_static(policy, objective):
     table = small_table(1500, holes=0.2)
     optimiser = OptimiserConfig(
         teacher_iterations=40, warmup_iterations=60, iterations=200, contexts=128, minibatch=128
@@ -125,7 +115,7 @@ def test_learns_more_than_budget_aware_static(policy: PolicyConfig, objective: s
     assert after > before + 0.05
 
 
-def test_what_decides_is_what_was_trained_last() -> None:
+def test_what_decides_is_what_was_trained_last():
     table = small_table(80)
     student = trainer(table)
     before = student.agent.decider.digest
@@ -135,7 +125,7 @@ def test_what_decides_is_what_was_trained_last() -> None:
     assert agent.decider.digest == DeployedController(agent.controller).decider.digest
 
 
-def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path: Path) -> None:
+def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path):
     table = small_table(60)
     path = tmp_path / "last.pt"
     assert not trainer(table, tmp_path).resume(path)
@@ -150,7 +140,7 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name: str) -> None:
+def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
     lines = Lines()
     optimiser = dataclasses.replace(SHORT, iterations=4, minibatch=32, epochs=1)
     policy = dataclasses.replace(POLICIES[name], dropout=0.5)
@@ -164,7 +154,7 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name: str
     assert first["Train/Clip_Fraction"] == 0
 
 
-def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
+def test_stops_early_and_keeps_the_best(tmp_path):
     optimiser = OptimiserConfig(
         warmup_iterations=0, iterations=4000, contexts=16, minibatch=16, lr=0.03, patience=2
     )
@@ -176,7 +166,7 @@ def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
 # -- one stage after the other ---------------------------------------------------------------------
 
 
-def test_a_stage_past_its_peak_gives_way_to_the_next() -> None:
+def test_a_stage_past_its_peak_gives_way_to_the_next():
     optimiser = dataclasses.replace(SHORT, teacher_iterations=32, warmup_iterations=20, patience=2)
     student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
     student.stages[2].patience = 2
@@ -184,7 +174,7 @@ def test_a_stage_past_its_peak_gives_way_to_the_next() -> None:
     scores = [0.1, 0.9, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2, 0.35, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
     # imitation at 68, 72 and 76, which begins anew; GRPO at 88, 92 and 96
     scored(student, *scores, 0.5, 0.4, 0.4, 0.6, 0.5, 0.5)
-    names: dict[int, str] = {}
+    names = {}
     watch(student, lambda data: names.update({student.iteration: student.stage.name}))
     student.run()
     assert list(names) == [*range(28), *range(32, 60), *range(64, 76), *range(84, 96)]
@@ -204,10 +194,8 @@ def test_a_stage_past_its_peak_gives_way_to_the_next() -> None:
     ],
     ids=["regression"],
 )
-def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(
-    changes: dict[str, Any], begins: int, tmp_path: Path
-) -> None:
-    def stops(student: ControllerTrainer) -> bool:
+def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(changes, begins, tmp_path):
+    def stops(student):
         return student.iteration == begins
 
     optimiser = dataclasses.replace(SHORT, **changes)
@@ -216,7 +204,7 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(
 
 
 @pytest.mark.parametrize("name", ["one", "taught"])
-def test_grpo_starts_from_the_end_of_the_warm_up(name: str) -> None:
+def test_grpo_starts_from_the_end_of_the_warm_up(name):
     student = trainer(small_table(80), policy=POLICIES[name])
     start = copy.deepcopy(student.agent)
     # as if nothing later were as good
@@ -224,7 +212,7 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name: str) -> None:
     moved = "controller.network.head.logits.bias"
     begin, began = student.stages[-1].begin, []
 
-    def watched() -> None:
+    def watched():
         end = copy.deepcopy(student.agent)
         assert not torch.equal(end.state_dict()[moved], start.state_dict()[moved])
         begin()
@@ -239,11 +227,11 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name: str) -> None:
     assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.1 if name == "taught" else 0)
 
 
-def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone() -> None:
+def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
     student = trainer(small_table(80), policy=TAUGHT)
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
-    kept: dict[int, Any] = {}
+    kept = {}
     watch(
         student, lambda data: kept.update({student.iteration: copy.deepcopy(student.agent.teacher)})
     )
@@ -261,8 +249,8 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone() -> None:
 
 @pytest.mark.parametrize("bent", [True, False])
 def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without(
-    bent: bool,
-) -> None:
+    bent,
+):
     """On one table the right configuration hangs on whether a feature is near 0, on the other on a
     sum of many."""
     generator = torch.Generator().manual_seed(0)
@@ -287,7 +275,7 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
     assert reads_bins == (with_bins > without) == bent
 
 
-def test_wide_tables_are_not_tried_with_bins() -> None:
+def test_wide_tables_are_not_tried_with_bins():
     feature = torch.randn(30, WIDEST + 1, generator=torch.Generator().manual_seed(0))
     table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
     student = trainer(table, policy=TAUGHT)
@@ -296,7 +284,7 @@ def test_wide_tables_are_not_tried_with_bins() -> None:
     assert student.agent.teacher.network.edges.numel() == 0
 
 
-def test_without_a_warm_up_there_is_no_teacher() -> None:
+def test_without_a_warm_up_there_is_no_teacher():
     optimiser = dataclasses.replace(SHORT, warmup_iterations=0)
     student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
     agent = student.run()
@@ -308,9 +296,7 @@ def test_without_a_warm_up_there_is_no_teacher() -> None:
 # -- rewards ---------------------------------------------------------------------------------------
 
 
-def test_training_on_a_reward_function_is_judged_by_the_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     code = "def f(accuracy, latency_ms, budget_ms, knobs):\n    return -latency_ms\n"
@@ -329,12 +315,12 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(
     assert deployed_by(student, student.limits).settled.guard == []
 
 
-def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced() -> None:
+def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     lines = Lines()
     sense = BudgetConfig(sense="mean")
     student = trainer(small_table(60), policy=HEADS, budget=sense, log=lines)
 
-    def priced(data: Any) -> None:
+    def priced(data):
         rows, chosen, worth = data["row"], data["configuration"].squeeze(-1), data["worth_ms"]
         accuracy, ms = student.table.accuracy[rows, chosen], student.table.latency_ms[rows, chosen]
         torch.testing.assert_close(data["next", "reward"].squeeze(-1), accuracy - ms / worth)
@@ -353,13 +339,13 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced() -> None:
 # -- networks side by side -------------------------------------------------------------------------
 
 
-def photographed(samples: int = 90, holes: float = 0.3) -> ProfileTable:
+def photographed(samples=90, holes=0.3):
     """Three samples of each image."""
     images = tuple(str(i // 3) for i in range(samples))
     return dataclasses.replace(small_table(samples, holes=holes), image_ids=images)
 
 
-def test_every_sample_but_the_test_ones_is_held_out_of_one_network() -> None:
+def test_every_sample_but_the_test_ones_is_held_out_of_one_network():
     student = trainer(photographed(), policy=HEADS, seed=4)
     known = torch.cat([student.split.train, student.split.validation]).tolist()
     fitted, held_out = student.divide()
@@ -382,14 +368,14 @@ def test_every_sample_but_the_test_ones_is_held_out_of_one_network() -> None:
         trainer(small_table(60), policy=PolicyConfig(members=60))
 
 
-def test_a_single_network_is_fitted_on_train_and_judged_on_validation() -> None:
+def test_a_single_network_is_fitted_on_train_and_judged_on_validation():
     student = trainer(small_table(60), policy=PolicyConfig(hidden=16))
     assert torch.equal(student.fitted, student.split.train)
     assert torch.equal(student.judged_rows, student.split.validation)
     assert student.networks == 1
 
 
-def test_networks_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
+def test_networks_are_judged_on_what_was_held_out_of_them_by_hand():
     table = photographed()
     student = trainer(table, policy=HEADS)
     torch.manual_seed(0)
@@ -408,7 +394,7 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
 
 
 @torch.no_grad()
-def test_teachers_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
+def test_teachers_are_judged_on_what_was_held_out_of_them_by_hand():
     table = photographed()
     student = trainer(table, policy=TAUGHT)
     teacher = student.agent.teacher
@@ -427,17 +413,17 @@ def test_teachers_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
     assert student.best["score"] == pytest.approx(np.mean(utilities), abs=1e-6)
 
 
-def test_contexts_of_a_network_are_never_those_held_out_of_it_and_the_last_one_has_all() -> None:
+def test_contexts_of_a_network_are_never_those_held_out_of_it_and_the_last_one_has_all():
     student = trainer(photographed(), policy=TAUGHT)
     held_out = student.divide()[1]
-    rows: list[Tensor] = []
+    rows = []
     watch(student, lambda data: rows.append(data["row"].clone())).run()
     known = set(torch.cat([student.split.train, student.split.validation]).tolist())
     for number, hold in enumerate([*held_out, torch.tensor([], dtype=torch.int64)]):
         assert set(torch.cat(rows)[:, number].tolist()) == known - set(hold.tolist())
 
 
-def ends_of(table: ProfileTable, policy: PolicyConfig, limits: Tensor) -> list[ControllerTrainer]:
+def ends_of(table, policy, limits):
     """From one start, with and without the outcomes of the samples turned round that are held out
     of the second network, trained through all stages, without a choice among checkpoints."""
     trained = []
@@ -463,7 +449,7 @@ def ends_of(table: ProfileTable, policy: PolicyConfig, limits: Tensor) -> list[C
 
 
 @pytest.mark.parametrize("name", ["folds", "taught"])
-def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(name: str) -> None:
+def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(name):
     policy = dataclasses.replace(POLICIES[name], dropout=0.0, teacher_dropout=0.0)
     table = photographed(holes=0.0)
     # as the teacher starts at the means of its table, that is the same for both
@@ -502,16 +488,12 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         (PolicyConfig, {"members": 2, "experts": ("ridge",)}, "teacher=true"),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(
-    group: Any, settings: dict[str, Any], name: str
-) -> None:
+def test_settings_that_cannot_be_used_are_named(group, settings, name):
     with pytest.raises(InputError, match=name):
         group(**settings)
 
 
-def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_it_costs_nothing() -> (
-    None
-):
+def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_it_costs_nothing():
     lines = Lines()
     loss = LossConfig(kl_to_ref_coeff=0.0)
     trainer(small_table(60), log=lines, loss=loss, budgets_ms=torch.tensor([1e-3])).run()
@@ -520,7 +502,7 @@ def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_i
 
 
 @pytest.mark.parametrize("name", ["one", "taught"])
-def test_the_random_state_of_the_caller_is_left_alone(name: str) -> None:
+def test_the_random_state_of_the_caller_is_left_alone(name):
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
@@ -531,9 +513,9 @@ def test_the_random_state_of_the_caller_is_left_alone(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
 @pytest.mark.parametrize("name", ["one", "taught"])
-def test_trains_and_resumes_on_a_gpu(objective: str, name: str, tmp_path: Path) -> None:
+def test_trains_and_resumes_on_a_gpu(objective, name, tmp_path):
     loss = LossConfig(objective=objective)
-    settings: dict[str, Any] = {"device": "cuda", "loss": loss, "policy": POLICIES[name]}
+    settings = {"device": "cuda", "loss": loss, "policy": POLICIES[name]}
     first, again = (trainer(small_table(60), tmp_path, **settings) for _ in range(2))
     assert first.run().configurations.device.type == "cuda"
     assert again.resume(tmp_path / "last.pt")

@@ -13,14 +13,11 @@ seen, nearly all by a hundred times the tolerance; the other two, a `detach` whe
 gradient and < for ≤ where nothing is equal, change no number here.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 
 import pytest
 import torch
-from torch import Tensor
 from trajectories import FILE, RUNS, SETTINGS, trajectory
 
 RELATIVE, ABSOLUTE = 1e-4, 2e-5
@@ -40,13 +37,13 @@ COEFFICIENTS = {
 }
 
 
-def off(result: Tensor, committed: Tensor) -> Tensor:
+def off(result, committed):
     """By how many tolerances each loss and each norm is off, [steps, 2]."""
     return (result - committed).abs() / (ABSOLUTE + RELATIVE * committed.abs())
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_step_is_the_committed_one(name: str) -> None:
+def test_every_step_is_the_committed_one(name):
     result, committed = trajectory(name), COMMITTED[name]
     assert result.shape == committed.shape, (
         f"{name}: {len(result)} steps, committed are {len(committed)}"
@@ -73,15 +70,13 @@ def test_every_step_is_the_committed_one(name: str) -> None:
     ("name", "group", "key"),
     [(*place, key) for place, keys in COEFFICIENTS.items() for key in keys.split()],
 )
-def test_two_hundredths_more_on_a_coefficient_would_be_seen(
-    name: str, group: str, key: str
-) -> None:
+def test_two_hundredths_more_on_a_coefficient_would_be_seen(name, group, key):
     settings = copy.deepcopy(SETTINGS[name])
     settings[group][key] *= 1.02
     assert off(trajectory(name, settings), COMMITTED[name]).max() > 10
 
 
-def test_clip_kl_and_advantages_are_at_work() -> None:
+def test_clip_kl_and_advantages_are_at_work():
     """None of it is idle in the committed runs: without it they take another course."""
     for name, key, idle in (
         ("controller sampled", "clip_epsilon", 1e9),

@@ -4,18 +4,16 @@ transforms."""
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from helpers import repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import (
     ActionMask,
@@ -23,14 +21,12 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     DTypeCastTransform,
-    EnvBase,
     EnvCreator,
     ExcludeTransform,
     ObservationNorm,
     RewardSum,
     SerialEnv,
     StepCounter,
-    Transform,
     TransformedEnv,
     UnsqueezeTransform,
     check_env_specs,
@@ -45,7 +41,7 @@ from knobwise.envs.configurations.torchrl_env import ConfigBandit
 FULL = small_table()
 SPARSE = small_table(holes=0.68)
 KEYS = {"action_keys": "knobs"}
-FORMS: list[dict[str, Any]] = [
+FORMS = [
     {**kind, "group_size": group}
     for kind in ({"action": "knobs"}, {"action": "configuration"}, KEYS)
     for group in (None, 1, 3)
@@ -53,18 +49,18 @@ FORMS: list[dict[str, Any]] = [
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
-def make(**options: Any) -> ConfigBandit:
+def make(**options):
     """Picklable, on a table with holes."""
     return ConfigBandit(SPARSE, batch_size=4, **options)
 
 
-def contexts(tensordict: TensorDictBase) -> list[tuple[int, float]]:
+def contexts(tensordict):
     """Rows with their budgets."""
     pairs = (tensordict[name].flatten().tolist() for name in ("row", "budget_ms"))
     return list(zip(*pairs, strict=True))
 
 
-def reward_of(step: TensorDictBase, budgets_ms: Tensor | None = None) -> Tensor:
+def reward_of(step, budgets_ms=None):
     """By the formula, [P, 1], of knob actions [P, K] in the full table."""
     budgets_ms = step["budget_ms"] if budgets_ms is None else budgets_ms
     chosen = FULL.find(step["action"].unsqueeze(1))
@@ -76,7 +72,7 @@ def reward_of(step: TensorDictBase, budgets_ms: Tensor | None = None) -> Tensor:
 
 @every_form
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_specs_hold_in_every_form(form: dict[str, Any], contiguous: bool) -> None:
+def test_specs_hold_in_every_form(form, contiguous):
     sparse = small_table(holes=0.6, features=False)
     for env in (
         ConfigBandit(SPARSE, batch_size=1, full_information=True, **form),
@@ -88,7 +84,7 @@ def test_specs_hold_in_every_form(form: dict[str, Any], contiguous: bool) -> Non
         check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
 
 
-def test_shapes_of_everything() -> None:
+def test_shapes_of_everything():
     env = ConfigBandit(FULL, batch_size=4, group_size=3, full_information=True)
     out = env.rollout(1).squeeze(-1)
     assert {key: tuple(value.shape) for key, value in out.items() if key != "next"} == {
@@ -108,7 +104,7 @@ def test_shapes_of_everything() -> None:
     assert repr(priced) == f"ConfigBandit({size}, budget mean, reward priced, batch 4, group 1)"
 
 
-def test_every_episode_is_one_decision_and_a_rollout_goes_on() -> None:
+def test_every_episode_is_one_decision_and_a_rollout_goes_on():
     env = make(group_size=2)
     out = env.rollout(5)
     assert out["next", "done"].all()
@@ -119,7 +115,7 @@ def test_every_episode_is_one_decision_and_a_rollout_goes_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["shaped", "utility"])
-def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str) -> None:
+def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind):
     table = small_table(holes=0.3)
     config = RewardConfig(kind=kind)
     env = ConfigBandit(table, batch_size=30, group_size=4, full_information=True, reward=config)
@@ -138,7 +134,7 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str)
     torch.testing.assert_close(every.gather(1, chosen), wanted)
 
 
-def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
+def test_random_actions_are_drawn_evenly_among_what_was_profiled():
     table = small_table(holes=0.5)
     env = ConfigBandit(table, group_size=8_000)
     for row in range(3):
@@ -152,7 +148,7 @@ def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
 # -- seeds and state -------------------------------------------------------------------------------
 
 
-def test_without_a_seed_environments_draw_different_contexts_which_manual_seed_fixes() -> None:
+def test_without_a_seed_environments_draw_different_contexts_which_manual_seed_fixes():
     assert not set(contexts(make().rollout(1))) & set(contexts(make().rollout(1)))
     drawn = []
     for _ in range(2):
@@ -182,7 +178,7 @@ print(queue.get(), queue.get(), fresh_seed())
 """
 
 
-def test_forked_processes_which_share_torchs_generator_draw_different_seeds() -> None:
+def test_forked_processes_which_share_torchs_generator_draw_different_seeds():
     """In a process of its own, because threads of this one may hold locks that a fork would keep
     for ever."""
     command = [sys.executable, "-c", FORKED]
@@ -193,7 +189,7 @@ def test_forked_processes_which_share_torchs_generator_draw_different_seeds() ->
 
 
 @pytest.mark.parametrize("workers", [make, [make, lambda: make()]])
-def test_workers_draw_different_contexts_and_take_seeds(workers: Any) -> None:
+def test_workers_draw_different_contexts_and_take_seeds(workers):
     env = SerialEnv(2, workers)
     assert len(set(contexts(env.reset()))) == 8
     following = env.set_seed(5)
@@ -208,16 +204,16 @@ def test_workers_draw_different_contexts_and_take_seeds(workers: Any) -> None:
 
 
 class Slowest(nn.Module):
-    def forward(self, row: Tensor) -> Tensor:
+    def forward(self, row):
         return torch.tensor([2, 1, 1]).expand(*row.shape, 3)
 
 
-def collector(env: EnvBase, policy: Any = None) -> Collector:
+def collector(env, policy=None):
     options = {"reset_at_each_iter": True, "auto_register_policy_transforms": False}
     return Collector(env, policy, frames_per_batch=8, total_frames=-1, **options)
 
 
-def test_the_state_carries_the_generator() -> None:
+def test_the_state_carries_the_generator():
     creator = EnvCreator(make)
     for new in (make, creator, lambda: SerialEnv(2, make)):
         env, other = new(), new()
@@ -242,9 +238,7 @@ def test_the_state_carries_the_generator() -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda env: env, lambda env: TransformedEnv(env, DoubleToFloat())]
 )
-def test_a_step_from_row_budget_and_action_alone(
-    reset: bool, lean: bool, wrap: Callable[..., EnvBase]
-) -> None:
+def test_a_step_from_row_budget_and_action_alone(reset, lean, wrap):
     env = wrap(ConfigBandit(FULL, batch_size=2, lean=lean, seed=0))
     given_context = {"row": torch.tensor([17, 3]), "budget_ms": torch.tensor([12.0, 30.0])}
     context = TensorDict(given_context, [2])
@@ -260,7 +254,7 @@ def test_a_step_from_row_budget_and_action_alone(
         assert contexts(env.reset()) == contexts(ConfigBandit(FULL, batch_size=2, seed=0).reset())
 
 
-def test_what_a_person_changes_in_a_context_holds() -> None:
+def test_what_a_person_changes_in_a_context_holds():
     env = ConfigBandit(FULL, batch_size=3)
     context = env.rand_action(env.reset())
     context["budget_ms"] = torch.full((3,), 7.0)
@@ -280,7 +274,7 @@ def test_what_a_person_changes_in_a_context_holds() -> None:
 
 
 @every_form
-def test_what_is_missing_is_as_in_the_last_reset(form: dict[str, Any]) -> None:
+def test_what_is_missing_is_as_in_the_last_reset(form):
     env = make(unprofiled="error", **form)
     assert env.rand_step()["next", "reward"].isfinite().all()  # before any reset contexts are drawn
     context = env.reset()
@@ -291,7 +285,7 @@ def test_what_is_missing_is_as_in_the_last_reset(form: dict[str, Any]) -> None:
         torch.testing.assert_close(env.step(alone)["next"].to_dict(), full, rtol=0, atol=0)
 
 
-def test_a_partial_reset_leaves_the_other_contexts() -> None:
+def test_a_partial_reset_leaves_the_other_contexts():
     env = ConfigBandit(FULL, batch_size=4, seed=0)
     before = env.reset()
     wanted = torch.tensor([True, False, False, True])
@@ -305,7 +299,7 @@ def test_a_partial_reset_leaves_the_other_contexts() -> None:
 
 BLOCKS = ["image_features", "language_features"]
 SEEN = ["budget_ms", *BLOCKS]
-TRANSFORMS: dict[str, Callable[[], Transform]] = {
+TRANSFORMS = {
     "ObservationNorm": lambda: ObservationNorm(0.0, 2.0, in_keys=SEEN),
     "CatTensors": lambda: Compose(
         UnsqueezeTransform(-1, in_keys=["budget_ms"]), CatTensors(SEEN, "observation")
@@ -317,7 +311,7 @@ TRANSFORMS: dict[str, Callable[[], Transform]] = {
 
 @pytest.mark.parametrize("collect", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_see_each_observation_once(name: str, collect: bool) -> None:
+def test_transforms_see_each_observation_once(name, collect):
     env = TransformedEnv(ConfigBandit(FULL, batch_size=4, seed=0), TRANSFORMS[name]())
     check_env_specs(env)
     env.set_seed(0)
@@ -345,7 +339,7 @@ def test_transforms_see_each_observation_once(name: str, collect: bool) -> None:
             assert torch.equal(following["episode_reward"], following["reward"])
 
 
-def test_transforms_take_rewards_of_groups() -> None:
+def test_transforms_take_rewards_of_groups():
     several = Compose(RewardSum(), StepCounter(), TRANSFORMS["CatTensors"]())
     env = TransformedEnv(make(group_size=3), several)
     check_env_specs(env)
@@ -353,11 +347,11 @@ def test_transforms_take_rewards_of_groups() -> None:
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_transforms_around_workers_and_in_them(outside: bool) -> None:
-    def normalised(env: EnvBase) -> EnvBase:
+def test_transforms_around_workers_and_in_them(outside):
+    def normalised(env):
         return TransformedEnv(env, ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]))
 
-    def plain() -> ConfigBandit:
+    def plain():
         return ConfigBandit(FULL, batch_size=4)
 
     env = normalised(SerialEnv(2, plain)) if outside else SerialEnv(2, lambda: normalised(plain()))
@@ -369,7 +363,7 @@ def test_transforms_around_workers_and_in_them(outside: bool) -> None:
 @pytest.mark.parametrize(
     "hides", [ObservationNorm(0.0, 2.0, in_keys=["budget_ms"]), ExcludeTransform("budget_ms")]
 )
-def test_limits_that_a_transform_hides_are_never_guessed(hides: Transform) -> None:
+def test_limits_that_a_transform_hides_are_never_guessed(hides):
     env = TransformedEnv(ConfigBandit(FULL, batch_size=4, seed=0), hides)
     context = env.reset()
     env.rand_step(context)
@@ -378,7 +372,7 @@ def test_limits_that_a_transform_hides_are_never_guessed(hides: Transform) -> No
         env.rand_step(context.exclude("next"))
 
 
-def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes() -> None:
+def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes():
     env = TransformedEnv(ConfigBandit(FULL, batch_size=4), StepCounter())
     context = env.reset()
     env.rollout(1)
@@ -390,7 +384,7 @@ def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes() 
 
 
 @pytest.mark.parametrize("group", [None, 1, 3])
-def test_every_kind_of_action_gets_what_knobs_get(group: int | None) -> None:
+def test_every_kind_of_action_gets_what_knobs_get(group):
     env = make(group_size=group, seed=0)
     out = env.rand_action(env.reset())
     wanted = env.step(out.clone())["next"].to_dict()
@@ -409,7 +403,7 @@ def test_every_kind_of_action_gets_what_knobs_get(group: int | None) -> None:
 
 
 @every_form
-def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> None:
+def test_the_group_axis_of_one_decision_may_be_missing(form):
     env = make(**form, seed=0)
     context = env.rand_action(env.reset())
     wanted = env.step(context.clone())["next", "reward"]
@@ -427,7 +421,7 @@ def test_the_group_axis_of_one_decision_may_be_missing(form: dict[str, Any]) -> 
         env.step(context.update({key: context[key].float() for key in env.action_keys}))
 
 
-def test_the_mask_keeps_random_policies_to_profiled_configurations() -> None:
+def test_the_mask_keeps_random_policies_to_profiled_configurations():
     base = make(action="configuration", unprofiled="error")
     env = TransformedEnv(base, ActionMask(mask_key="mask"))
     check_env_specs(env)
@@ -439,7 +433,7 @@ def test_the_mask_keeps_random_policies_to_profiled_configurations() -> None:
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty", "error"])
 @pytest.mark.parametrize("wrong", [-1, 2, 12])
-def test_actions_outside_their_range_are_refused(unprofiled: str, wrong: int) -> None:
+def test_actions_outside_their_range_are_refused(unprofiled, wrong):
     knobs = make(unprofiled=unprofiled)
     with pytest.raises(InputError, match=f"top_k has no index {wrong}; .* 0 to 1"):
         knobs.step(TensorDict({"action": torch.tensor([[0, wrong, 0]]).expand(4, 3)}, [4]))
@@ -449,7 +443,7 @@ def test_actions_outside_their_range_are_refused(unprofiled: str, wrong: int) ->
             whole.step(TensorDict({"action": torch.tensor([0, wrong, 0, 0])}, [4]))
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_settings_that_cannot_be_are_refused():
     for options in (
         {**KEYS, "action": "configuration"},
         {"action_keys": "knob"},
@@ -467,7 +461,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 # -- what was not profiled -------------------------------------------------------------------------
 
 
-def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
+def test_each_answer_to_an_unprofiled_action_by_hand():
     nan = math.nan
     table = table_of([[0.1, nan, nan, 0.9], [0.5] * 4], [[1.0, nan, nan, 4.0], [1.0] * 4])
     rows = torch.tensor([0])
@@ -490,9 +484,7 @@ def test_each_answer_to_an_unprofiled_action_by_hand() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 0.95), st.booleans())
-def test_the_nearest_profiled_configuration_is_replayed(
-    seed: int, holes: float, by_knobs: bool
-) -> None:
+def test_the_nearest_profiled_configuration_is_replayed(seed, holes, by_knobs):
     table = small_table(samples=20, seed=seed, holes=holes)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(20, (8,), generator=generator)
@@ -513,7 +505,7 @@ def test_the_nearest_profiled_configuration_is_replayed(
 
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
-def test_what_is_shown_is_what_is_rewarded(unprofiled: str) -> None:
+def test_what_is_shown_is_what_is_rewarded(unprofiled):
     table = repeated(small_table(holes=0.5), jitter=0.5)
     env = ConfigBandit(table, batch_size=200, group_size=3, unprofiled=unprofiled, seed=0)
     out = env.rollout(1).squeeze(1)
@@ -530,7 +522,7 @@ def test_what_is_shown_is_what_is_rewarded(unprofiled: str) -> None:
     assert torch.equal(out["next", "reward"][shown], wanted[shown])
 
 
-def test_every_measurement_is_drawn_about_equally_often() -> None:
+def test_every_measurement_is_drawn_about_equally_often():
     table = table_of([[1.0, 1.0]], [[[1.0, 2.0, 3.0], [4.0, 5.0, math.nan]]])
     env = ConfigBandit(table, batch_size=6000, action="configuration", seed=0)
     for configuration, values in ((0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0])):
@@ -540,7 +532,7 @@ def test_every_measurement_is_drawn_about_equally_often() -> None:
         assert (share - 1 / len(values)).abs().max() < 0.03  # some five standard errors
 
 
-def test_single_measurements_take_no_draw() -> None:
+def test_single_measurements_take_no_draw():
     for table, draws in ((FULL, False), (repeated(FULL), True)):
         env = ConfigBandit(table, seed=3)
         env.reset()

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,22 +24,21 @@ from knobwise.envs.configurations.budgets import (
 )
 from knobwise.envs.configurations.contexts import ContextSampler
 from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
 HALF = math.sqrt(0.5)
 
 
-def of_latencies(latency_ms: torch.Tensor) -> ProfileTable:
+def of_latencies(latency_ms):
     """A table with these latencies [N, C]; NaN where not profiled."""
     return table_of(0 * latency_ms, latency_ms)
 
 
-def draw(table: ProfileTable, rows: torch.Tensor, seed: int = 0, **settings: Any) -> torch.Tensor:
+def draw(table, rows, seed=0, **settings):
     return BudgetSampler(table, BudgetConfig(**settings))(rows, torch.Generator().manual_seed(seed))
 
 
-def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> None:
+def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor():
     table = small_table(holes=0.5)
     rows = torch.arange(60).repeat(50)
     factors = torch.tensor([0.8, 1.0, 1.2])
@@ -52,7 +50,7 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
     assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
 
 
-def test_fixed_draws_each_value() -> None:
+def test_fixed_draws_each_value():
     drawn = draw(small_table(), ZEROS, strategy="fixed", values_ms=(5.0, 7.0))
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
@@ -65,9 +63,7 @@ def test_fixed_draws_each_value() -> None:
         ("uniform", [4.0, 19.0, 34.0, 49.0, 64.0]),  # even in ms
     ],
 )
-def test_budgets_between_two_quantiles(
-    strategy: str, quarters: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budgets_between_two_quantiles(strategy, quarters, monkeypatch):
     monkeypatch.setattr(budgets, "RANGE", (0.2, 0.8))
     table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
     drawn = draw(table, ZEROS, strategy=strategy)
@@ -76,9 +72,7 @@ def test_budgets_between_two_quantiles(
 
 
 @pytest.mark.parametrize("strategy", ["relative", "quantiles"])
-def test_budgets_are_positive_where_a_timer_said_zero(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     monkeypatch.setattr(budgets, "RANGE", (0.0, 0.97))
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
     drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy)
@@ -86,7 +80,7 @@ def test_budgets_are_positive_where_a_timer_said_zero(
     assert drawn.isfinite().all()
 
 
-def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
+def test_the_range_of_worths_and_those_that_are_judged_by_hand():
     latency = torch.arange(101.0).reshape(101, 1) + 1  # 3 % and 97 % quantiles: 4 and 98
     assert worths_range(latency.flatten()).tolist() == pytest.approx([4, 30 * 98])
     # five, evenly apart in logarithm, the ends left out
@@ -100,7 +94,7 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
     assert worths_range(torch.zeros(4)).tolist() == [1, 30]
 
 
-def test_worths_are_drawn_evenly_in_logarithm() -> None:
+def test_worths_are_drawn_evenly_in_logarithm():
     table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)
     drawn = draw(table, ZEROS, sense="mean").log()
     ends = math.log(4), math.log(30 * 98)
@@ -120,12 +114,12 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
         ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms"),
     ],
 )
-def test_numbers_that_cannot_be_used_are_refused(settings: dict[str, Any], fault: str) -> None:
+def test_numbers_that_cannot_be_used_are_refused(settings, fault):
     with pytest.raises(InputError, match=fault):
         BudgetSampler(small_table(), BudgetConfig(**settings))
 
 
-def numbered(samples: int, configurations: int) -> torch.Tensor:
+def numbered(samples, configurations):
     """Latencies 1, 2, …: those of the first configuration, then those of the second, and so on."""
     return torch.arange(1.0, samples * configurations + 1).reshape(configurations, samples).T
 
@@ -151,7 +145,7 @@ down."""
         (torch.zeros(4, 2), [LEAST_LATENCY_MS]),
     ],
 )
-def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
+def test_default_budgets_by_hand(latency_ms, wanted):
     budgets = default_budgets(of_latencies(latency_ms))
     assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
     assert len(few_budgets(budgets)) == (len(wanted) < 5)
@@ -166,8 +160,8 @@ def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) 
     st.booleans(),
 )
 def test_default_budgets_are_distinct_feasible_and_below_time_outs(
-    seed: int, samples: int, configurations: int, rounded_to: float, timed_out: bool
-) -> None:
+    seed, samples, configurations, rounded_to, timed_out
+):
     generator = torch.Generator().manual_seed(seed)
     measured = (torch.randn(samples, configurations, generator=generator) + 1).exp()
     if rounded_to:
@@ -181,7 +175,7 @@ def test_default_budgets_are_distinct_feasible_and_below_time_outs(
     assert (measured.amin(1) <= budgets[0]).double().mean() >= 0.75
 
 
-def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit() -> None:
+def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit():
     nothing = torch.tensor([math.log(LEAST_LATENCY_MS), 0.0, 1.0])
     torch.testing.assert_close(log_ms(torch.tensor([0.0, 1.0, math.e])), nothing)
     for unit in (1.0, 1e-5, 1e4):
@@ -199,7 +193,7 @@ def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_
         (4, [HALF, 1.0, HALF, 0.0]),  # an even width leaves z out
     ],
 )
-def test_encodings_by_hand(width: int, wanted: list[float]) -> None:
+def test_encodings_by_hand(width, wanted):
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), width)  # ln: 0 and 2, so μ = σ = 1
     result = encoding(torch.tensor([[math.e**2, 1e9]]))  # z = 1, and 4 at most
     assert result.shape == (1, 2, width)
@@ -208,13 +202,13 @@ def test_encodings_by_hand(width: int, wanted: list[float]) -> None:
         assert result[0, 1].item() == 4
 
 
-def test_sixteen_pairs_divide_seven_octaves_evenly() -> None:
+def test_sixteen_pairs_divide_seven_octaves_evenly():
     frequencies = BudgetEncoding(small_table().latency_ms.flatten(), 32).frequencies
     wanted = math.pi / 4 * 2 ** torch.linspace(0, 7, 16)
     torch.testing.assert_close(frequencies, wanted)
 
 
-def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
+def test_encoding_survives_latencies_that_never_vary_and_zeros():
     for latencies in (torch.full((5,), 7.0), torch.zeros(3)):
         assert BudgetEncoding(latencies)(torch.tensor([0.0, 7.0, 1e6])).isfinite().all()
 
@@ -222,20 +216,18 @@ def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
 LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])]
 
 
-def sampler(
-    rows: torch.Tensor | list[torch.Tensor] | None, seed: int = 0, **budget: object
-) -> ContextSampler:
-    return ContextSampler(small_table(), BudgetConfig(**budget), rows, seed)  # type: ignore[arg-type]
+def sampler(rows, seed=0, **budget):
+    return ContextSampler(small_table(), BudgetConfig(**budget), rows, seed)
 
 
-def shares_drawn(table: ProfileTable, by: str, rows: list[torch.Tensor]) -> torch.Tensor:
+def shares_drawn(table, by, rows):
     """Of the samples of a table, [N], for each list of rows."""
     drawn, _ = ContextSampler(table, BudgetConfig(), rows, 0, by)(6000 * len(rows))
     counts = [drawn[m :: len(rows)].bincount(minlength=table.num_samples) for m in range(len(rows))]
     return torch.stack(counts) / 6000
 
 
-def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
+def test_balanced_groups_are_drawn_as_often_as_each_other():
     # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both
     # together
     names = {"datasets": ("a", "a", "a", "b", "a"), "question_types": tuple("xyyyx")}
@@ -249,7 +241,7 @@ def test_balanced_groups_are_drawn_as_often_as_each_other() -> None:
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.025, rtol=0)
 
 
-def test_samples_with_rare_configurations_are_drawn_more_often() -> None:
+def test_samples_with_rare_configurations_are_drawn_more_often():
     nan = math.nan
     table = of_latencies(torch.tensor([[1.0, 2.0], [1.0, nan], [1.0, nan]]))
     shares = shares_drawn(table, "configuration", [torch.arange(3)])  # of 1/3 + 1, 1/3, 1/3
@@ -257,15 +249,15 @@ def test_samples_with_rare_configurations_are_drawn_more_often() -> None:
 
 
 @pytest.mark.parametrize("by", ["dataset", "question_type"])
-def test_nothing_to_balance_is_refused(by: str) -> None:
+def test_nothing_to_balance_is_refused(by):
     with pytest.raises(InputError, match=f"balance.by={by}: .*'small' have fewer than two"):
         ContextSampler(small_table(), BudgetConfig(), None, 0, by)
 
 
 @pytest.mark.parametrize("lists", [[torch.tensor([4, 8, 15, 16])], LISTS])
 def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(
-    lists: list[torch.Tensor],
-) -> None:
+    lists,
+):
     contexts = sampler(lists)
     contexts(4)  # no whole round: whose turn it is does not depend on what was drawn before
     rows, budgets = contexts(9000)
@@ -278,8 +270,8 @@ def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(
 
 
 def test_budgets_are_those_of_the_rows_of_all_lists_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(budgets, "RANGE", (0.0, 1.0))
     table = small_table()
     table.latency_ms[[0, 2, 4]] = 5.0
@@ -294,7 +286,7 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together(
 @pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
 @pytest.mark.parametrize("balance", ["none", "question_type"])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
-def test_contexts_come_from_the_seed_and_come_again(rows: Any, balance: str, strategy: str) -> None:
+def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):
     table = replace(small_table(holes=0.3), question_types=("x", "y", "y") * 20)
     budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
     one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
@@ -305,12 +297,12 @@ def test_contexts_come_from_the_seed_and_come_again(rows: Any, balance: str, str
     assert all(map(torch.equal, first, one(40)))
 
 
-def test_equal_seeds_draw_what_they_always_drew() -> None:
+def test_equal_seeds_draw_what_they_always_drew():
     assert sampler(None)(6)[0].tolist() == [44, 39, 53, 0, 43, 39]
     assert sampler(LISTS)(6)[0].tolist() == [3, 0, 4, 7, 0, 2]
 
 
-def test_nothing_to_draw_from_is_refused() -> None:
+def test_nothing_to_draw_from_is_refused():
     for rows in (
         torch.tensor([], dtype=torch.int64),
         [],

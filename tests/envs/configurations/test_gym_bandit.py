@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import repeated, small_table, table_of
 from torchrl.envs import GymEnv, GymWrapper, check_env_specs
 
@@ -28,7 +27,6 @@ from knobwise.envs.configurations.gymnasium_env import (
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.tables.profile_table import ProfileTable
 
 ID = "knobwise/ConfigBandit-v0"
 NAN = torch.nan
@@ -48,7 +46,7 @@ TWELVE = BudgetConfig("fixed", values_ms=(12.0,))
 NOTHING = np.zeros((3, 3), dtype=np.int64)
 
 
-def profiled_action(table: ProfileTable, mask: np.ndarray, number: int = 0) -> np.ndarray:
+def profiled_action(table, mask, number=0):
     return table.configurations[torch.from_numpy(mask.astype(bool))][number].numpy()
 
 
@@ -57,14 +55,14 @@ def profiled_action(table: ProfileTable, mask: np.ndarray, number: int = 0) -> n
 
 @pytest.mark.parametrize("budget", [None, WORTH], ids=["deadline", "mean"])
 @pytest.mark.parametrize(("table", "action"), FORMS)
-def test_gymnasium_checks_it(table: str, action: str, budget: BudgetConfig | None) -> None:
+def test_gymnasium_checks_it(table, action, budget):
     env = gymnasium.make(ID, table=TABLES[table], action=action, budget=budget)
     check_env(env.unwrapped, skip_render_check=True)
 
 
 # TorchRL takes no MultiDiscrete of one number
 @pytest.mark.parametrize(("table", "action"), FORMS[:-2])
-def test_torchrl_checks_it(table: str, action: str) -> None:
+def test_torchrl_checks_it(table, action):
     arguments = {"table": TABLES[table], "action": action}
     check_env_specs(GymWrapper(gymnasium.make(ID, **arguments)))
     env = GymEnv(ID, **arguments, categorical_action_encoding=True)
@@ -76,11 +74,11 @@ def test_torchrl_checks_it(table: str, action: str) -> None:
     assert played["mask"].shape == (5, 12)
 
 
-def vector(mode: AutoresetMode, **options: Any) -> VectorEnv:
+def vector(mode, **options):
     return ConfigBanditVectorEnv(3, autoreset_mode=mode, **options)
 
 
-def side_by_side(mode: AutoresetMode, **options: Any) -> VectorEnv:
+def side_by_side(mode, **options):
     env = [lambda: gymnasium.make(ID, numeric_infos=True, **options)]
     return SyncVectorEnv(env * 3, autoreset_mode=mode)
 
@@ -88,9 +86,7 @@ def side_by_side(mode: AutoresetMode, **options: Any) -> VectorEnv:
 @pytest.mark.parametrize("make", [vector, side_by_side])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize(("table", "action"), FORMS[:4] + FORMS[-2:])
-def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(
-    make: Any, mode: AutoresetMode, table: str, action: str
-) -> None:
+def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(make, mode, table, action):
     profile = TABLES[table]
     many = make(mode, table=profile, action=action)
     env = GymWrapper(many, categorical_action_encoding=True)
@@ -125,9 +121,7 @@ UTILITY = RewardConfig(alpha=2.0, miss=0.5, kind="utility")
         (WORTH, None, None),
     ],
 )
-def test_all_three_environments_give_the_same_contexts_and_rewards(
-    budget: BudgetConfig, reward: RewardConfig | None, repeats: str | None
-) -> None:
+def test_all_three_environments_give_the_same_contexts_and_rewards(budget, reward, repeats):
     table = small_table(holes=0.3) if repeats is None else TABLES["repeated"]
     options = {"budget": budget, "reward": reward, "repeats": repeats or "draw"}
     limit = "worth_ms" if budget is WORTH else "budget_ms"
@@ -166,7 +160,7 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(
     assert infos["row"].tolist() == context["row"].tolist()
 
 
-def test_infos_tell_the_outcome_by_hand() -> None:
+def test_infos_tell_the_outcome_by_hand():
     env = ConfigBanditEnv(TABLE, TWELVE)
     _, before = env.reset(seed=0)
     row = before["row"]
@@ -181,7 +175,7 @@ def test_infos_tell_the_outcome_by_hand() -> None:
 
 
 @pytest.mark.parametrize("holes", [0.0, 0.7])
-def test_the_oracle_is_the_best_by_brute_force(holes: float) -> None:
+def test_the_oracle_is_the_best_by_brute_force(holes):
     table = small_table(holes=holes)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     budgets = torch.linspace(2, 30, 60)[order]
@@ -212,13 +206,13 @@ PRICED = RewardConfig(kind="priced")
     ],
 )
 def test_the_oracle_by_hand(
-    table: ProfileTable,
-    row: int,
-    config: RewardConfig,
-    repeats: str,
-    limits: list[float],
-    wanted: list[int],
-) -> None:
+    table,
+    row,
+    config,
+    repeats,
+    limits,
+    wanted,
+):
     rewards = RewardTable(table, config, repeats=repeats)
     rows = torch.full((len(limits),), row)
     assert oracle(rewards, rows, torch.tensor(limits)).tolist() == wanted
@@ -226,9 +220,7 @@ def test_the_oracle_by_hand(
 
 @pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
 @pytest.mark.parametrize(("budget", "kind"), [(WORTH, "utility"), (None, "priced")])
-def test_a_reward_of_another_sense_is_refused(
-    make: type, budget: BudgetConfig | None, kind: str
-) -> None:
+def test_a_reward_of_another_sense_is_refused(make, budget, kind):
     with pytest.raises(InputError, match=f"reward.kind={kind}"):
         make(TABLE, budget=budget, reward=RewardConfig(kind=kind))
 
@@ -248,9 +240,7 @@ def test_a_reward_of_another_sense_is_refused(
         ("configuration", 12, "no index 12"),
     ],
 )
-def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(
-    action: str, wrong: object, fault: str
-) -> None:
+def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(action, wrong, fault):
     env = ConfigBanditEnv(TABLE, action=action)
     many = ConfigBanditVectorEnv(1, TABLE, action=action)
     for needed in (env, many):
@@ -264,7 +254,7 @@ def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(
         many.step(np.asarray(wrong)[None])
 
 
-def test_action_masks_draw_profiled_actions_only() -> None:
+def test_action_masks_draw_profiled_actions_only():
     # an unprofiled one would be an error
     options = {"action": "configuration", "unprofiled": "error"}
     env = ConfigBanditEnv(SPARSE, **options)
@@ -287,8 +277,8 @@ def test_action_masks_draw_profiled_actions_only() -> None:
     ],
 )
 def test_under_knobs_there_is_a_mask_where_the_profiled_configurations_are_a_product(
-    profiled: list[list[int]], masks: list[list[int]] | None
-) -> None:
+    profiled, masks
+):
     mask = TABLE.mask.clone()
     mask[0] = False
     mask[0, TABLE.find(torch.tensor(profiled))] = True
@@ -303,7 +293,7 @@ def test_under_knobs_there_is_a_mask_where_the_profiled_configurations_are_a_pro
     assert drawn == set(map(tuple, profiled))
 
 
-def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
+def test_knobs_under_their_own_keys_are_a_dict_of_actions():
     env = gymnasium.make(ID, table=TABLE, action_keys="knobs")
     sizes = {knob.name: spaces.Discrete(len(knob.values)) for knob in TABLE.knobs}
     assert env.action_space == spaces.Dict(sizes)
@@ -331,7 +321,7 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions() -> None:
 # -- observations ----------------------------------------------------------------------------------
 
 
-def test_observations_share_no_memory() -> None:
+def test_observations_share_no_memory():
     first, info = ConfigBanditEnv(TABLE).reset(seed=0)
     for value in first.values():
         value[...] = 7.0
@@ -346,7 +336,7 @@ def test_observations_share_no_memory() -> None:
         assert not any(np.shares_memory(value, other[key]) for other in others)
 
 
-def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
+def test_a_missing_feature_shows_as_the_median_of_its_column():
     table = small_table()
     block = table.features["image_features"]
     block[:, 0] = torch.arange(60.0)
@@ -356,7 +346,7 @@ def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
     assert block[:10, 0].isnan().all()
 
 
-def test_the_observation_space_fits_on_a_screen_and_holds_what_is_observed() -> None:
+def test_the_observation_space_fits_on_a_screen_and_holds_what_is_observed():
     env = gymnasium.make(ID)
     space = env.observation_space
     assert len(str(space)) < 800
@@ -379,10 +369,10 @@ NO_NUMBERS = {"sample_id", "action_mask"}
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_reset_mode_goes_as_gymnasium_goes(mode: AutoresetMode) -> None:
+def test_every_reset_mode_goes_as_gymnasium_goes(mode):
     rows = torch.arange(7, 8)  # one sample and one budget, so that values can be compared too
     one = [lambda: ConfigBanditEnv(TABLE, TWELVE, rows=rows)]
-    stock: VectorEnv = SyncVectorEnv(one * 4, autoreset_mode=mode)
+    stock = SyncVectorEnv(one * 4, autoreset_mode=mode)
     ours = ConfigBanditVectorEnv(4, TABLE, TWELVE, rows=rows, autoreset_mode=mode.value)
     assert ours.metadata["autoreset_mode"] == ours.autoreset_mode == mode
     results = {}
@@ -404,14 +394,14 @@ def test_every_reset_mode_goes_as_gymnasium_goes(mode: AutoresetMode) -> None:
         compare_infos(theirs[-1], mine[-1])
 
 
-def compare(theirs: dict, mine: dict) -> None:
+def compare(theirs, mine):
     assert theirs.keys() == mine.keys()
     for name, value in mine.items():
         np.testing.assert_array_equal(value, theirs[name])
         assert value.dtype == theirs[name].dtype
 
 
-def compare_infos(theirs: dict, mine: dict) -> None:
+def compare_infos(theirs, mine):
     """Vector infos hold numbers only, and nothing twice; `configuration` is indices of values."""
     public = {name for name in theirs if not name.startswith("_")}
     known = {name for name in mine if not name.startswith("_")}
@@ -430,7 +420,7 @@ def compare_infos(theirs: dict, mine: dict) -> None:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_contexts_are_kept_or_drawn_at_the_right_step(mode: AutoresetMode) -> None:
+def test_contexts_are_kept_or_drawn_at_the_right_step(mode):
     env = vector(mode, table=TABLE)
     ahead = ConfigBanditVectorEnv(3, TABLE)
     drawn = [ahead.reset(seed=1)[0], *(ahead.reset()[0] for _ in range(3))]
@@ -448,7 +438,7 @@ def test_contexts_are_kept_or_drawn_at_the_right_step(mode: AutoresetMode) -> No
         compare(observations, drawn[number + 1])
 
 
-def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
+def test_with_reset_mode_disabled_no_context_is_decided_twice():
     env = vector(AutoresetMode.DISABLED, table=TABLE)
     first = {"reset_mask": np.array([True, False, True])}
     before, _ = env.reset(seed=0, options=first)  # the first one draws all
@@ -468,22 +458,22 @@ def test_with_reset_mode_disabled_no_context_is_decided_twice() -> None:
 
 
 @pytest.mark.parametrize("rows", [[3, 5], np.array([3, 5])])
-def test_rows_may_be_any_whole_numbers(rows: object) -> None:
+def test_rows_may_be_any_whole_numbers(rows):
     env = gymnasium.make(ID, table=TABLE, rows=rows)
     assert {env.reset(seed=seed)[1]["row"] for seed in range(20)} == {3, 5}
     with pytest.raises(InputError, match="row="):
         env.reset(options={"row": 4})
 
 
-def test_a_path_instead_of_a_table_says_how_to_read_it() -> None:
+def test_a_path_instead_of_a_table_says_how_to_read_it():
     with pytest.raises(InputError, match=r"table=.*read"):
         gymnasium.make(ID, table="measured.csv")
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
-def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str) -> None:
-    arguments: dict[str, Any] = {"autoreset_mode": mode}
+def test_make_vec_takes_every_reset_mode(mode, vectorization):
+    arguments = {"autoreset_mode": mode}
     if vectorization == "sync":
         arguments = {"vector_kwargs": arguments}
     env = gymnasium.make_vec(
@@ -516,7 +506,7 @@ env.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
-def test_make_vec_in_forked_processes() -> None:
+def test_make_vec_in_forked_processes():
     # from a process of its own, with threads: a fork of this one may keep a lock of one of its
     # threads for ever; whatever hangs is an error
     process = subprocess.Popen([sys.executable, "-c", FORKED], start_new_session=True)

@@ -1,8 +1,5 @@
 """What a person sees: in words, as a picture, in a window."""
 
-from pathlib import Path
-from typing import Any
-
 import gymnasium
 import numpy as np
 import pytest
@@ -24,13 +21,13 @@ TABLE = small_table()
 RED = np.zeros((4, 4, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
 
 
-def pixels(picture: np.ndarray, colour: str) -> int:
+def pixels(picture, colour):
     wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
     return int((np.abs(picture.astype(int) - wanted).max(-1) <= 3).sum())
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
+def test_words_say_what_can_be_set_and_what_happened(sense):
     budget = BudgetConfig(strategy="fixed", values_ms=(12.0,), sense=sense)
     env = ConfigBanditEnv(
         TABLE, budget, render_mode="ansi", inputs=lambda sample_id: (f"Is it {sample_id}?", None)
@@ -57,7 +54,7 @@ def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
     assert env.render() == words
 
 
-def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
+def test_a_picture_shows_the_input_the_choice_and_the_outcome():
     env = ConfigBanditEnv(
         TABLE, render_mode="rgb_array", inputs=lambda _: ("What colour is it?", RED)
     )
@@ -87,7 +84,7 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
     [RED / 255, RED[..., 0], Image.fromarray(RED).convert("P"), RED.repeat(300, 0), None],
     ids=["float", "grey", "palette", "tall", "none"],
 )
-def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
+def test_pictures_of_every_kind_are_drawn(picture):
     env = ConfigBanditEnv(
         TABLE, BudgetConfig(sense="mean"), render_mode="rgb_array", inputs=lambda _: ("", picture)
     )
@@ -107,11 +104,9 @@ values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60
     text=st.one_of(st.text(max_size=400), st.just("W" * 50 + " WWWW" * 40)),
 )
 @example(number=0.0, budget=1.0, knobs=[[0]], text=";")  # reaches to the left of where it begins
-def test_whatever_is_drawn_nothing_runs_over(
-    number: float, budget: float, knobs: list[list], text: str
-) -> None:
+def test_whatever_is_drawn_nothing_runs_over(number, budget, knobs, text):
     made = tuple(Knob(f"{i} {text}", tuple(row)) for i, row in enumerate(knobs))
-    info: dict[str, Any] = {"sample_id": "x" * 99, "budget_ms": budget}
+    info = {"sample_id": "x" * 99, "budget_ms": budget}
     for who, value in (("", -1), ("oracle_", 0)):
         info |= {f"{who}accuracy": 0.5, f"{who}latency_ms": number}
         info[f"{who}violation"] = number > budget
@@ -127,7 +122,7 @@ def test_whatever_is_drawn_nothing_runs_over(
     assert "Oracle" in view.words()
 
 
-def test_the_built_in_profile_comes_with_its_questions_and_pictures() -> None:
+def test_the_built_in_profile_comes_with_its_questions_and_pictures():
     env = gymnasium.make(ID, render_mode="ansi")
     env.reset(options={"sample_id": "17", "budget_ms": 2.0})
     request, question, *_ = env.render().splitlines()
@@ -142,7 +137,7 @@ def test_the_built_in_profile_comes_with_its_questions_and_pictures() -> None:
     assert (colours == [38, 38, 255]).all(1).sum() > 100  # blue digits, 0.15 of red and green
 
 
-def test_without_a_mode_there_is_nothing_to_see() -> None:
+def test_without_a_mode_there_is_nothing_to_see():
     env = ConfigBanditEnv(TABLE)
     env.reset(seed=0)
     assert env.render() is None
@@ -150,7 +145,7 @@ def test_without_a_mode_there_is_nothing_to_see() -> None:
         ConfigBanditEnv(TABLE, render_mode="video")
 
 
-def test_gymnasium_opens_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gymnasium_opens_a_window(monkeypatch, tmp_path):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     pygame = pytest.importorskip("pygame")
@@ -166,5 +161,5 @@ def test_gymnasium_opens_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not pygame.display.get_init()
 
 
-def test_gymnasium_checks_the_picture() -> None:
+def test_gymnasium_checks_the_picture():
     check_env(gymnasium.make(ID, table=TABLE, render_mode="rgb_array").unwrapped)

@@ -25,7 +25,7 @@ TWO_SETS = replace(
 
 @settings(max_examples=20, deadline=None)
 @given(row=st.integers(0, 59), budget=st.floats(2**-20, 2**20, width=32), by_id=st.booleans())
-def test_the_person_chooses_the_sample_and_its_budget(row: int, budget: float, by_id: bool) -> None:
+def test_the_person_chooses_the_sample_and_its_budget(row, budget, by_id):
     env = ConfigBanditEnv(TABLE)
     sample = {"sample_id": TABLE.sample_ids[row]} if by_id else {"row": row}
     observation, info = env.reset(options={"budget_ms": budget, **sample})
@@ -38,7 +38,7 @@ def test_the_person_chooses_the_sample_and_its_budget(row: int, budget: float, b
 
 
 @pytest.mark.parametrize("strategy", ["relative", "quantiles"])
-def test_the_seed_fixes_what_is_not_chosen(strategy: str) -> None:
+def test_the_seed_fixes_what_is_not_chosen(strategy):
     env = ConfigBanditEnv(TABLE, BudgetConfig(strategy))
     _, drawn = env.reset(seed=3)
     _, by_row = env.reset(seed=3, options={"row": drawn["row"]})
@@ -55,7 +55,7 @@ def test_the_seed_fixes_what_is_not_chosen(strategy: str) -> None:
     assert len({env.reset()[1]["row"] for _ in range(20)}) > 5
 
 
-def test_under_a_mean_budget_the_worth_is_chosen() -> None:
+def test_under_a_mean_budget_the_worth_is_chosen():
     env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"))
     _, info = env.reset(options={"worth_ms": 40, "row": 2})
     assert info["worth_ms"] == 40
@@ -81,7 +81,7 @@ def test_under_a_mean_budget_the_worth_is_chosen() -> None:
         ),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(options: dict, fault: str) -> None:
+def test_what_cannot_be_chosen_is_refused(options, fault):
     env = ConfigBanditEnv(TWO_SETS)
     with pytest.raises(InputError, match=f"^reset options: .*{fault}"):
         env.reset(options=options)
@@ -89,7 +89,7 @@ def test_what_cannot_be_chosen_is_refused(options: dict, fault: str) -> None:
     assert info["row"] == 37
 
 
-def test_many_at_once_take_a_single_value_or_each_their_own() -> None:
+def test_many_at_once_take_a_single_value_or_each_their_own():
     env = ConfigBanditVectorEnv(3, TWO_SETS, autoreset_mode="Disabled")
     observations, infos = env.reset(options={"row": np.array([4, 5, 6]), "budget_ms": 2.0})
     assert infos["row"].tolist() == [4, 5, 6]
@@ -104,7 +104,7 @@ def test_many_at_once_take_a_single_value_or_each_their_own() -> None:
     assert infos["row"].tolist() == [7, 37, 9]
 
 
-def test_torchrl_passes_choices_on() -> None:
+def test_torchrl_passes_choices_on():
     wrapped = GymWrapper(gymnasium.make(ID, table=TABLE))
     context = wrapped.reset(options={"row": 5, "budget_ms": 3.0})
     assert context["budget_ms"].item() == 3

@@ -33,7 +33,7 @@ ROWS = torch.tensor([0, 1])
 BUDGETS = torch.tensor([2.0, 7.0])
 
 
-def sigmoid(x: float) -> float:
+def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
@@ -58,22 +58,20 @@ def sigmoid(x: float) -> float:
         (RewardConfig(kind="priced"), 150.0, 0.8 - 1.5),
     ],
 )
-def test_formulas_by_hand(config: RewardConfig, latency: float, wanted: float) -> None:
+def test_formulas_by_hand(config, latency, wanted):
     # an accuracy of .8, a budget of 100 ms and a complexity of .4
     values = (torch.tensor(v, dtype=torch.float64) for v in (0.8, latency, 100.0, 0.4))
     assert reward(*values, config).item() == pytest.approx(wanted)
 
 
-def test_another_kind_is_refused() -> None:
+def test_another_kind_is_refused():
     with pytest.raises(InputError, match=r"reward\.kind"):
         RewardConfig(kind="sparse")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(2**-10, 2**17, width=32), st.integers(-2, 2))
-def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(
-    budget: float, steps: int
-) -> None:
+def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget, steps):
     limit = torch.tensor(budget)
     one = torch.tensor(1.0)
     latency = limit
@@ -83,14 +81,14 @@ def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(
     assert gained == expected_utility(one, latency.unsqueeze(-1), limit) == (steps <= 0)
 
 
-def test_complexity_by_hand() -> None:
+def test_complexity_by_hand():
     result = complexity(small_table())  # crops 2, 6, 10; experts 4, 8; blocks 12, 16
     wanted = [(2 / 10 + 4 / 8 + 12 / 16) / 3, (6 / 10 + 8 / 8 + 12 / 16) / 3, 1]
     assert result[[0, 6, -1]].tolist() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
-def test_a_knob_without_a_size_counts_nothing(values: tuple[int | str, ...]) -> None:
+def test_a_knob_without_a_size_counts_nothing(values):
     table = table_of([[1.0, 1.0]], [[1.0, 1.0]])
     knobs = Knob("top_k", (2, 4)), Knob("other", values)
     table = replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
@@ -100,7 +98,7 @@ def test_a_knob_without_a_size_counts_nothing(values: tuple[int | str, ...]) -> 
 # -- cells that were measured repeatedly -----------------------------------------------------------
 
 
-def test_share_in_time_and_utility_by_hand() -> None:
+def test_share_in_time_and_utility_by_hand():
     limits = BUDGETS.unsqueeze(1)
     share = share_in_time(TABLE.measurements_ms, limits)
     torch.testing.assert_close(share, torch.tensor([[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]]))
@@ -108,7 +106,7 @@ def test_share_in_time_and_utility_by_hand() -> None:
     torch.testing.assert_close(gained, torch.tensor([[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]]))
 
 
-def test_rewards_by_hand() -> None:
+def test_rewards_by_hand():
     rewards = RewardTable(TABLE, replace(UTILITY, alpha=1.0))
     # in time 2 of 3, 1 of 3 and 1 of 1 times; 2 of 2 and 1 of 3 times
     wanted = torch.tensor([[0.4 - 0.1, 1 / 3 - 0.2, 0.2], [0.5, NAN, 0.3 - 0.2]])
@@ -128,7 +126,7 @@ def test_rewards_by_hand() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["shaped", "utility", "priced"]))
-def test_rewards_are_means_over_measurements(seed: int, kind: str) -> None:
+def test_rewards_are_means_over_measurements(seed, kind):
     table = repeated(small_table(9, seed, holes=0.3), most=3, seed=seed)
     rewards = RewardTable(table, RewardConfig(kind=kind))
     rows = torch.arange(9)
@@ -142,7 +140,7 @@ def test_rewards_are_means_over_measurements(seed: int, kind: str) -> None:
     torch.testing.assert_close(total / 6, rewards.all(rows, budgets), equal_nan=True)
 
 
-def test_the_median_is_rewarded_like_a_single_measurement() -> None:
+def test_the_median_is_rewarded_like_a_single_measurement():
     table = repeated(small_table(holes=0.3))
     rows = torch.arange(60)
     once = RewardTable(replace(table, repeats_ms=None), UTILITY).all(rows, rows + 1.0)
@@ -156,16 +154,16 @@ NUMBERS = itertools.count()
 
 
 class Write(Protocol):
-    def __call__(self, returned: str, before: str = "") -> RewardConfig: ...
+    def __call__(self, returned, before=""): ...
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def written(tmp_path, monkeypatch):
     """Writes a reward function that returns an expression into a new module of this folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def write(returned: str, before: str = "") -> RewardConfig:
+    def write(returned, before=""):
         module = f"mine_{next(NUMBERS)}"
         head = "def f(accuracy, latency_ms, budget_ms, knobs):"
         Path(f"{module}.py").write_text(f"{before}\n{head}\n    return {returned}\n")
@@ -174,7 +172,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def test_a_function_by_hand_of_each_measurement_and_their_mean(written: Write) -> None:
+def test_a_function_by_hand_of_each_measurement_and_their_mean(written):
     table = table_of([[0.6, 1.0], [0.5, NAN]], [[[1, 3], [4, 2]], [[5, 7], [NAN, NAN]]])
     rewards = RewardTable(table, written("accuracy - latency_ms / budget_ms + 10 * knobs['size']"))
     budgets = torch.tensor([10.0, 20.0])
@@ -187,7 +185,7 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written: Write) -
     torch.testing.assert_close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
 
 
-def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written: Write) -> None:
+def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
     knobs = (Knob("tier", ("low", "high")), Knob("crops", (0.5, 4)), Knob("size", (0, 1)))
     configurations = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 1, 1]])
     table = replace(TABLE, knobs=knobs, configurations=configurations)
@@ -208,9 +206,7 @@ def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written: 
         ("accuracy", "1 +", "SyntaxError"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_in_a_line(
-    returned: str, before: str, fault: str, written: Write
-) -> None:
+def test_a_function_that_cannot_be_used_is_refused_in_a_line(returned, before, fault, written):
     config = written(returned, before)
     with pytest.raises(InputError, match=fault) as refused:
         RewardTable(TABLE, config)
@@ -218,7 +214,7 @@ def test_a_function_that_cannot_be_used_is_refused_in_a_line(
     assert "\n" not in str(refused.value)
 
 
-def test_what_shows_only_later_is_refused_where_it_shows(written: Write) -> None:
+def test_what_shows_only_later_is_refused_where_it_shows(written):
     rewards = RewardTable(TABLE, written("accuracy / (budget_ms != 17)"))
     assert rewards.all(ROWS[:1], torch.tensor([16.0])).isfinite().all()
     with pytest.raises(InputError, match="inf in 7 of 7"):

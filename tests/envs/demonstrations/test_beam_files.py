@@ -4,7 +4,6 @@ way back."""
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data, read_embeddings, write_rl_data
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 
 NAN = float("nan")
@@ -27,31 +25,31 @@ ASKED = -torch.arange(1.0, 21.0).reshape(10, 2)
 PAIR = {"id_list": [[1, 2]], "score_list": [0.5]}
 
 
-def written(folder: Path, content: Any, name: str = "beams.json") -> Path:
+def written(folder, content, name="beams.json"):
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def rl(*rows: dict[str, Any], **record: Any) -> dict[str, Any]:
+def rl(*rows, **record):
     """RL data of one query, 3, with a pool of three."""
     return {"3": {"candidate_pool_ids": [7, 9, 5], "pointer_candidates": list(rows)} | record}
 
 
-def row(pointer: list[int], **changes: Any) -> dict[str, Any]:
+def row(pointer, **changes):
     return {"pointer": pointer, "gen_method": "beam", "beam_score": 0.5} | changes
 
 
-def legacy(rows: list[Any], scores: list[Any], key: str = "3") -> dict[str, Any]:
+def legacy(rows, scores, key="3"):
     return {key: {"id_list": rows, "score_list": scores}}
 
 
-def read(folder: Path, content: Any, **options: Any) -> BeamTable:
+def read(folder, content, **options):
     """The table of a file with this content; queries are rows of ASKED, candidates of BANK."""
     return read_beam_data(written(folder, content), BANK, ASKED, **options)
 
 
-def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
+def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path):
     content = legacy([[7, 9, 3], ["5", 7]], [0.5, 0.25])
     content |= legacy([[8, 2, 4, 1]], [1e-7], "1") | legacy([], [], "0")
     table = read(tmp_path, content)
@@ -66,7 +64,7 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
     assert [int(note.split()[0]) for note in table.notes] == [2, 3, 1, 1]
 
 
-def test_rl_data_by_hand(tmp_path) -> None:
+def test_rl_data_by_hand(tmp_path):
     rows = (
         row([2, 0], pointer_global=[5, 7], logprob_score=-5.25, vqa_correct=1, vqa_gt_prob=0.0,
             vqa_rel_score=None, vqa_eval_mode="vqaEval", eval_failed=False),
@@ -101,7 +99,7 @@ def test_rl_data_by_hand(tmp_path) -> None:
     assert [note[0] for note in table.notes] == ["1", "2"]
 
 
-def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
+def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path):
     """A query without a beam keeps its pool: it can be judged."""
     content = rl(
         row([7], eval_failed=True, gen_method=None, beam_score=None),
@@ -123,8 +121,8 @@ IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
 @pytest.mark.parametrize(
     "form", ["sequence", "list.json", "object.json", "table.csv", "table.parquet"]
 )
-def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form: str) -> None:
-    given: Any = tmp_path / form
+def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form):
+    given = tmp_path / form
     if form == "sequence":
         given = IMAGES
     elif form.endswith("json"):
@@ -139,7 +137,7 @@ def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form: str) 
     assert table.candidate_images[9] == "same"
 
 
-def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
+def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path):
     """Items 3 and 7 show one image: said of the queries in one file, of the candidates in the
     other."""
     rows = [row([7, 9]), row([3, 9]), row([9])]
@@ -166,7 +164,7 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
         ("csv", "id,picture\n1,a\n"),
     ],
 )
-def test_images_that_do_not_fit(tmp_path, suffix: str, images: Any) -> None:
+def test_images_that_do_not_fit(tmp_path, suffix, images):
     with pytest.raises(InputError, match=rf"i\.{suffix}: "):
         read(tmp_path, rl(row([7])), candidate_images=written(tmp_path, images, f"i.{suffix}"))
 
@@ -192,8 +190,8 @@ ROWS = st.lists(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_the_same(
-    tmp_path, rows: dict[int, Any], shared: bool, images: list[str] | None
-) -> None:
+    tmp_path, rows, shared, images
+):
     """Ids in, ids out: not the query itself, if it is an item of the bank, no candidate of its
     image, no beam that uses one, the rest in its order."""
     content, left, pools = {}, {}, {}
@@ -278,7 +276,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_th
         ],
     ],
 )
-def test_broken_files(tmp_path, content: Any, place: str) -> None:
+def test_broken_files(tmp_path, content, place):
     with pytest.raises(InputError, match=rf"beams\.json: .*{place}"):
         read(tmp_path, content)
 
@@ -286,7 +284,7 @@ def test_broken_files(tmp_path, content: Any, place: str) -> None:
 LEGACY = legacy([[7, 9, 3], [5, 7, 3]], [0.5, 0.25]) | legacy([[8, 2, 1], [4, 8, 1]], [2, 1], "1")
 
 
-def test_a_list_of_records_is_read_as_the_object_by_query(tmp_path) -> None:
+def test_a_list_of_records_is_read_as_the_object_by_query(tmp_path):
     same = read(tmp_path, LEGACY)
     named = [{"query_id": key, **record} for key, record in LEGACY.items()]
     for records in ([*LEGACY.values()], named):
@@ -304,15 +302,13 @@ def test_a_list_of_records_is_read_as_the_object_by_query(tmp_path) -> None:
         [*rl(row([7]), query={"question_id": 9}).values()] * 2,
     ],
 )
-def test_records_that_name_no_query_are_taken_in_order_which_is_noted(
-    tmp_path, records: list[Any]
-) -> None:
+def test_records_that_name_no_query_are_taken_in_order_which_is_noted(tmp_path, records):
     table = read(tmp_path, records)
     assert table.query_ids == ("0", "1")
     assert any("records name no query" in note for note in table.notes)
 
 
-def test_paths_and_widths(tmp_path) -> None:
+def test_paths_and_widths(tmp_path):
     """A folder stands for its only JSON file, and a byte order mark is no part of the text."""
     path = tmp_path / "beams.json"
     path.write_text(json.dumps(LEGACY), encoding="utf-8-sig")
@@ -330,7 +326,7 @@ def test_paths_and_widths(tmp_path) -> None:
         read_beam_data(tmp_path / "bytes.json", BANK)
 
 
-def test_what_is_written_by_hand(tmp_path) -> None:
+def test_what_is_written_by_hand(tmp_path):
     draw = {"pointer": [9], "gen_method": "policy-2"}
     record = rl(row([7, 5], vqa_correct=1), draw, query={"image_id": 12})
     table = read(tmp_path, record, name="okvqa")
@@ -355,7 +351,7 @@ def test_what_is_written_by_hand(tmp_path) -> None:
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".pt"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> None:
+def test_embeddings_of_every_kind(tmp_path, suffix, dtype):
     path, matrix = tmp_path / f"e{suffix}", BANK.to(dtype)
     if suffix == ".safetensors":
         save_file({"anything": matrix}, path)
@@ -387,14 +383,14 @@ def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> 
         {"embeddings": BANK, "more": Harmful()},
     ],
 )
-def test_embeddings_that_are_none(tmp_path, capsys, content: Any) -> None:
+def test_embeddings_that_are_none(tmp_path, capsys, content):
     torch.save(content, tmp_path / "e.pt")
     with pytest.raises(InputError, match=r"e\.pt: "):
         read_embeddings(tmp_path / "e.pt")
     assert not capsys.readouterr().out
 
 
-def test_files_of_embeddings_of_an_unknown_kind(tmp_path) -> None:
+def test_files_of_embeddings_of_an_unknown_kind(tmp_path):
     np.savez(tmp_path / "e.npz", embeddings=np.array([[Path("x")]], dtype=object))
     (tmp_path / "e.safetensors").write_text("hello")
     (tmp_path / "e.csv").write_text("1,2")

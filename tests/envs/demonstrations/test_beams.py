@@ -2,7 +2,6 @@
 and the disk."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ TINY = BeamTable(
 five."""
 
 
-def test_sizes_and_masks() -> None:
+def test_sizes_and_masks():
     table = TINY
     assert (table.num_queries, table.num_beams, table.shots) == (3, 2, 2)
     assert table.pool_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3]
@@ -45,7 +44,7 @@ def test_sizes_and_masks() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
-def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
+def test_a_table_without_any_beam_yet(shape):
     none = torch.full((3, shape[0]), X)
     sequences = torch.full((3, *shape), X)
     table = replace(TINY, sequences=sequences, fields={}, found_by=none, round=0 * none)
@@ -84,7 +83,7 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
         ),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
+def test_what_is_refused(changes, what):
     with pytest.raises(InputError, match=f"'tiny'.*{what}"):
         replace(TINY, **changes)
 
@@ -109,19 +108,19 @@ def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
         ("queries", (0, 0), NAN, "1 × queries"),
     ],
 )
-def test_entries_that_are_refused(name: str, place: Any, value: Any, what: str) -> None:
+def test_entries_that_are_refused(name, place, value, what):
     changed = getattr(TINY, name).clone()
     changed[place] = torch.tensor(value)
     with pytest.raises(InputError, match=f"'tiny'.*{what}"):
         replace(TINY, **{name: changed})
 
 
-def test_unknown_images_and_those_of_other_candidates_are_no_leak() -> None:
+def test_unknown_images_and_those_of_other_candidates_are_no_leak():
     images = {"query_images": ("a", "b", ""), "candidate_images": ("x", "a", "b", "", "")}
     assert replace(TINY, **images).query_images == images["query_images"]
 
 
-def test_select_keeps_order_shape_and_candidates() -> None:
+def test_select_keeps_order_shape_and_candidates():
     table = replace(TINY, query_images=("a", "b", "c"))
     chosen = table.select(torch.tensor([2, 0]))
     assert (chosen.query_ids, chosen.query_images) == (("12", "10"), ("c", "a"))
@@ -133,7 +132,7 @@ def test_select_keeps_order_shape_and_candidates() -> None:
         table.select(torch.tensor([], dtype=torch.int64))
 
 
-def test_beams_are_added_and_closed_up() -> None:
+def test_beams_are_added_and_closed_up():
     none, half = [X] * 3, torch.full((3, 2), 0.5)
     added = TINY.with_beams(
         torch.tensor([[none, [0, 1, 2]], [[0, X, X], [1, X, X]], [none] * 2]),
@@ -152,14 +151,14 @@ def test_beams_are_added_and_closed_up() -> None:
     }
 
 
-def test_beams_that_do_not_fit_are_not_added() -> None:
+def test_beams_that_do_not_fit_are_not_added():
     with pytest.raises(InputError, match="indices outside"):
         TINY.with_beams(torch.zeros(3, 1, 1, dtype=torch.int64), {}, 1)
     with pytest.raises(InputError, match="luck"):
         TINY.with_beams(torch.full((3, 1, 1), X), {"luck": torch.zeros(3, 1)}, 1)
 
 
-def test_digest_tells_content_apart_and_nothing_else() -> None:
+def test_digest_tells_content_apart_and_nothing_else():
     table = TINY
     same = [
         replace(table, notes=("read on a Monday",), name="other"),
@@ -171,7 +170,7 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
     ]
     assert {other.digest for other in same} == {table.digest}
     score, right = table.fields.values()
-    changed: list[dict[str, Any]] = [
+    changed = [
         {"query_ids": ("10", "11", "13")},
         {"pool": torch.tensor([[4, 0, 1], [1, 3, X], [X, X, X]])},
         {"sequences": torch.tensor([[[0, 2], [1, X]], [[1, 0], [X, X]], [[X, X]] * 2])},
@@ -191,7 +190,7 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
     assert len({replace(table, blocks=blocks).digest for blocks in orders}) == 1
 
 
-def test_a_saved_table_loads_the_same(tmp_path) -> None:
+def test_a_saved_table_loads_the_same(tmp_path):
     path = tmp_path / "deep" / "t.safetensors"
     table = replace(
         TINY,
@@ -211,7 +210,7 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert torch.equal(BeamTable.load(path).pool, pool)
 
 
-def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
+def test_files_that_are_no_saved_beam_table(tmp_path):
     path = tmp_path / "t.safetensors"
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(InputError, match="not a beam table"):

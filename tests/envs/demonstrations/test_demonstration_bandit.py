@@ -1,25 +1,20 @@
 """The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in
 passes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, takewhile
-from typing import Any
 
 import pytest
 import torch
 from helpers import five_beams, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDictBase
-from torch import Tensor
 from torch.nn.functional import pad
 from torchrl.collectors import Collector
 from torchrl.envs import (
     CatTensors,
     Compose,
-    EnvBase,
     ExcludeTransform,
     ParallelEnv,
     SerialEnv,
@@ -37,7 +32,6 @@ from knobwise.envs.demonstrations.settings import (
     GroupConfig,
 )
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
-from knobwise.envs.single_step import SingleStepEnv
 
 X = -1
 ROW = torch.tensor([0])
@@ -47,17 +41,17 @@ SEQUENCES = five_beams().sequences
 class CountingScorer:
     """P(true answer) from the rows alone, order included; remembers what it was asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, ...]] = []
+    def __init__(self):
+        self.asked = []
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         self.asked += map(tuple, torch.cat([queries[:, None], demonstrations], 1).tolist())
         scale = torch.tensor([1.0, 3.0, 7.0])[: demonstrations.shape[1]]
         probability = torch.sigmoid(((demonstrations + 1) * scale).sum(1).sin() + queries)
         return dict.fromkeys(FIELDS[1:], probability) | {"vqa_correct": (probability > 0.7).float()}
 
 
-def same(result: TensorDictBase, wanted: TensorDictBase) -> None:
+def same(result, wanted):
     """The same numbers under the same keys."""
     torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
 
@@ -65,14 +59,14 @@ def same(result: TensorDictBase, wanted: TensorDictBase) -> None:
 SOFT = DemonstrationRewardConfig("legacy", information="vqa_acc_score")
 
 
-def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
+def bandit(live=False, **words):
     """Replaying whole groups, or scored."""
     if not live:
         words["group_size"] = "all"
     return DemonstrationBandit(five_beams(), scorer=CountingScorer() if live else None, **words)
 
 
-def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
+def bandit_of(kind, **words):
     """Each of the three TorchRL bandits: of configurations, and of recorded and scored
     demonstrations."""
     if kind == "configurations":
@@ -87,9 +81,7 @@ def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("control", [False, True])
-def test_specs_hold_and_rewards_are_finite_in_every_mode(
-    mode: str, live: bool, control: bool
-) -> None:
+def test_specs_hold_and_rewards_are_finite_in_every_mode(mode, live, control):
     reward = DemonstrationRewardConfig(mode, shuffled=control)
     check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
@@ -102,7 +94,7 @@ def test_specs_hold_and_rewards_are_finite_in_every_mode(
 
 
 @pytest.mark.parametrize("kind", ["configurations", "recorded", "scored"])
-def test_what_all_bandits_keep(kind: str) -> None:
+def test_what_all_bandits_keep(kind):
     """`step_and_maybe_reset` steps and resets, and a seed gives the same on a device that is
     named."""
     one, two, named = (
@@ -123,7 +115,7 @@ def test_what_all_bandits_keep(kind: str) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 3, 0, 3]])
-def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list[int]) -> None:
+def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order):
     """Of two equal recordings each has its own."""
     table = five_beams().with_beams(
         SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3
@@ -143,9 +135,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
 @pytest.mark.parametrize(
     ("row", "wrong"), [(4, [1, 2, X]), (4, [2, 1, 0]), (4, [2, X, X]), (3, [0, 1, X])]
 )
-def test_a_sequence_that_was_never_recorded_is_refused_with_its_query(
-    row: int, wrong: list[int]
-) -> None:
+def test_a_sequence_that_was_never_recorded_is_refused_with_its_query(row, wrong):
     env = bandit(rows=torch.tensor([row]), unprofiled="error")
     context = env.reset()
     action = context["sequences"].clone()
@@ -154,7 +144,7 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query(
         env.step(context.set("action", action))
 
 
-def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
+def test_random_actions_are_recorded_sequences_and_reach_all_of_them():
     env = bandit(batch_size=400, rows=ROW)
     drawn = env.rand_action(env.reset())["action"].reshape(-1, 3)
     sequences, counts = drawn.unique(dim=0, return_counts=True)
@@ -166,7 +156,7 @@ def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
 @pytest.mark.parametrize(
     "words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}]
 )
-def test_the_environment_makes_its_observation_itself(live: bool, words: dict[str, Any]) -> None:
+def test_the_environment_makes_its_observation_itself(live, words):
     env = DemonstrationBandit(five_beams(), scorer=CountingScorer() if live else None, **words)
     assert env.rand_step()["next", "done"].all()  # before any reset it is for new queries
     context = env.reset()
@@ -181,7 +171,7 @@ def test_the_environment_makes_its_observation_itself(live: bool, words: dict[st
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
+def test_transforms_and_a_random_policy_of_torchrl(live):
     made = partial(bandit, live, batch_size=4, group_size=2, seed=0)
     changes = Compose(CatTensors(["query", "mask"], "joined"), ExcludeTransform("row"))
     check_env_specs(joined := TransformedEnv(made(), changes))
@@ -192,14 +182,14 @@ def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
 
 
 @pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="forkserver")])
-def test_workers_draw_different_queries(vector: Callable[..., EnvBase]) -> None:
+def test_workers_draw_different_queries(vector):
     env = vector(2, partial(DemonstrationBandit, five_beams(), batch_size=50))
     first, second = env.reset()["row"]
     env.close()
     assert not torch.equal(first, second)
 
 
-def test_without_a_seed_torch_seeds_and_set_seed_starts_anew() -> None:
+def test_without_a_seed_torch_seeds_and_set_seed_starts_anew():
     shuffled = DemonstrationRewardConfig(shuffled=True)
     torch.manual_seed(5)
     first, second = (bandit(batch_size=50).reset()["row"] for _ in range(2))
@@ -213,8 +203,8 @@ def test_without_a_seed_torch_seeds_and_set_seed_starts_anew() -> None:
 
 
 @pytest.mark.parametrize("serial", [False, True])
-def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
-    def made() -> EnvBase:
+def test_the_state_of_the_passes_can_be_saved(serial):
+    def made():
         env = partial(bandit, batch_size=3, reward=DemonstrationRewardConfig(shuffled=True))
         return SerialEnv(2, env) if serial else env()
 
@@ -232,7 +222,7 @@ def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
 
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty"])
-def test_the_nearest_recorded_sequence_by_hand(unprofiled: str) -> None:
+def test_the_nearest_recorded_sequence_by_hand(unprofiled):
     """Of equally long common starts the longer sequence; a penalty is 1 below the worst."""
     env = DemonstrationBandit(five_beams(), rows=ROW, unprofiled=unprofiled)
     outcome = env.decide(ROW, torch.tensor([[3, 1, X]]))
@@ -248,7 +238,7 @@ NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
     action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5)
 )
 @settings(max_examples=60, deadline=None)
-def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> None:
+def test_the_nearest_is_the_longest_common_start(action):
     outcome, table = NEAREST.decide(torch.arange(5), torch.tensor(action)), NEAREST.table
     for row, places in enumerate(action):
         recorded = table.sequences[row][table.beam_mask[row]].tolist()
@@ -267,7 +257,7 @@ def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> Non
         assert bool(outcome.correct[row].isnan()) == (best == [X] * 3)
 
 
-def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
+def test_an_action_may_be_the_index_of_a_recorded_sequence():
     env = bandit(batch_size=5, action="sequence")
     check_env_specs(env)
     context, places = env.reset(), torch.arange(4).expand(5, 4)
@@ -283,8 +273,8 @@ def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
 def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else(
-    group_size: int | None,
-) -> None:
+    group_size,
+):
     env = DemonstrationBandit(five_beams(), batch_size=5, group_size=group_size, seed=0)
     context = env.rand_action(env.reset())
     wanted = env.step(context.clone())["next"]
@@ -299,7 +289,7 @@ def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else(
             env.step(context)
 
 
-def test_a_scorer_scores_what_places_amount_to() -> None:
+def test_a_scorer_scores_what_places_amount_to():
     env = bandit(True, group_size=3, shots=2)
     actions = ([[0, 0], [X, 1], [7, -5]], [[0, X], [1, X], [X, X]])
     first, second = (env.decide(torch.tensor([4]), torch.tensor([action])) for action in actions)
@@ -308,7 +298,7 @@ def test_a_scorer_scores_what_places_amount_to() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -> None:
+def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode):
     config = DemonstrationRewardConfig(mode)
     table = five_beams()
     for name in config.needs:
@@ -323,7 +313,7 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
                 DemonstrationBandit(replace(table, fields=fields), reward=config)
 
 
-def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness() -> None:
+def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness():
     table = five_beams()
     score = table.fields["beam_score"]
     env = DemonstrationBandit(replace(table, fields={"beam_score": score}), group_size="all")
@@ -345,7 +335,7 @@ def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness() -> N
         ({"methods": ["random", "retrieval"]}, None, [[[2]], [[0]], [], [], []]),
     ],
 )
-def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[list[int]]]) -> None:
+def test_groups(groups, shots, wanted):
     whole = five_beams()
     table = recorded_groups(whole, GroupConfig(**groups), shots)
     sequences = [
@@ -366,7 +356,7 @@ def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[lis
 
 
 @pytest.mark.parametrize("methods", ["magic", (), ["beam", "magic"], "beam"])
-def test_groups_that_make_no_sense(methods: Any) -> None:
+def test_groups_that_make_no_sense(methods):
     with pytest.raises(InputError, match=r"groups\.methods"):
         GroupConfig(methods)
     with pytest.raises(InputError, match=r"groups\.rounds"):
@@ -383,12 +373,12 @@ def test_groups_that_make_no_sense(methods: Any) -> None:
         (False, {"unprofiled": "never"}, "unprofiled"),
     ],
 )
-def test_settings_that_make_no_sense(live: bool, options: dict[str, Any], field: str) -> None:
+def test_settings_that_make_no_sense(live, options, field):
     with pytest.raises(InputError, match=field):
         bandit(live, **options)
 
 
-def test_a_scorer_needs_candidates_and_no_recorded_sequence() -> None:
+def test_a_scorer_needs_candidates_and_no_recorded_sequence():
     none = torch.full((5, 0), X)
     nothing = {"sequences": none[..., None], "fields": {}, "found_by": none, "round": none}
     table = replace(five_beams(), **nothing)
@@ -398,7 +388,7 @@ def test_a_scorer_needs_candidates_and_no_recorded_sequence() -> None:
         DemonstrationBandit(replace(table, pool=none), **options)
 
 
-def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
+def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
     env = bandit(True, group_size=3, shots=2)
     row = torch.tensor([4])
     outcome = env.decide(row, torch.tensor([[[2, X], [X, X], [0, 2]]]))
@@ -413,7 +403,7 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
     assert outcome.correct[0, 1].isnan()
 
 
-def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
+def test_information_is_the_gain_over_no_demonstration_asked_once():
     env = bandit(True, batch_size=5, reward=DemonstrationRewardConfig("legacy"))
     for _ in range(3):
         context = env.rand_action(env.reset())
@@ -427,13 +417,13 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
-def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
+def test_sequences_that_do_not_exist_are_refused(wrong):
     env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]), unprofiled="error")
     with pytest.raises(InputError, match=r"1 of .*query e"):
         env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
 
 
-def test_random_actions_are_drawn_without_replacement_from_the_pool() -> None:
+def test_random_actions_are_drawn_without_replacement_from_the_pool():
     env = bandit(True, batch_size=5, group_size=2000, shots=3)
     context = env.rand_action(env.reset())
     action = dict(zip(context["row"].tolist(), context["action"], strict=True))
@@ -450,11 +440,11 @@ def test_random_actions_are_drawn_without_replacement_from_the_pool() -> None:
     env.step(context)  # none of them is refused
 
 
-def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
-    def probability(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+def test_a_scorer_that_does_not_give_what_the_mode_is_made_of():
+    def probability(queries, demonstrations):
         return {"vqa_gt_prob": torch.ones(len(queries))}
 
-    def env(reward: DemonstrationRewardConfig) -> DemonstrationBandit:
+    def env(reward):
         return DemonstrationBandit(five_beams(), rows=ROW, scorer=probability, reward=reward)
 
     with pytest.raises(InputError, match="vqa_correct"):
@@ -463,12 +453,12 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 
 
-def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts() -> None:
+def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts():
     config = replace(SOFT, shuffled=True)
     env = bandit(True, group_size=6, rows=torch.tensor([4]), shots=3, reward=config)
     action = torch.tensor([[*permutations(range(3))]])
 
-    def drawn() -> Tensor:
+    def drawn():
         return env.step(env.reset().set("action", action))["next", "reward"]
 
     rewards = torch.cat([drawn() for _ in range(4)])
@@ -485,7 +475,7 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     batches=st.integers(1, 6),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches: int) -> None:
+def test_every_pass_has_each_row_once(rows, count, seed, batches):
     numbers = torch.arange(rows) * 3 + 1
     passes = Passes(numbers, count, seed)
     drawn = torch.cat([passes() for _ in range(batches)])
@@ -497,7 +487,7 @@ def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches:
     assert torch.equal(passes(), drawn[-count:])
 
 
-def test_passes_come_in_other_orders() -> None:
+def test_passes_come_in_other_orders():
     passes = [Passes(torch.arange(50), 50, seed) for seed in (0, 0, 1)]
     orders = [tuple(drawn().tolist()) for drawn in (*passes, passes[0])]
     assert orders[0] == orders[1]

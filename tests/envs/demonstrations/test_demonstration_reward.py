@@ -1,13 +1,10 @@
 """Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and
 the control."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from knobwise.common.errors import InputError
@@ -35,7 +32,7 @@ MASK = torch.tensor([True, True, True, False])
 LENGTHS = torch.tensor([1, 2, 2, 0])
 
 
-def rewards(fields: dict[str, Tensor] = SIGNALS, mask: Tensor = MASK, **settings: Any) -> Tensor:
+def rewards(fields=SIGNALS, mask=MASK, **settings):
     lengths = LENGTHS[: mask.shape[-1]]
     return demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig(**settings))
 
@@ -70,7 +67,7 @@ def rewards(fields: dict[str, Tensor] = SIGNALS, mask: Tensor = MASK, **settings
         ({"mode": "hybrid", "by_shots": {2: {"alpha": 1.0}}}, [0.975, -0.2, 1.0]),
     ],
 )
-def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None:
+def test_every_mode_by_hand(config, wanted):
     reward = rewards(**config)
     assert reward.dtype == torch.float32
     torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
@@ -93,16 +90,14 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
         ({"mode": "multi_level", "task_weight": 0.0}, ("beam_score",)),
     ],
 )
-def test_a_mode_needs_what_it_is_made_of_and_nothing_else(
-    config: dict[str, Any], needs: tuple[str, ...]
-) -> None:
+def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config, needs):
     assert DemonstrationRewardConfig(**config).needs == needs
     rewards({name: SIGNALS[name] for name in (*needs, *LEVELS)}, **config)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive: bool) -> None:
+def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode, adaptive):
     fields = {name: torch.stack([x, x]) for name, x in SIGNALS.items()}
     mask = torch.tensor([[True, False, False, False], [False] * 4])
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
@@ -134,9 +129,7 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
         ),
     ],
 )
-def test_adaptive_weights_by_hand(
-    correct: list[float], accuracy: list[float], config: dict[str, Any], wanted: list[float]
-) -> None:
+def test_adaptive_weights_by_hand(correct, accuracy, config, wanted):
     fields = {
         "vqa_correct": torch.tensor([*correct, NAN]),
         "vqa_acc_score": torch.tensor([*accuracy, 7.0]),
@@ -146,7 +139,7 @@ def test_adaptive_weights_by_hand(
     torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
 
 
-def test_coherence_and_diversity_of_few_and_of_zeros() -> None:
+def test_coherence_and_diversity_of_few_and_of_zeros():
     similar = [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]  # cosine .6 of the first two
     with_zeros = [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]  # zeros are like nothing
     embeddings = torch.tensor([similar, similar, similar, with_zeros])
@@ -157,7 +150,7 @@ def test_coherence_and_diversity_of_few_and_of_zeros() -> None:
 
 @given(length=st.integers(2, 5), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_coherence_and_diversity_are_those_of_the_pairs(length: int, seed: int) -> None:
+def test_coherence_and_diversity_are_those_of_the_pairs(length, seed):
     embeddings = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor(length))
     shown = embeddings[:length]
@@ -169,7 +162,7 @@ def test_coherence_and_diversity_are_those_of_the_pairs(length: int, seed: int) 
 
 @given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
 @settings(max_examples=30, deadline=None)
-def test_shuffling_permutes_what_exists(seed: int, mask: list[bool]) -> None:
+def test_shuffling_permutes_what_exists(seed, mask):
     there = torch.tensor([mask, mask])
     reward = torch.arange(1.0, 2 * len(mask) + 1).reshape(2, -1) * there
     result = shuffle(reward, there, torch.Generator().manual_seed(seed))
@@ -178,7 +171,7 @@ def test_shuffling_permutes_what_exists(seed: int, mask: list[bool]) -> None:
     assert torch.equal(result, shuffle(reward, there, torch.Generator().manual_seed(seed)))
 
 
-def test_every_permutation_is_as_likely() -> None:
+def test_every_permutation_is_as_likely():
     reward, there = torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([True, True, False, True])
     result = shuffle(
         reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0)
@@ -206,7 +199,7 @@ def test_every_permutation_is_as_likely() -> None:
         ({"information": "luck"}, "information"),
     ],
 )
-def test_settings_that_make_no_sense(config: dict[str, Any], field: str) -> None:
+def test_settings_that_make_no_sense(config, field):
     with pytest.raises(InputError, match=field):
         DemonstrationRewardConfig(**config)
 
@@ -220,7 +213,7 @@ def test_settings_that_make_no_sense(config: dict[str, Any], field: str) -> None
         (("logprob_score",), "hard_plus_soft_v2"),
     ],
 )
-def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mode: str) -> None:
+def test_without_a_mode_the_recorded_fields_decide(recorded, mode):
     config = DemonstrationRewardConfig(shuffled=True)
     assert config.resolved(recorded) == DemonstrationRewardConfig(mode, shuffled=True)
     chosen = DemonstrationRewardConfig("hybrid")

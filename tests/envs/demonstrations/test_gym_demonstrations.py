@@ -1,16 +1,12 @@
 """The selector's bandit in gymnasium: what its checker says, and the same queries and rewards as in
 TorchRL."""
 
-from collections.abc import Callable
-from typing import Any
-
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 from helpers import five_beams, small_table
-from torch import Tensor
 from torchrl.envs import GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environments)
@@ -23,18 +19,18 @@ from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 X, ID = -1, "knobwise/DemonstrationBandit-v0"
 
 
-def scorer(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+def scorer(queries, demonstrations):
     value = (demonstrations + 1).float() @ torch.tensor([1.0, 3.0, 7.0])
     return {"vqa_correct": (queries == 0).float(), "vqa_acc_score": value / 100}
 
 
-def made(row: int | None = None, **options: Any) -> DemonstrationBanditEnv:
+def made(row=None, **options):
     """An environment of all queries, or of one."""
     rows = None if row is None else torch.tensor([row])
     return DemonstrationBanditEnv(five_beams(), rows=rows, **options)
 
 
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+ENVIRONMENTS = {
     "configurations": lambda: gymnasium.make("knobwise/ConfigBandit-v0", table=small_table()),
     "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
     "without features": lambda: ConfigBanditEnv(small_table(features=False)),
@@ -46,7 +42,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-def test_what_every_environment_keeps(kind: str) -> None:
+def test_what_every_environment_keeps(kind):
     """Gymnasium and TorchRL have nothing to complain of, every episode is one decision,
     observations share no memory, and without a seed no two environments draw the same."""
     env = ENVIRONMENTS[kind]().unwrapped
@@ -70,7 +66,7 @@ def test_what_every_environment_keeps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
+def test_queries_and_rewards_are_those_of_torchrl(live):
     options = {"scorer": scorer} if live else {}
     env, native, table, rows = (
         made(**options),
@@ -95,7 +91,7 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
     assert sorted(rows[:5]) == sorted(rows[5:]) == list(range(table.num_queries))
 
 
-def test_infos_and_render_tell_the_outcome_by_hand() -> None:
+def test_infos_and_render_tell_the_outcome_by_hand():
     """Places chosen before or without a candidate show nothing, and the nearest is replayed."""
     env = made(4, render_mode="ansi")
     assert len(str(env.observation_space)) < 240  # fits on a screen
@@ -118,7 +114,7 @@ def test_infos_and_render_tell_the_outcome_by_hand() -> None:
         assert told in str(env.render())
 
 
-def test_a_query_without_candidates_has_reward_0() -> None:
+def test_a_query_without_candidates_has_reward_0():
     env = made(2)
     observation, info = env.reset()
     assert not observation["pool"].any()
@@ -138,7 +134,7 @@ def test_a_query_without_candidates_has_reward_0() -> None:
         ({"action": "sequence"}, [4], "0 to 3"),
     ],
 )
-def test_actions_that_are_refused(options: dict[str, Any], action: list[int], place: str) -> None:
+def test_actions_that_are_refused(options, action, place):
     env = made(4, **options)
     env.reset()[0]["query"][:] = 9  # a copy
     assert not (env.table.queries == 9).any()
@@ -146,7 +142,7 @@ def test_actions_that_are_refused(options: dict[str, Any], action: list[int], pl
         env.step(np.array(action))
 
 
-def test_an_index_is_masked_exactly() -> None:
+def test_an_index_is_masked_exactly():
     env = made(action="sequence")
     assert env.action_space == gymnasium.spaces.Discrete(4)
     for row, count in ((0, 4), (4, 2), (2, 0)):
@@ -159,7 +155,7 @@ def test_an_index_is_masked_exactly() -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_person_chooses_the_query(live: bool) -> None:
+def test_a_person_chooses_the_query(live):
     env = made(scorer=scorer if live else None)
     for options in ({"row": 1}, {"query_id": "b"}, {"row": np.int64(1)}):
         observation, info = env.reset(options=options)
@@ -184,7 +180,7 @@ def test_a_person_chooses_the_query(live: bool) -> None:
         ("async", {"vector_kwargs": {"context": "forkserver"}}),
     ],
 )
-def test_many_at_once_draw_different_queries(mode: str, options: dict[str, Any]) -> None:
+def test_many_at_once_draw_different_queries(mode, options):
     vector = gymnasium.make_vec(ID, 2, mode, table=five_beams(), **options)
     rows = []
     vector.action_space.seed(0)

@@ -3,8 +3,6 @@ joined into one."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -187,9 +185,7 @@ def test_nothing_to_write_or_nowhere(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def table(
-    name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[list[int]], **more: Any
-) -> ProfileTable:
+def table(name, knobs, configurations, **more):
     """Two samples; sample i under configuration c takes 10·i + c + 1 ms and is right with 0.1·c."""
     c = len(configurations)
     ms = 10.0 * torch.arange(2).unsqueeze(1) + torch.arange(c) + 1
@@ -200,7 +196,7 @@ def table(
     )
 
 
-def cells(t: ProfileTable) -> set[tuple[Any, ...]]:
+def cells(t):
     """Return every profiled cell, with names instead of numbers."""
     found = set()
     for i, c in t.mask.nonzero().tolist():
@@ -213,7 +209,7 @@ FIRST = table("a", {"crops": (2, 6), "tier": ("low", "high")}, [[0, 0], [1, 1]])
 OTHER = table("b", {"tier": ("medium", "high"), "crops": (2, 9)}, [[0, 1], [1, 0], [1, 1]])
 
 
-def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_up() -> None:
+def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_up():
     joint = join_tables([FIRST, OTHER])
     assert joint.knobs == (Knob("crops", (2, 6, 9)), Knob("tier", ("low", "medium", "high")))
     # (2, low), (6, high) of one; (9, medium), (2, high), (9, high) of the other
@@ -229,7 +225,7 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(13, 21), st.floats(0, 0.8)), min_size=1, max_size=3))
-def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]]) -> None:
+def test_whatever_is_joined_every_cell_is_kept(sizes):
     tables = [replace(small_table(n, i, holes), name=f"t{i}") for i, (n, holes) in enumerate(sizes)]
     joint = join_tables(tables)
     assert cells(joint) == set().union(*map(cells, tables))
@@ -237,12 +233,12 @@ def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]]) -
     assert torch.equal(joint.features["image_features"], features)
 
 
-def test_the_rows_of_each_data_set() -> None:
+def test_the_rows_of_each_data_set():
     rows = rows_by_dataset(join_tables([OTHER, FIRST]), torch.tensor([3, 0, 2]))
     assert {name: places.tolist() for name, places in rows.items()} == {"a": [0, 2], "b": [1]}
 
 
-def test_images_parts_and_question_types_are_kept() -> None:
+def test_images_parts_and_question_types_are_kept():
     named = {"image_ids": ("7", "7"), "question_types": ("yes/no", "other"), "notes": ("odd",)}
     fixed = replace(FIRST, parts=("train", "train"), **named)
     joint = join_tables([fixed, replace(OTHER, parts=("validation", "test"))])
@@ -252,7 +248,7 @@ def test_images_parts_and_question_types_are_kept() -> None:
     assert "a: odd" in joint.notes
 
 
-def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> None:
+def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does():
     free = small_table(20)
     fixed = replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10)
     joint = join_tables([free, fixed])
@@ -267,7 +263,7 @@ def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> Non
     assert len(both.split(0.5, 0.5, seed=3).validation) == 10
 
 
-def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
+def test_blocks_must_agree_unless_missing_ones_are_filled_in():
     both = replace(FIRST, features={"image": torch.ones(2, 3), "text": torch.ones(2, 2)})
     lacks = replace(OTHER, features={"text": torch.zeros(2, 2)})
     with pytest.raises(InputError, match=r"'b' .*image"):
@@ -293,12 +289,12 @@ WORDS_FOR_CROPS = table("b", {"crops": ("few", "many"), "tier": ("low",)}, [[0, 
         ([FIRST, replace(OTHER, first_look_ms=torch.ones(2, 3))], "first look"),
     ],
 )
-def test_what_cannot_be_joined_is_named(tables: list[ProfileTable], field: str) -> None:
+def test_what_cannot_be_joined_is_named(tables, field):
     with pytest.raises(InputError, match=field):
         join_tables(tables)
 
 
-def test_several_files_are_one_profile(tmp_path: Path) -> None:
+def test_several_files_are_one_profile(tmp_path):
     first = replace(small_table(20), name="first")
     second = replace(small_table(20, seed=1), name="second")
     paths = [str(tmp_path / name) for name in ("first.safetensors", "second.parquet", "second.npz")]
@@ -315,7 +311,7 @@ def test_several_files_are_one_profile(tmp_path: Path) -> None:
         read_profile(JointProfile(paths=paths[:2], features=[paths[2]]))
 
 
-def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
+def test_question_types_are_read_written_and_saved(tmp_path):
     typed = replace(small_table(20), question_types=("yes/no", "number") * 10, features={})
     write_long_table(typed, tmp_path / "t.csv")
     again = read_long_table(tmp_path / "t.csv")
@@ -327,13 +323,13 @@ def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", ['["a", 1, null]', '{"a": 1}'])
-def test_ids_of_mixed_types_in_metadata_are_refused(tmp_path: Path, ids: str) -> None:
+def test_ids_of_mixed_types_in_metadata_are_refused(tmp_path, ids):
     save_file({"x": torch.ones(3, 2)}, tmp_path / "f.safetensors", metadata={"sample_id": ids})
     with pytest.raises(InputError, match=r"f\.safetensors: "):
         read_features(tmp_path / "f.safetensors")
 
 
-def test_ids_may_be_bytes(tmp_path: Path) -> None:
+def test_ids_may_be_bytes(tmp_path):
     assert read_features(saved(tmp_path / "f.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
 
 

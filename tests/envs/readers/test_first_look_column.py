@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import polars as pl
 import pytest
 import torch
@@ -10,9 +6,7 @@ from knobwise.envs.readers.long_table import long_frame, read_long_table, table_
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_a_first_look_is_added_to_times_and_written_apart_again(
-    repeats: int, tmp_path: Path
-) -> None:
+def test_a_first_look_is_added_to_times_and_written_apart_again(repeats, tmp_path):
     rows = [
         {
             "sample_id": s,

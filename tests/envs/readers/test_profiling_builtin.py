@@ -4,7 +4,6 @@ import hashlib
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -27,16 +26,16 @@ from knobwise.profiling.measuring.adaptive_model import Request
 
 FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
 KNOBS = list(Configuration._fields)
-ABOUT: dict[str, Any] = json.loads((FOLDER / "profile.json").read_text(encoding="utf-8"))
+ABOUT = json.loads((FOLDER / "profile.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def table() -> pl.DataFrame:
+def table():
     return pl.read_parquet(FOLDER / "table.parquet").sort("sample_id", *KNOBS)
 
 
 @pytest.fixture(scope="module")
-def arrays(table: pl.DataFrame) -> dict[str, Any]:
+def arrays(table):
     measures = ("accuracy", "soft_score", "latency_ms", "cpu_ms")
     table = table.group_by("sample_id", *KNOBS, maintain_order=True).agg(pl.median(measures))
     samples = table["sample_id"].n_unique()
@@ -44,13 +43,13 @@ def arrays(table: pl.DataFrame) -> dict[str, Any]:
     return {**columns, "configurations": table.select(KNOBS).unique().sort(KNOBS).to_numpy()}
 
 
-def test_it_is_small_and_whole() -> None:
+def test_it_is_small_and_whole():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 4e6
     for name, digest in ABOUT["sha256"].items():
         assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest
 
 
-def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame) -> None:
+def test_every_sample_was_measured_at_every_configuration(table):
     samples, configurations = ABOUT["samples"], ABOUT["configurations"]
     assert samples >= 2000
     assert configurations >= 64
@@ -64,7 +63,7 @@ def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame) -
     assert profile.features_ms == ABOUT["features_ms"] > 0
 
 
-def test_knobs_and_inputs_move_accuracy_and_latency() -> None:
+def test_knobs_and_inputs_move_accuracy_and_latency():
     facts = inspect_table(builtin_profile())
     for effect in facts["knobs"].values():
         assert max(effect["accuracy"]) - min(effect["accuracy"]) >= 0.05
@@ -80,7 +79,7 @@ def test_knobs_and_inputs_move_accuracy_and_latency() -> None:
     )
 
 
-def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) -> None:
+def test_the_features_say_which_configuration_is_needed(arrays):
     with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
         assert file["sample_id"].tolist() == list(range(len(arrays["accuracy"])))
         assert all(
@@ -101,7 +100,7 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
     assert (learned - static) / (best - static) > 0.15
 
 
-def test_the_description_of_the_run_is_the_default_configuration() -> None:
+def test_the_description_of_the_run_is_the_default_configuration():
     assert ABOUT["command"].startswith("knobwise profile model=elastic out=DIR knobs.repeats=5")
     assert ABOUT["config"]["seed"] == SEED
     model = ElasticAdaptive()
@@ -111,8 +110,8 @@ def test_the_description_of_the_run_is_the_default_configuration() -> None:
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(
-    arrays: dict[str, Any],
-) -> None:
+    arrays,
+):
     adapter = ElasticAdaptive()
     model = adapter.model
     samples = draw_samples(12, SEED)

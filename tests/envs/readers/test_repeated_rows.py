@@ -17,10 +17,9 @@ from knobwise.envs.readers.long_table import (
     table_from_frame,
     write_long_table,
 )
-from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def frame(**columns) -> pl.DataFrame:
+def frame(**columns):
     """One sample under two configurations, of which the first was measured three times."""
     return pl.DataFrame(
         {
@@ -33,16 +32,16 @@ def frame(**columns) -> pl.DataFrame:
     )
 
 
-def table(**columns) -> ProfileTable:
+def table(**columns):
     return table_from_frame(frame(**columns), name="t", source="t.csv")
 
 
-def cells(profile: ProfileTable) -> list:
+def cells(profile):
     """The measurements of each cell of the first sample."""
     return [[ms for ms in cell if ms == ms] for cell in profile.measurements_ms[0].tolist()]
 
 
-def test_rows_with_a_repeat_are_the_measurements_of_a_cell_in_its_order() -> None:
+def test_rows_with_a_repeat_are_the_measurements_of_a_cell_in_its_order():
     made = table(repeat=[2, 0, 0, 7])
     assert [knob.name for knob in made.knobs] == ["top_k"]
     assert cells(made) == [[10.0, 12.0, 14.0], [20.0]]
@@ -54,7 +53,7 @@ def test_rows_with_a_repeat_are_the_measurements_of_a_cell_in_its_order() -> Non
     assert cells(table(repeat=[0, 1, 0, 2])) == [[12.0, 10.0, 14.0], [20.0]]
 
 
-def test_rows_without_a_repeat_are_measurements_too_and_a_note_counts_them() -> None:
+def test_rows_without_a_repeat_are_measurements_too_and_a_note_counts_them():
     made = table()
     assert cells(made) == [[10.0, 12.0, 14.0], [20.0]]
     assert "1 cells occur up to 3 times" in made.notes[0]
@@ -62,7 +61,7 @@ def test_rows_without_a_repeat_are_measurements_too_and_a_note_counts_them() -> 
     assert table(repeat=[None] * 4).digest == made.digest
 
 
-def test_accuracies_that_differ_are_averaged_and_a_note_counts_them() -> None:
+def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
     made = table(accuracy=[1.0, 0.0, 0.5, 0.5], repeat=[0, 1, 0, 2])
     assert made.accuracy.tolist() == [[0.5, 0.5]]
     assert "1 cells differ in accuracy" in made.notes[0]
@@ -80,17 +79,17 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them() -> None:
         ({"repeat": ["first", "1", "2", "3"]}, "'repeat' .*'first'"),
     ],
 )
-def test_copies_are_refused(columns: dict, fault: str) -> None:
+def test_copies_are_refused(columns, fault):
     with pytest.raises(InputError, match=rf"^t\.csv: .*{fault}"):
         table(**columns)
 
 
-def test_repeat_is_never_a_knob() -> None:
+def test_repeat_is_never_a_knob():
     with pytest.raises(InputError, match="repeat"):
         table_from_frame(frame(repeat=[0, 1, 0, 2]), name="t", knobs=["top_k", "repeat"])
 
 
-def test_a_repeat_column_of_cells_measured_once_costs_nothing() -> None:
+def test_a_repeat_column_of_cells_measured_once_costs_nothing():
     data = frame(latency_ms=[12.0, None, 20.0, None])
     once = table_from_frame(data, name="t")
     numbered = table_from_frame(data.with_columns(repeat=3), name="t")
@@ -106,9 +105,7 @@ def test_a_repeat_column_of_cells_measured_once_costs_nothing() -> None:
     st.sampled_from([".csv", ".parquet", ".jsonl"]),
     st.booleans(),
 )
-def test_what_is_written_is_read_again(
-    tmp_path_factory, seed: int, most: int, holes: float, suffix: str, shuffled: bool
-) -> None:
+def test_what_is_written_is_read_again(tmp_path_factory, seed, most, holes, suffix, shuffled):
     profile = repeated(small_table(12, seed, holes, features=False), most, seed)
     path = tmp_path_factory.mktemp("rows") / f"small{suffix}"
     write_long_table(profile, path)
@@ -127,7 +124,7 @@ def test_what_is_written_is_read_again(
 KNOBS = {"max_crops": 2, "top_k": 4, "num_active_blocks": 8}
 
 
-def read_pair(folder, ids: list[int], rows: list[dict], ranks: tuple[str, ...] = ("",)):
+def read_pair(folder, ids, rows, ranks=("",)):
     """Read files with accuracies of these ids, and with these rows of latencies on each rank."""
     scores = [{"sample_id": i, "score": 0.5} for i in ids]
     contents = {"exp5_accuracy_results_crops2_topk4_blocks8": {"all_samples": scores}}
@@ -140,11 +137,11 @@ def read_pair(folder, ids: list[int], rows: list[dict], ranks: tuple[str, ...] =
     return read_exp5_exp6(folder, folder, "small")
 
 
-def times(*pairs: tuple[int, float]) -> list[dict]:
+def times(*pairs):
     return [{"sample_id": sample, "T_total_ms": ms} for sample, ms in pairs]
 
 
-def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
+def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
     rows = times((0, 9.0), (0, 8.0), (1, 5.0), (0, 6.0), (7, 1.0), (7, 2.0))
     made = read_pair(tmp_path, [0, 1], rows)
     assert made.repeats_ms.nan_to_num(-1).tolist() == [[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]
@@ -168,14 +165,12 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path) -> None:
         ([0], times((0, 1.0)), ("_rank0", "_rank1"), "_rank0.*_rank1.*2 × sample_id 0"),
     ],
 )
-def test_rows_that_are_no_measurements_of_one_cell_are_refused(
-    tmp_path, ids, rows, ranks, fault: str
-) -> None:
+def test_rows_that_are_no_measurements_of_one_cell_are_refused(tmp_path, ids, rows, ranks, fault):
     with pytest.raises(InputError, match=fault):
         read_pair(tmp_path, ids, rows, ranks)
 
 
-def test_core_exp_files_may_repeat_a_sample(tmp_path) -> None:
+def test_core_exp_files_may_repeat_a_sample(tmp_path):
     rows = [
         {"sample_id": 0, "accuracy": accuracy, "T_total": ms, "repeat": repeat}
         for repeat, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])

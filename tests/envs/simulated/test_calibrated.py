@@ -1,12 +1,10 @@
 import functools
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.calibrated import (
@@ -18,23 +16,22 @@ from knobwise.envs.simulated.calibrated import (
     blocks_lost,
     simulate,
 )
-from knobwise.envs.tables.profile_table import ProfileTable
 
 _ALL = ("text_vqa", "coco_vqa", "okvqa")
-NARROW: dict[str, Any] = {"image_width": 6, "language_width": 9}
+NARROW = {"image_width": 6, "language_width": 9}
 
 
 @functools.cache
-def drawn(grid: str, latency: str, samples: int = 1000) -> ProfileTable:
+def drawn(grid, latency, samples=1000):
     return simulate(SimulatedConfig(_ALL, samples, grid, latency, image_width=0, language_width=0))
 
 
-def latencies(grid: str, latency: str) -> NDArray[np.float64]:
+def latencies(grid, latency):
     """All samples × configurations, in ms."""
     return drawn(grid, latency).latency_ms.double().numpy()
 
 
-def test_published_times_over_the_240_configurations() -> None:
+def test_published_times_over_the_240_configurations():
     prefill = latencies("240", "prefill")
     quantiles = np.quantile(prefill, (0.05, 0.25, 0.5, 0.75, 0.95)).tolist()
     assert quantiles == pytest.approx([102.3, 119.7, 135.0, 151.7, 175.3], rel=0.015)
@@ -45,12 +42,12 @@ def test_published_times_over_the_240_configurations() -> None:
     assert prefill.max() == pytest.approx(607.7, rel=0.40)
 
 
-def test_published_spread_of_prefill_inside_a_configuration_of_the_tiers() -> None:
+def test_published_spread_of_prefill_inside_a_configuration_of_the_tiers():
     prefill = latencies("tiers", "prefill")
     assert (prefill.std(0) / prefill.mean(0)).mean() == pytest.approx(0.18, rel=0.05)
 
 
-def test_published_steps() -> None:
+def test_published_steps():
     """An answer takes (tokens − 1) steps; a step takes 36 to 48 ms, whatever the length of the
     answer."""
     decode = latencies("240", "total") - latencies("240", "vision_prefill")
@@ -60,7 +57,7 @@ def test_published_steps() -> None:
         assert step.max() == pytest.approx(48, rel=0.06)
 
 
-def test_published_losses_without_blocks() -> None:
+def test_published_losses_without_blocks():
     removals = [
         blocks_lost(s) for r in range(1, 5) for s in itertools.combinations(range(TOTAL_BLOCKS), r)
     ]
@@ -73,7 +70,7 @@ def test_published_losses_without_blocks() -> None:
 
 
 @pytest.mark.parametrize("dataset", DATA_SETS)
-def test_ends_of_the_pareto_front(dataset: str) -> None:
+def test_ends_of_the_pareto_front(dataset):
     published, table = DATA_SETS[dataset], drawn("tiers", "total", 6000)
     rows = torch.tensor([name == dataset for name in table.datasets])
     accuracy, ms = table.accuracy[rows].mean(0), table.latency_ms[rows].mean(0)
@@ -86,7 +83,7 @@ def test_ends_of_the_pareto_front(dataset: str) -> None:
         assert float(ms[column]) == pytest.approx(wanted[1], rel=0.02)
 
 
-def test_removing_blocks_by_hand() -> None:
+def test_removing_blocks_by_hand():
     a, b = BLOCK_LOSS[3], BLOCK_LOSS[9]
     assert blocks_lost(()) == 0
     assert blocks_lost((3, 9)) == pytest.approx(0.627 * (1 - (1 - a / 0.627) * (1 - b / 0.627)))
@@ -95,7 +92,7 @@ def test_removing_blocks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_config_gives_one_table(grid: str) -> None:
+def test_a_config_gives_one_table(grid):
     config = SimulatedConfig(grid=grid, samples=40, seed=3, **NARROW)
     table = simulate(config)
     assert table.digest == simulate(config).digest
@@ -109,7 +106,7 @@ def test_a_config_gives_one_table(grid: str) -> None:
     }
 
 
-def test_what_is_drawn_besides_changes_nothing() -> None:
+def test_what_is_drawn_besides_changes_nothing():
     whole = simulate(SimulatedConfig(grid="27", samples=30, **NARROW))
     alone = simulate(
         SimulatedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4)
@@ -118,7 +115,7 @@ def test_what_is_drawn_besides_changes_nothing() -> None:
     assert torch.equal(alone.accuracy, whole.accuracy[60:])
     assert torch.equal(alone.latency_ms, whole.latency_ms[60:])
     assert list(alone.features) == ["language_features"]
-    okvqa: dict[str, Any] = {"datasets": ("okvqa",), "grid": "27", "samples": 30, **NARROW}
+    okvqa = {"datasets": ("okvqa",), "grid": "27", "samples": 30, **NARROW}
     other = simulate(SimulatedConfig(**okvqa, seed=1))
     assert not torch.equal(alone.latency_ms, other.latency_ms)
     both, prefill = (
@@ -129,10 +126,10 @@ def test_what_is_drawn_besides_changes_nothing() -> None:
     assert (both > prefill).all()
 
 
-def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
+def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should():
     """Share of variance that least squares on the features explains in samples not fitted on."""
 
-    def explained(signal: float) -> dict[str, float]:
+    def explained(signal):
         config = SimulatedConfig(
             ("text_vqa",), 3000, "27", image_width=150, language_width=150, signal=signal
         )
@@ -163,7 +160,7 @@ def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
     assert half["accuracy"] < 0.5
 
 
-def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
+def test_data_sets_share_the_encoder_and_each_has_an_offset():
     config = SimulatedConfig(("text_vqa", "okvqa"), 2000, "27", image_width=40, language_width=0)
     first, second = simulate(config).features["image_features"].split(2000)
     # four latents in forty columns of noise: both spread in the same directions
@@ -176,7 +173,7 @@ def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
     assert offset.std().item() == pytest.approx(0.5**0.5, rel=0.3)
 
 
-def test_samples_differ_in_what_suits_them_and_agree_on_right_answers() -> None:
+def test_samples_differ_in_what_suits_them_and_agree_on_right_answers():
     table = simulate(SimulatedConfig(("text_vqa",), 500, "27", **NARROW))
     cheap, dear = table.accuracy[:, 0], table.accuracy[:, table.find(torch.tensor([2, 1, 2]))]
     assert 0.02 < (cheap > dear).float().mean() < 0.2
@@ -194,6 +191,6 @@ def test_samples_differ_in_what_suits_them_and_agree_on_right_answers() -> None:
         *(("language_width", -1), ("seed", -1), ("signal", 1.5)),
     ],
 )
-def test_a_mistake_is_named(option: str, wrong: Any) -> None:
+def test_a_mistake_is_named(option, wrong):
     with pytest.raises(InputError, match=f"profile.{option}"):
         simulate(SimulatedConfig(**{option: wrong}))

@@ -22,7 +22,7 @@ TABLE = table_of([[0.5, 1.0], [0.25, NAN]], CELLS)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 2**20, width=32), max_size=7), st.integers(1, 3))
-def test_the_median_is_that_of_python(values: list[float], missing: int) -> None:
+def test_the_median_is_that_of_python(values, missing):
     median = median_of(torch.tensor([values + [NAN] * missing])).item()
     assert (
         math.isnan(median)
@@ -31,14 +31,14 @@ def test_the_median_is_that_of_python(values: list[float], missing: int) -> None
     )
 
 
-def test_a_table_knows_all_measurements_and_their_medians() -> None:
+def test_a_table_knows_all_measurements_and_their_medians():
     assert TABLE.latency_ms[0].tolist() == [2.0, 6.0]
     assert (TABLE.latency_ms[1, 0], TABLE.num_repeats) == (5.0, 3)
     assert TABLE.measurements_ms is TABLE.repeats_ms
     assert "75.0% profiled, up to 3 times; " in repr(TABLE)
 
 
-def test_a_table_measured_once_holds_nothing_more() -> None:
+def test_a_table_measured_once_holds_nothing_more():
     table = small_table()
     assert (table.repeats_ms, table.num_repeats) == (None, 1)
     assert table.measurements_ms.shape == (60, 12, 1)
@@ -60,12 +60,12 @@ def test_a_table_measured_once_holds_nothing_more() -> None:
         ({"latency_ms": 2 * TABLE.latency_ms}, "in 3 cells"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, what: str) -> None:
+def test_what_does_not_fit_is_refused(changes, what):
     with pytest.raises(InputError, match=f"'by hand'.*{what}"):
         replace(TABLE, **changes)
 
 
-def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path) -> None:
+def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path):
     once = replace(TABLE, repeats_ms=None)
     changed = torch.tensor(CELLS)
     changed[0, 0, 0] = 4.0  # the median stays
@@ -76,7 +76,7 @@ def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path) -> None:
         assert ProfileTable.load(tmp_path / "t.safetensors").digest == table.digest
 
 
-def test_joined_tables_keep_every_measurement() -> None:
+def test_joined_tables_keep_every_measurement():
     one = replace(TABLE, name="one", knobs=(Knob("size", (0, 2)),))
     two = replace(table_of([[1.0, 0.0]], [[7.0, 9.0]]), name="two", knobs=(Knob("size", (1, 2)),))
     joint = join_tables([one, two])

@@ -5,8 +5,6 @@ import pickle
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from knobwise.common.errors import Damaged, InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.divisions import budget_rows, divide, leave_one_out
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
@@ -181,7 +178,7 @@ def test_files_that_are_no_saved_table(tmp_path):
         assert not isinstance(refused.value, Damaged)
 
 
-def test_fingerprints_know_an_input_again_by_its_features() -> None:
+def test_fingerprints_know_an_input_again_by_its_features():
     table, rows = small_table(10), torch.arange(10)
     renamed = replace(table, sample_ids=tuple(f"s{i}" for i in range(10)))
     assert renamed.fingerprints(rows) == table.fingerprints(rows)
@@ -189,25 +186,23 @@ def test_fingerprints_know_an_input_again_by_its_features() -> None:
     assert small_table(10, features=False).fingerprints(rows[:2]) == ["/0", "/1"]
 
 
-def three(*sizes: int) -> ProfileTable:
+def three(*sizes):
     tables = [replace(small_table(n, seed=i), name=f"set {i}") for i, n in enumerate(sizes)]
     return join_tables(tables)
 
 
-def names(table: ProfileTable, rows: torch.Tensor) -> set[str]:
+def names(table, rows):
     return {table.dataset_names[row] for row in rows.tolist()}
 
 
-def disjoint(split: Split, samples: int | None = None) -> None:
+def disjoint(split, samples=None):
     joined = torch.cat(list(split))
     assert len(joined.unique()) == len(joined)
     if samples is not None:
         assert len(joined) == samples
 
 
-def images_of(
-    kind: str, rows: int, images: int
-) -> tuple[ProfileTable | BeamTable, tuple[str, ...]]:
+def images_of(kind, rows, images):
     """A table of samples or of queries that show so many images, in turn; 0 for unknown ones."""
     names = tuple(str(i % images) for i in range(rows)) if images else ()
     if kind == "samples":
@@ -222,9 +217,7 @@ def images_of(
     shown=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_split_keeps_images_together_and_rows_apart(
-    kind: str, rows: int, seed: int, shown: bool
-) -> None:
+def test_split_keeps_images_together_and_rows_apart(kind, rows, seed, shown):
     table, images = images_of(kind, rows, rows // 2 if shown else 0)
     split = table.split(seed=seed)
     assert isinstance(split, Split)
@@ -237,7 +230,7 @@ def test_split_keeps_images_together_and_rows_apart(
 
 
 @pytest.mark.parametrize("kind", ["samples", "queries"])
-def test_shares_that_leave_a_part_empty(kind: str) -> None:
+def test_shares_that_leave_a_part_empty(kind):
     table, _ = images_of(kind, 20, 0)
     assert [len(part) for part in table.split()] == [12, 4, 4]
     assert table.split(seed=0).test.tolist() != table.split(seed=1).test.tolist()
@@ -254,7 +247,7 @@ def test_shares_that_leave_a_part_empty(kind: str) -> None:
             table.split(0.9, 0.1)
 
 
-def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
+def test_the_data_set_left_out_is_judged_on_and_nothing_else_is():
     table = three(40, 20, 60)
     splits = leave_one_out(table)
     assert list(splits) == ["set 0", "set 1", "set 2"]
@@ -270,7 +263,7 @@ def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
     assert len(splits["set 0"].validation) == 5 + 15
 
 
-def coco(images: tuple[str, ...], other: tuple[str, ...], same: int) -> ProfileTable:
+def coco(images, other, same):
     """Two data sets with these image ids; the first `same` samples of both have the same image
     features."""
     one, two = (
@@ -281,7 +274,7 @@ def coco(images: tuple[str, ...], other: tuple[str, ...], same: int) -> ProfileT
     return join_tables([replace(one, image_ids=images), replace(two, image_ids=other)])
 
 
-def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
+def test_what_shows_an_image_of_the_test_part_is_not_trained_on():
     ids = tuple(map(str, range(20)))
     table = coco(ids, ids, same=8)  # the other ids are alike by chance
     for left, own in leave_one_out(table).items():
@@ -302,7 +295,7 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
         leave_one_out(coco(ids, ids, 20))
 
 
-def test_folds_are_disjoint_cover_all_and_spread_every_data_set_evenly() -> None:
+def test_folds_are_disjoint_cover_all_and_spread_every_data_set_evenly():
     table = three(20, 40)
     splits = [divide(table, seed=3, folds=4, number=number) for number in range(4)]
     for split in splits:
@@ -315,7 +308,7 @@ def test_folds_are_disjoint_cover_all_and_spread_every_data_set_evenly() -> None
     assert not torch.equal(divide(table, seed=4, folds=4).test, splits[0].test)
 
 
-def test_an_image_is_in_one_fold_and_not_trained_on_there() -> None:
+def test_an_image_is_in_one_fold_and_not_trained_on_there():
     table = replace(small_table(30), image_ids=tuple(str(row // 3) for row in range(30)))
     for number in range(5):
         split = divide(table, folds=5, number=number)
@@ -323,7 +316,7 @@ def test_an_image_is_in_one_fold_and_not_trained_on_there() -> None:
         assert sum(len((part // 3).unique()) for part in split) == 10
 
 
-def test_settings_say_which() -> None:
+def test_settings_say_which():
     table = three(20, 20)
     assert all(map(torch.equal, divide(table, 0.5, 0.3, 2), table.split(0.5, 0.3, 2)))
     left = divide(table, leave_out="set 1")
@@ -348,12 +341,12 @@ def test_settings_say_which() -> None:
         ({"folds": 21}, "split.folds"),
     ],
 )
-def test_a_mistake_is_named(options: dict[str, Any], field: str) -> None:
+def test_a_mistake_is_named(options, field):
     with pytest.raises(InputError, match=field):
         divide(three(20, 20), **options)
 
 
-def test_a_single_data_set_cannot_be_left_out() -> None:
+def test_a_single_data_set_cannot_be_left_out():
     with pytest.raises(InputError, match="'small'"):
         leave_one_out(small_table())
     with pytest.raises(InputError, match="cannot be divided"):
@@ -361,8 +354,8 @@ def test_a_single_data_set_cannot_be_left_out() -> None:
 
 
 def test_a_saved_table_that_was_changed_or_cut_short_is_damaged(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path, draw = tmp_path / "t.safetensors", random.Random(0)
     small_table(20).save(path)
     whole = path.read_bytes()
@@ -379,7 +372,7 @@ def test_a_saved_table_that_was_changed_or_cut_short_is_damaged(
         assert str(pickle.loads(pickle.dumps(damaged.value))) == str(damaged.value)
 
 
-def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path: Path) -> None:
+def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path):
     table = small_table(20)
     table.save(tmp_path / "t.safetensors")
     save_file(load_file(tmp_path / "t.safetensors"), tmp_path / "old.safetensors")

@@ -1,7 +1,5 @@
 """End to end, through the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -10,7 +8,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, Capture, Patch
+from commands import OPTIMISER, TABLE
 from helpers import portfolio, table_of
 
 from knobwise.__main__ import main
@@ -36,14 +34,14 @@ LEAN = [*QUICK, "policy=utility", "seeds=[0]", "baselines=false"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
     commands.write_table(90, holes=0.3)
     return tmp_path
 
 
-def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> None:
+def test_train_leaves_what_the_contract_says(folder, capsys):
     assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
     run = folder / "runs" / "controller" / "first"
     assert (folder / "runs" / "latest").resolve() == run
@@ -100,7 +98,7 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
     assert "report.html" in printed
 
 
-def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys: Capture) -> None:
+def test_inspect_shows_how_much_repeated_measurements_vary(folder, capsys):
     # ln ms varies by √2·.05 in a cell of two measurements .1 apart; configurations are ln 4 apart
     ms = [math.exp(base + shift) for base in (0, math.log(4)) for shift in (0, 0.1)]
     frame = pl.DataFrame(
@@ -124,7 +122,7 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys:
     assert json.loads(Path("facts.json").read_text())["latency_jitter_within_cell"] is None
 
 
-def test_evaluate_repeats_what_training_reported(folder: Path, capsys: Capture) -> None:
+def test_evaluate_repeats_what_training_reported(folder, capsys):
     """On the profile of the run, which need not be given."""
     assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
@@ -155,9 +153,7 @@ def test_evaluate_repeats_what_training_reported(folder: Path, capsys: Capture) 
     )
 
 
-def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
-    folder: Path, capsys: Capture
-) -> None:
+def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder, capsys):
     assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
     pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet(
         "slower.parquet"
@@ -174,7 +170,7 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
 SAVED = ["profile=table", "profile.path=saved.safetensors", *QUICK, "seeds=[0]"]
 
 
-def save_noise(latency_range: float, latency_noise: float) -> None:
+def save_noise(latency_range, latency_noise):
     """A table in which features tell nothing: more compute is as much better for one sample as for
     another."""
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +182,7 @@ def save_noise(latency_range: float, latency_noise: float) -> None:
     )
 
 
-def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
+def test_without_headroom_the_guard_falls_back_and_says_so(folder, capsys):
     save_noise(latency_range=2, latency_noise=0.02)
     assert main(["train", *SAVED, "own_cost=false"]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
@@ -204,7 +200,7 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
     assert "guard fell back" in capsys.readouterr().out
 
 
-def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capture) -> None:
+def test_an_unattainable_level_is_said_and_not_forced(folder, capsys):
     save_noise(latency_range=0, latency_noise=0.8)
     for command in (["train", *SAVED], ["evaluate", *SAVED[:2], "baselines=false"]):
         assert main(command) == 0
@@ -223,7 +219,7 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
     assert len(rows) == page.count("not possible here") == 5
 
 
-def test_a_table_without_knobs(folder: Path) -> None:
+def test_a_table_without_knobs(folder):
     table = portfolio(300)
     columns = [
         "sample_id",

@@ -1,14 +1,11 @@
 """`knobwise profile`, `train` and `evaluate live=true` with models that are not built in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from commands import OPTIMISER, Capture, refused
+from commands import OPTIMISER, refused
 from PIL import Image
 from tiny_models import tiny_model
 
@@ -92,7 +89,7 @@ def half(answer, right):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(live, "WARM_UP", 1)
     Path("models_of_a_test.py").write_text(MODELS)
@@ -100,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def served(model: list[str], profile: list[str], words: list[str]) -> dict[str, Any]:
+def served(model, profile, words):
     """Profile, train, serve; gives what the live run writes."""
     assert main(["profile", *model, "out=out", *profile]) == 0
     table = [
@@ -110,11 +107,11 @@ def served(model: list[str], profile: list[str], words: list[str]) -> dict[str, 
     ]
     assert main(["train", *LEAN, *table, "name=t"]) == 0
     assert main([*STREAM, *table, *model, *words]) == 0
-    results: dict[str, Any] = json.loads(Path("live.json").read_text())
+    results = json.loads(Path("live.json").read_text())
     return results
 
 
-def test_the_example_of_a_model_of_your_own(folder: Path) -> None:
+def test_the_example_of_a_model_of_your_own(folder):
     source = (ROOT / "examples" / "own_model.py").read_text()
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 60
     model = ["model=examples.own_model:DigitForest"]
@@ -129,7 +126,7 @@ def test_the_example_of_a_model_of_your_own(folder: Path) -> None:
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
 
 
-def test_a_first_look_goes_from_the_profile_into_what_is_served(folder: Path) -> None:
+def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     model = ["model=models_of_a_test:Echo"]
     results = served(
         model, ["knobs.values={mode: [short, long]}", "knobs.metric=exact"], ["budgets_ms=[5.5]"]
@@ -144,7 +141,7 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder: Path) ->
     assert facts["class"] == "models_of_a_test:Echo"
 
 
-def test_a_tiny_hugging_face_model_from_a_folder(folder: Path) -> None:
+def test_a_tiny_hugging_face_model_from_a_folder(folder):
     for part in tiny_model("llava_next"):
         part.save_pretrained("model")
     rng = np.random.default_rng(0)
@@ -180,19 +177,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: str, folder: Path, capsys: Capture
-) -> None:
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
     assert MISTAKES[words] in refused([*PROFILE, *words.split()], capsys)
 
 
-def test_a_metric_of_your_own(folder: Path) -> None:
+def test_a_metric_of_your_own(folder):
     assert main([*PROFILE, ECHO, "knobs.metric=models_of_a_test:half", "knobs.repeats=1"]) == 0
     facts = json.loads(Path("out/profile.json").read_text())
     assert facts["metrics"] == {"models_of_a_test:half": 40}
 
 
-def test_options_of_live_are_all_refused_without_it(folder: Path, capsys: Capture) -> None:
+def test_options_of_live_are_all_refused_without_it(folder, capsys):
     for name, value in {
         "data": "a.jsonl",
         "dtype": "float32",

@@ -1,8 +1,6 @@
 """What a person may get wrong on the command line: one line that names it, and nothing left behind.
 Help, and what is suggested."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io
@@ -14,7 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from commands import SIMULATED, Capture, Patch, mistake, refused, write_table
+from commands import SIMULATED, mistake, refused, write_table
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import train
@@ -24,7 +22,7 @@ from knobwise.experiments.settings.options import VERBS
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: Patch) -> None:
+def _folder(tmp_path, monkeypatch):
     """An empty folder; no key, none of the developer's own W&B variables."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -48,7 +46,7 @@ WITH_TORCH = {
 
 
 @pytest.mark.parametrize("words", WITH_TORCH)
-def test_a_mistake_that_shows_when_data_are_read(words: str, capsys: Capture) -> None:
+def test_a_mistake_that_shows_when_data_are_read(words, capsys):
     command = words.split()
     if command[0] not in VERBS:
         command = ["train", *command]
@@ -61,9 +59,7 @@ def test_a_mistake_that_shows_when_data_are_read(words: str, capsys: Capture) ->
     ("name", "value"),
     [("WANDB_MODE", "nonsense"), ("WANDB_MODE", "online"), ("WANDB_PROJECT", "a:b")],
 )
-def test_a_mistake_in_the_environment_is_said_by_its_name(
-    name: str, value: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_mistake_in_the_environment_is_said_by_its_name(name, value, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
     line = refused(["train", *SIMULATED], capsys)
     assert name in line
@@ -74,9 +70,7 @@ def test_a_mistake_in_the_environment_is_said_by_its_name(
     "words",
     ["train", "train experiment=selector", "profile out=there", "evaluate json=there.json"],
 )
-def test_a_folder_that_cannot_be_written_is_refused_first(
-    words: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_first(words, monkeypatch, capsys):
     # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     assert "written in ." in refused(words.split(), capsys)
@@ -85,16 +79,14 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
 @pytest.mark.parametrize(
     ("number", "status"), [(errno.ENOSPC, 1), (errno.EROFS, 2), (errno.EACCES, 2)]
 )
-def test_what_the_system_refuses_later_is_one_line_too(
-    number: int, status: int, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_what_the_system_refuses_later_is_one_line_too(number, status, monkeypatch, capsys):
     error = OSError(number, os.strerror(number), "last.pt")
     monkeypatch.setattr(train, "train", Mock(side_effect=error))
     assert main(["train"]) == status
     assert capsys.readouterr().err.startswith(f"knobwise: last.pt: {os.strerror(number)}; ")
 
 
-def test_an_error_of_the_program_is_not_hidden(monkeypatch: Patch) -> None:
+def test_an_error_of_the_program_is_not_hidden(monkeypatch):
     error = FileNotFoundError(errno.ENOENT, "gone")
     monkeypatch.setattr(train, "train", Mock(side_effect=error))
     with pytest.raises(FileNotFoundError):
@@ -105,9 +97,7 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch: Patch) -> None:
     ("experiment", "swept"),
     [("group_size", "loss.group_size=5,8,16,64"), ("lean", ""), ("selector", "")],
 )
-def test_a_single_run_names_the_sweep_that_the_file_has(
-    experiment: str, swept: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_single_run_names_the_sweep_that_the_file_has(experiment, swept, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", Mock())
     assert main(["train", f"experiment={experiment}"]) == 0
     printed = capsys.readouterr().err
@@ -115,7 +105,7 @@ def test_a_single_run_names_the_sweep_that_the_file_has(
     assert bool(printed) == bool(swept)
 
 
-def test_without_a_teacher_there_are_no_experts_and_one_member_is_enough() -> None:
+def test_without_a_teacher_there_are_no_experts_and_one_member_is_enough():
     """What the message on experts advises."""
     words = ["policy.teacher=false", "policy.experts=[]", "policy.members=1"]
     policy = read_settings("train", words).policy
@@ -190,7 +180,7 @@ print(json.dumps([answers, "torch" in sys.modules]))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def answers(tmp_path_factory):
     """The exit status and what is printed on stderr, by words, from a process without torch."""
     words = json.dumps([*HELP, *MISTAKES])
     folder = tmp_path_factory.mktemp("empty")
@@ -204,9 +194,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_a_line_that_names_it_and_needs_no_torch(
-    words: str, answers: dict[str, tuple[int, str]]
-) -> None:
+def test_a_mistake_is_a_line_that_names_it_and_needs_no_torch(words, answers):
     status, printed = answers[words]
     assert status == 2
     assert MISTAKES[words] in printed
@@ -214,18 +202,18 @@ def test_a_mistake_is_a_line_that_names_it_and_needs_no_torch(
     assert printed.count("\n") == 1
 
 
-def test_help_needs_no_torch(answers: dict[str, tuple[int, str]]) -> None:
+def test_help_needs_no_torch(answers):
     assert all(answers[words] == [0, ""] for words in HELP)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["profile", "-h"]])
-def test_what_is_asked_for_is_printed(words: list[str], capsys: Capture) -> None:
+def test_what_is_asked_for_is_printed(words, capsys):
     assert main(words) == 0
     assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", sorted(COMMON))
-def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
+def test_help_shows_first_what_people_use(verb, capsys):
     common = COMMON[verb].split()
     assert set(common) <= {line.key for line in help_lines(verb)}
     assert len(common) <= 16
@@ -251,20 +239,18 @@ def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
     ],
     ids=lambda words: f"{words[0]} {words[-1][:12]}",
 )
-def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(
-    words: list[str], capsys: Capture
-) -> None:
+def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(words, capsys):
     mistake(words, capsys)
 
 
-def test_a_working_folder_that_was_removed_is_named(monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_working_folder_that_was_removed_is_named(monkeypatch, capsys):
     Path("gone").mkdir()
     monkeypatch.chdir("gone")
     Path.cwd().rmdir()
     assert "working folder" in mistake(["inspect", "profile=builtin"], capsys)
 
 
-def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch: Patch) -> None:
+def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch):
     write_table()
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
@@ -273,15 +259,15 @@ def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["..", "../..", "a/b", "/tmp/x"])
-def test_the_name_of_measured_data_leads_nowhere_else(name: str, capsys: Capture) -> None:
+def test_the_name_of_measured_data_leads_nowhere_else(name, capsys):
     words = ["profile", "model=elastic", "knobs.samples=2", f"knobs.name={name}", "out=p"]
     assert name in refused(words, capsys)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_a_small_file_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
-    suffix: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+    suffix, monkeypatch, capsys
+):
     ids = [f"{i}{'0' * 40_000}" for i in range(30) for _ in range(2)]
     if suffix == "csv":
         rows = ["sample_id,size,accuracy,latency_ms"]

@@ -1,20 +1,16 @@
 """End to end, through the command line: exported files, live runs, real models, several data
 sets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, Capture, Patch, refused
+from commands import OPTIMISER, refused
 from helpers import arrays, small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -37,7 +33,7 @@ LIVE = ["evaluate", "live=true", "stream.requests=25"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """A folder with three long tables and their features, a tiny model and questions for it, and
     what is no good."""
     folder = tmp_path_factory.mktemp("files")
@@ -63,10 +59,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(files: Path) -> Callable[..., Path]:
+def train(files):
     """Trains once for all tests that ask for the same; gives the folder of the run."""
 
-    def trained(name: str, *words: str) -> Path:
+    def trained(name, *words):
         run = files / "runs" / "controller" / name
         if not run.exists():
             assert main(["train", *QUICK, *words, f"runs={files / 'runs'}", f"name={name}"]) == 0
@@ -76,7 +72,7 @@ def train(files: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch, files: Path) -> Path:
+def folder(tmp_path, monkeypatch, files):
     """An empty folder, where paths that begin with `files/` are those of `files`."""
     monkeypatch.chdir(tmp_path)
     Path("files").symlink_to(files)
@@ -95,7 +91,7 @@ TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]", "own_cost=false"], "BUILT
 """What the runs are trained with whose best checkpoint other commands name."""
 
 
-def best_of(name: str, train: Callable[..., Path]) -> str:
+def best_of(name, train):
     return f"checkpoint={train(name, *TRAINED[name]) / BEST}"
 
 
@@ -113,7 +109,7 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 """
 
 
-def decided(folder: Path, requests: dict[str, Any]) -> list[dict[str, Any]]:
+def decided(folder, requests):
     """What the files in a folder decide without torch: feature blocks and `budgets_ms` → knob
     values."""
     np.savez(folder / "asked.npz", **requests)
@@ -124,13 +120,11 @@ def decided(folder: Path, requests: dict[str, Any]) -> list[dict[str, Any]]:
         text=True,
         check=True,
     )
-    result: list[dict[str, Any]] = json.loads(ran.stdout)
+    result = json.loads(ran.stdout)
     return result
 
 
-def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(
-    folder: Path, train: Callable[..., Path]
-) -> None:
+def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, train):
     run = train("FIRST", *TRAINED["FIRST"])
     table = read_long_table("files/first.parquet", features="files/first.npz")
     decisions = read_decisions(run).filter(pl.col("policy") == "controller")
@@ -165,7 +159,7 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(
         (out / "notes.txt").write_text("mine")
 
 
-def test_export_compares_on_another_profile(folder: Path, train: Callable[..., Path]) -> None:
+def test_export_compares_on_another_profile(folder, train):
     checkpoint = best_of("FIRST", train)
     assert main(["export", *SECOND, checkpoint, "onnx=true"]) == 0
     facts = json.loads(Path("exported/export.json").read_text())
@@ -178,7 +172,7 @@ def test_export_compares_on_another_profile(folder: Path, train: Callable[..., P
 # -- several data sets -----------------------------------------------------------------------------
 
 
-def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> None:
+def test_two_files_as_one_profile(folder, train):
     run = train("joint", *JOINT, "own_cost=false")
     results = json.loads((run / "results.json").read_text())
     assert results["profile"]["samples"] == 120
@@ -196,7 +190,7 @@ def test_two_files_as_one_profile(folder: Path, train: Callable[..., Path]) -> N
     ]
 
 
-def test_a_data_set_is_left_out(folder: Path, train: Callable[..., Path]) -> None:
+def test_a_data_set_is_left_out(folder, train):
     run = train("left_out", *JOINT, "split.leave_out=second")
     results = json.loads((run / "results.json").read_text())
     assert results["test_samples"] == 60
@@ -263,9 +257,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: str, folder: Path, train: Callable[..., Path], capsys: Capture
-) -> None:
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, train, capsys):
     command = []
     for word in words.split():
         if word.startswith("of_"):

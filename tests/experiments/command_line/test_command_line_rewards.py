@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
+from commands import OPTIMISER, TABLE, refused, write_table
 from omegaconf import OmegaConf
 
 from knobwise.__main__ import main
@@ -38,7 +38,7 @@ def raises(accuracy, latency_ms, budget_ms, knobs):
 
 
 @pytest.fixture
-def _folder(tmp_path: Path, monkeypatch: Patch) -> None:
+def _folder(tmp_path, monkeypatch):
     """A folder with a table, and the module `my_rewards` in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -50,7 +50,7 @@ def _folder(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("_folder")
-def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> None:
+def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys):
     words = [
         "reward=function",
         "reward.function=my_rewards:fastest",
@@ -94,5 +94,5 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("_folder")
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_a_line_and_nothing_is_written(words: str, capsys: Capture) -> None:
+def test_a_mistake_is_a_line_and_nothing_is_written(words, capsys):
     assert MISTAKES[words] in refused([*TRAIN, *words.split()], capsys)

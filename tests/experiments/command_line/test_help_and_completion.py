@@ -1,26 +1,23 @@
 """What help and tab completion show exists."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
 import pytest
-from commands import Capture, Patch
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import choices_of, composed, groups_of
 from knobwise.experiments.settings.options import VERBS
 
 
-def shown(capsys: Capture, *words: str) -> str:
+def shown(capsys, *words):
     capsys.readouterr()
     assert main(list(words)) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_choice_in_help_can_be_given(verb: str, capsys: Capture) -> None:
+def test_every_choice_in_help_can_be_given(verb, capsys):
     groups = groups_of(verb).keys() - {"experiment"}
     printed = shown(capsys, *verb.replace("_", " experiment=").split(), "--help")
     words = []
@@ -32,7 +29,7 @@ def test_every_choice_in_help_can_be_given(verb: str, capsys: Capture) -> None:
         composed(verb, list(filter(None, row)))
 
 
-def test_the_summary_lists_the_readers_of_profiles(capsys: Capture) -> None:
+def test_the_summary_lists_the_readers_of_profiles(capsys):
     (listed,) = re.findall(r"profile=([\w |]+),", shown(capsys, "--help"))
     assert sorted(listed.split(" | ")) == choices_of("profile")
 
@@ -46,11 +43,11 @@ def test_the_summary_lists_the_readers_of_profiles(capsys: Capture) -> None:
         ("knobwise inspect profile=c", ["profile=core_exp"]),
     ],
 )
-def test_tab_completion(line: str, wanted: list[str], capsys: Capture, monkeypatch: Patch) -> None:
+def test_tab_completion(line, wanted, capsys, monkeypatch):
     monkeypatch.setenv("COMP_LINE", line)
     assert shown(capsys, "-sc", "query=bash").split() == wanted
 
 
-def test_the_function_that_completes_is_for_the_command(capsys: Capture) -> None:
+def test_the_function_that_completes_is_for_the_command(capsys):
     assert shown(capsys, "-sc", "install=bash").endswith("hydra_bash_completion knobwise\n")
     assert main(["-sc"]) == 2

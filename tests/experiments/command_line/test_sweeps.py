@@ -1,8 +1,6 @@
 """Sweeps: the jobs of every experiment's file, what becomes of jobs that finish, fail or are
 stopped, and all three launchers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,15 +8,12 @@ import signal
 import sys
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 from commands import (
     OPTIMISER,
     TABLE,
-    Capture,
-    Patch,
     ctrl_c,
     jobs_of,
     mistake,
@@ -35,7 +30,7 @@ from knobwise.experiments.command_line.compose import (
     schema_of,
 )
 
-SWEPT: dict[str, tuple[str, list[Any]]] = {
+SWEPT = {
     "group_size": ("loss.group_size", [5, 8, 16, 64]),
     "objective": ("loss.objective", ["exact", "sampled"]),
     "advantages": ("loss.advantage", ["zscore", "centred", "rank", "unnormalised"]),
@@ -53,7 +48,7 @@ OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty folder with a long table and its features."""
     monkeypatch.chdir(tmp_path)
     write_table()
@@ -61,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def swept(tmp_path_factory):
     """A folder in which the sweep over objectives ran."""
     place = tmp_path_factory.mktemp("swept")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,13 +67,13 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def whole(swept: Path, folder: Path) -> Path:
+def whole(swept, folder):
     """A copy of that folder."""
     shutil.copytree(swept, folder, symlinks=True, dirs_exist_ok=True)
     return folder
 
 
-def numbers(runs: str) -> dict[str, Any]:
+def numbers(runs):
     """What jobs found, by objective, without what differs from time to time."""
     found = {}
     for path in Path(runs).glob("objective/*/results.json"):
@@ -91,7 +86,7 @@ def numbers(runs: str) -> dict[str, Any]:
     return found
 
 
-def runs_of(experiment: str) -> dict[str, int]:
+def runs_of(experiment):
     """The finished runs of an experiment, and when they were written."""
     paths = Path("runs", experiment).glob("*/results.json")
     return {path.parent.name: path.stat().st_mtime_ns for path in paths}
@@ -101,7 +96,7 @@ def runs_of(experiment: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", choices_of("experiment"))
-def test_every_experiment_file_is_understood_with_all_its_jobs(name: str, folder: Path) -> None:
+def test_every_experiment_file_is_understood_with_all_its_jobs(name, folder):
     words = [f"experiment={name}"]
     if name == "selector_replay":
         words.append("beams.path=beams.json")
@@ -116,7 +111,7 @@ def test_every_experiment_file_is_understood_with_all_its_jobs(name: str, folder
         assert single in jobs
 
 
-def test_the_command_line_holds_where_the_file_says_otherwise(folder: Path) -> None:
+def test_the_command_line_holds_where_the_file_says_otherwise(folder):
     jobs = jobs_of(["experiment=group_size", "loss.group_size=4", "policy.hidden=8,16"])
     assert [(job.loss.group_size, job.policy.hidden) for job in jobs] == [(4, 8), (4, 16)]
 
@@ -124,9 +119,7 @@ def test_the_command_line_holds_where_the_file_says_otherwise(folder: Path) -> N
 @pytest.mark.parametrize(
     "words", ["polici.hidden=8,16", "policy.hidden=8,wide", "hydra/launcher=slurm", "policy=a,b"]
 )
-def test_a_mistake_in_any_job_is_a_line_before_the_first_runs(
-    words: str, folder: Path, capsys: Capture
-) -> None:
+def test_a_mistake_in_any_job_is_a_line_before_the_first_runs(words, folder, capsys):
     assert words.split("=")[0] in mistake([*OBJECTIVE, words], capsys)
     assert not runs_of("objective")
 
@@ -134,9 +127,7 @@ def test_a_mistake_in_any_job_is_a_line_before_the_first_runs(
 # -- in turn ---------------------------------------------------------------------------------------
 
 
-def test_finished_jobs_are_named_and_not_run_again_unless_data_change(
-    whole: Path, capsys: Capture
-) -> None:
+def test_finished_jobs_are_named_and_not_run_again_unless_data_change(whole, capsys):
     before = runs_of("objective")
     assert len(before) == 2
     # the order of words does not matter
@@ -149,9 +140,7 @@ def test_finished_jobs_are_named_and_not_run_again_unless_data_change(
     assert len(runs_of("objective")) == 3
 
 
-def test_a_job_that_fails_does_not_keep_the_others_from_running(
-    folder: Path, capsys: Capture
-) -> None:
+def test_a_job_that_fails_does_not_keep_the_others_from_running(folder, capsys):
     # a budget of 0 ms shows when the run begins
     assert main(["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]) == 2
     printed = capsys.readouterr().err
@@ -160,7 +149,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(
     assert len(runs_of("controller")) == 1
 
 
-def test_an_error_of_the_program_is_raised_when_the_others_are_done(folder: Path) -> None:
+def test_an_error_of_the_program_is_raised_when_the_others_are_done(folder):
     error = RuntimeError("wrong")
     with (
         ctrl_c(lambda trainer: trainer.loss.objective == "exact", error),
@@ -170,9 +159,7 @@ def test_an_error_of_the_program_is_raised_when_the_others_are_done(folder: Path
     assert len(runs_of("objective")) == 1
 
 
-def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(
-    folder: Path, swept: Path, capsys: Capture
-) -> None:
+def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(folder, swept, capsys):
     second = ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9))
     with second:
         assert main([*OBJECTIVE, "name=mine"]) == 130
@@ -185,7 +172,7 @@ def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(
     assert numbers("runs") == numbers(str(swept / "runs"))
 
 
-def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch) -> None:
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder, monkeypatch):
     """As behind `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -213,7 +200,7 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypa
         ),
     ],
 )
-def test_other_launchers_find_the_same(launcher: str, words: list[str], whole: Path) -> None:
+def test_other_launchers_find_the_same(launcher, words, whole):
     words = [*OBJECTIVE, f"runs={launcher}", f"hydra/launcher={launcher}", *words]
     command = started(words, RAY_AUTH_MODE="disabled")
     _, message = command.communicate()
@@ -224,9 +211,7 @@ def test_other_launchers_find_the_same(launcher: str, words: list[str], whole: P
 @pytest.mark.campaign
 @pytest.mark.usefixtures("_signals_arrive")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_jobs_in_other_processes_end_with_the_sweep_and_the_same_command_goes_on(
-    number: int, folder: Path
-) -> None:
+def test_jobs_in_other_processes_end_with_the_sweep_and_the_same_command_goes_on(number, folder):
     long = ["optimiser.iterations=250", "optimiser.evaluate_every=50", "optimiser.patience=0"]
     sweep = started([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
     begun = "objective/*/checkpoints/seed0/last.pt"

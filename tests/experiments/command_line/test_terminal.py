@@ -1,14 +1,11 @@
 """What a person sees: the table of results at the width of the terminal, and the first and last
 lines of a run."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
 import subprocess
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, write_table
@@ -33,7 +30,7 @@ ROWS = [[*row, "85.4%", "94.0%", "1,410 µs"] for row in ROWS]
 KEPT = ["policy", "utility", "oracle gap closed", "on time", "decision time"]
 
 
-def printed(width: int, terminal: bool = True) -> list[str]:
+def printed(width, terminal=True):
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
     print_table(console, HEADER, ROWS, NARROW["deadline"], [0])
@@ -50,8 +47,8 @@ def printed(width: int, terminal: bool = True) -> list[str]:
     ],
 )
 def test_a_narrow_terminal_keeps_what_matters_and_says_what_it_leaves_out(
-    width: int, left_out: list[str], intervals: bool
-) -> None:
+    width, left_out, intervals
+):
     lines = printed(width)
     assert max(map(len, lines)) <= width
     rule = next(place for place, line in enumerate(lines) if "──" in line)
@@ -65,16 +62,14 @@ def test_a_narrow_terminal_keeps_what_matters_and_says_what_it_leaves_out(
 
 
 @pytest.mark.parametrize(("width", "terminal"), [(180, True), (80, False)])
-def test_a_wide_terminal_and_a_file_get_everything(width: int, terminal: bool) -> None:
+def test_a_wide_terminal_and_a_file_get_everything(width, terminal):
     lines = printed(width, terminal)
     assert "left out" not in " ".join(lines)
     assert all(title in " ".join(lines) for title in HEADER)
     assert "[-160%, -103%]" in " ".join(lines)
 
 
-def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_table(90)
     quick = [word for word in OPTIMISER if not word.startswith("tracking")]
@@ -118,7 +113,7 @@ def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(
     assert " ".join(last).endswith("knobwise export checkpoint=runs/lean/a")
 
 
-def _read(controller: int) -> bytes:
+def _read(controller):
     try:
         return os.read(controller, 1 << 16)
     except OSError:  # Linux says so that the other side is closed

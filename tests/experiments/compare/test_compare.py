@@ -1,8 +1,6 @@
 """`knobwise compare`: what it says of runs, on the terminal, as JSON and through the command
 line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -17,7 +15,7 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.charts import order
 from knobwise.experiments.compare.compare import numbers, write_comparison
-from knobwise.experiments.compare.comparison import Comparison, comparison_of
+from knobwise.experiments.compare.comparison import comparison_of
 from knobwise.experiments.compare.words import (
     method,
     print_comparison,
@@ -29,15 +27,15 @@ from knobwise.experiments.report import charts
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 Runs = dict[str, dict[str, Any]]
-PAIR: Runs = {"a": {}, "b": {"gain": 0.3}}
+PAIR = {"a": {}, "b": {"gain": 0.3}}
 """Two runs of which the second has more."""
 
 
-def group_size(size: int) -> dict[str, Any]:
+def group_size(size):
     return {"settings": {"loss": {"group_size": size}}}
 
 
-def sweep(folder: Path, count: int) -> Path:
+def sweep(folder, count):
     """Runs of which each has more than the one before, none on the first half."""
     for size in range(count):
         gain = max(0.0, 0.05 * (size - count // 2))
@@ -45,23 +43,23 @@ def sweep(folder: Path, count: int) -> Path:
     return folder
 
 
-def compared(folder: Path, runs: Runs, write: Any = write_run) -> Comparison:
+def compared(folder, runs, write=write_run):
     """Runs in folders of these names, written with these settings."""
     return comparison_of([str(write(folder / name, **settings)) for name, settings in runs.items()])
 
 
-def change_results(run: Path, **changes: object) -> None:
+def change_results(run, **changes):
     results = json.loads((run / "results.json").read_text())
     (run / "results.json").write_text(json.dumps(results | changes))
 
 
-def rows_of(comparison: Comparison) -> list[dict[str, str]]:
+def rows_of(comparison):
     """The table of runs, a row each, by head."""
     table = results_cells(comparison)
     return [dict(zip(table.header, line, strict=True)) for line in table.rows]
 
 
-def test_two_runs_and_what_differs(tmp_path: Path) -> None:
+def test_two_runs_and_what_differs(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "size-64": {"gain": 0.3, **group_size(64)}})
     table = settings_cells(comparison)
     assert table.header == ["setting", "default", "size-64"]
@@ -89,7 +87,7 @@ def test_two_runs_and_what_differs(tmp_path: Path) -> None:
     assert back.difference == pytest.approx(-one.difference)
 
 
-def test_of_many_runs_it_is_said_how_many_are_better(tmp_path: Path) -> None:
+def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
     comparison = comparison_of([str(sweep(tmp_path, 10))])
     signs = [one.sign for one in comparison.differences]
     better = signs.count(1)
@@ -108,14 +106,14 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path: Path) -> None:
     assert comparison.differences[-1].p_holm == pytest.approx(9 * alone.p)
 
 
-def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
+def test_the_same_run_twice_differs_in_nothing(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "default-2": {}})
     assert comparison.settings == {}
     assert comparison.differences[0].nothing
     assert len(verdict(comparison)) == 3
 
 
-def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
+def test_older_runs_are_shown_and_not_tested(tmp_path):
     compared(tmp_path, {"a": {}, "b": {"gain": 0.4, "decisions": False}})
     stopped = write_run(tmp_path / "c")
     (stopped / UNFINISHED).touch()
@@ -129,7 +127,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
     assert method(comparison) == ""
 
 
-def test_some_of_the_budgets(tmp_path: Path) -> None:
+def test_some_of_the_budgets(tmp_path):
     folders = [str(run.folder) for run in compared(tmp_path, PAIR).runs]
     comparison = comparison_of(folders, [20.0])
     assert comparison.places == [20.0]
@@ -142,7 +140,7 @@ def test_some_of_the_budgets(tmp_path: Path) -> None:
     assert comparison.differences[0].difference == comparison.by_place[0].difference
 
 
-def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) -> None:
+def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     runs = {"a": {"wrong": 0.6}, "b": {"wrong": 0.2, "form": "grpo_live"}}
     comparison = compared(tmp_path, runs, write_selector_run)
     assert comparison.main == 2
@@ -163,16 +161,14 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The current folder, with two runs."""
     monkeypatch.chdir(tmp_path)
     sweep(Path("runs/lean"), 2)
     return tmp_path
 
 
-def test_the_verb_prints_and_writes_page_and_numbers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_prints_and_writes_page_and_numbers(folder, capsys):
     odd = Path("runs/lean/a = 'b', c")
     write_run(odd, gain=0.3)
     assert main(["compare", "runs/lean", "json=numbers.json"]) == 0
@@ -211,9 +207,7 @@ BOTH = ["runs/lean/size-0", "runs/lean/size-1"]
         ([*BOTH, "colour=red"], "colour"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
-    folder: Path, words: list[str], fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(folder, words, fault, capsys):
     write_selector_run(Path("runs/selector/a"))
     Path("runs/empty").mkdir()
     assert fault in mistake(["compare", *words], capsys)
@@ -221,7 +215,7 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("step", ["begin", "0.5"])
-def test_steps_that_are_no_numbers_are_left_out(tmp_path: Path, step: str) -> None:
+def test_steps_that_are_no_numbers_are_left_out(tmp_path, step):
     runs = [write_run(tmp_path / name) for name in "ab"]
     with (runs[1] / "metrics.csv").open("a") as file:
         file.write(f"0,{step},0.9,2.0,\n")
@@ -230,8 +224,8 @@ def test_steps_that_are_no_numbers_are_left_out(tmp_path: Path, step: str) -> No
     assert "<h2>Training" in page
 
 
-def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_path: Path) -> None:
-    runs: Runs = {"a": {}, "b": {"gain": 0.1}}
+def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_path):
+    runs = {"a": {}, "b": {"gain": 0.1}}
     runs["c"] = {"gain": 0.5, "budgets": (1.0, 2.0), "digest": "sha256:z"}
     comparison = compared(tmp_path, runs)
     _, b, c = (float(line["utility"].split()[0]) for line in rows_of(comparison)[:3])
@@ -263,9 +257,7 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
         (write_run, {}, {"budgets": (10.0,)}),
     ],
 )
-def test_of_runs_judged_on_different_data_none_is_called_the_highest(
-    tmp_path: Path, write: Any, both: dict[str, Any], second: dict[str, Any]
-) -> None:
+def test_of_runs_judged_on_different_data_none_is_called_the_highest(tmp_path, write, both, second):
     """Whichever run comes first and whatever they got. Runs like the first one are still ranked
     among themselves."""
     better = {"wrong": 0.1} if write is write_selector_run else {"gain": 0.5}
@@ -285,16 +277,16 @@ def test_of_runs_judged_on_different_data_none_is_called_the_highest(
     assert numbers(three)["comparable"] == ["a", "c"]
 
 
-def test_colours_are_for_runs_judged_alike(tmp_path: Path) -> None:
-    runs: Runs = {"a": {}, "b": {"gain": 0.5}}
+def test_colours_are_for_runs_judged_alike(tmp_path):
+    runs = {"a": {}, "b": {"gain": 0.5}}
     runs |= {name: {"gain": 0.5, "samples": range(50)} for name in "cde"}
     comparison = compared(tmp_path, runs)
     assert order(comparison) == ["a", "b", charts.OTHER]
     assert "grey: 3 more." in write_comparison(comparison, tmp_path / "page.html").read_text()
 
 
-def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> None:
-    runs: Runs = {"a": {}, "b": {"form": "own_only", "shots": (2,)}}
+def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):
+    runs = {"a": {}, "b": {"form": "own_only", "shots": (2,)}}
     compared(tmp_path, runs, write_selector_run)
     for best, stands in (("own_only", "own_only"), (None, "sft"), ("gone", "sft")):
         change_results(tmp_path / "b", best_policy=best)
@@ -303,7 +295,7 @@ def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> Non
     assert "not judged at 1 of" in comparison.notes[-1]
 
 
-def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
+def test_where_grpo_added_nothing_is_said(tmp_path):
     stages = {"training": {"warmup_iterations": 150, "iterations": 300}}
     kept = {"a": (150, 140), "b": (150, 160), "c": (160, 200), "d": (150, 150)}
     for name, iterations in kept.items():  # the last one has no GRPO

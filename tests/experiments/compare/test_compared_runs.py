@@ -1,16 +1,13 @@
 """Finding runs and reading what they left; the page of their comparison."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
-from commands import Capture, mistake
+from commands import mistake
 from page_parts import data_of, points_of, rows_of, specifications, svg_of, titles_of
 from run_folders import BUDGETS, write_run, write_selector_run
 
@@ -18,7 +15,7 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.charts import COLOURED, comparison_charts, forest, order
 from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import Comparison, comparison_of
+from knobwise.experiments.compare.comparison import comparison_of
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.compare.words import results_cells
@@ -28,7 +25,7 @@ from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 
-def test_runs_are_found_in_folders_in_order_and_once(tmp_path: Path) -> None:
+def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
     names = ("default", "size-8", "size-16", "size-64")
     written = [write_run(tmp_path / "runs" / "lean" / name) for name in sorted(names)]
     (tmp_path / "runs" / "latest").symlink_to("lean/default")
@@ -48,7 +45,7 @@ def test_runs_are_found_in_folders_in_order_and_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_folders_without_runs_are_refused(tmp_path: Path, name: str) -> None:
+def test_folders_without_runs_are_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=name):
         find_runs([str(tmp_path / name)])
@@ -66,12 +63,12 @@ def test_folders_without_runs_are_refused(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_files_that_are_broken_are_named_and_nothing_is_written(
-    tmp_path: Path,
-    name: str,
-    content: bytes | None,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    name,
+    content,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     _, broken = (write_run(Path("runs") / run) / name for run in "ab")
     broken.unlink()
@@ -80,7 +77,7 @@ def test_files_that_are_broken_are_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_run_may_lack_settings_and_decisions(tmp_path: Path) -> None:
+def test_a_run_may_lack_settings_and_decisions(tmp_path):
     run = write_run(tmp_path / "a")
     (run / "config.yaml").unlink()
     (run / "decisions.parquet").write_text("x")
@@ -89,7 +86,7 @@ def test_a_run_may_lack_settings_and_decisions(tmp_path: Path) -> None:
     assert "decisions.parquet" in one.missing
 
 
-def test_settings_that_differ_without_where_runs_are_kept() -> None:
+def test_settings_that_differ_without_where_runs_are_kept():
     one = {"name": "a", "runs": "x", "tracking.mode": "auto", "loss.group_size": 8, "seeds": [0, 1]}
     other = one | {"name": "b", "runs": "y", "tracking.mode": "online", "seeds": [0]}
     other["loss.kl_band"] = None
@@ -106,14 +103,12 @@ def test_settings_that_differ_without_where_runs_are_kept() -> None:
         (["lean/x", "other/lean/x"], None),
     ],
 )
-def test_runs_are_called_by_their_folders(
-    tmp_path: Path, runs: list[str], wanted: list[str] | None
-) -> None:
+def test_runs_are_called_by_their_folders(tmp_path, runs, wanted):
     folders = [write_run(tmp_path / run, decisions=False) for run in runs]
     assert [run.label for run in read_runs(folders)] == (wanted or list(map(str, folders)))
 
 
-def test_decisions_are_the_rows_of_the_file(tmp_path: Path) -> None:
+def test_decisions_are_the_rows_of_the_file(tmp_path):
     folder = write_run(tmp_path / "a", seeds=(3, 1))
     (run,) = read_runs([folder])
     found = decisions_of(run, "controller")
@@ -140,7 +135,7 @@ def test_decisions_are_the_rows_of_the_file(tmp_path: Path) -> None:
 # -- the page: every number of every run, charts that can be drawn ---------------------------------
 
 
-def runs(folder: Path, count: int, **more: Any) -> list[str]:
+def runs(folder, count, **more):
     folders = []
     for n in range(count):
         about = {"gain": n / 20, "settings": {"loss": {"group_size": n}}} | more
@@ -148,17 +143,17 @@ def runs(folder: Path, count: int, **more: Any) -> list[str]:
     return folders
 
 
-def drawn(comparison: Comparison) -> dict[str, list[dict[str, Any]]]:
+def drawn(comparison):
     return {name: specifications(figure) for name, figure in comparison_charts(comparison).items()}
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def three(tmp_path_factory):
     """Three runs under deadlines."""
     return comparison_of(runs(tmp_path_factory.mktemp("three"), 3))
 
 
-def test_the_page_holds_every_number(tmp_path: Path, three: Comparison) -> None:
+def test_the_page_holds_every_number(tmp_path, three):
     text = write_comparison(three, tmp_path / "page.html").read_text()
     assert "train &lt;script&gt;" in text
     settings, means, per_budget = rows_of(text)
@@ -175,7 +170,7 @@ def test_the_page_holds_every_number(tmp_path: Path, three: Comparison) -> None:
             assert re.search(rf"{re.escape(gap)}\b.*?<small>{re.escape(f'[{low}, {high}]')}", row)
 
 
-def test_charts_can_be_drawn_and_hold_the_numbers(three: Comparison) -> None:
+def test_charts_can_be_drawn_and_hold_the_numbers(three):
     specs = drawn(three)
     assert len(specs) == 4
     for spec, theme in itertools.product(specs.values(), page.THEMES):
@@ -197,7 +192,7 @@ def test_charts_can_be_drawn_and_hold_the_numbers(three: Comparison) -> None:
     ]
 
 
-def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path: Path) -> None:
+def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
     folders = runs(tmp_path, 2)
     for folder, iterations in zip(map(Path, folders), (20, 0), strict=True):
         results = json.loads((folder / "results.json").read_text())
@@ -219,7 +214,7 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path: Path) -
     assert svg_of(*curves).count('stroke-dasharray="5,4"') == 1
 
 
-def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
+def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path):
     comparison = comparison_of(runs(tmp_path, 12))
     named = order(comparison)
     assert named == ["size-0", "size-9", "size-10", "size-11", charts.OTHER]
@@ -237,7 +232,7 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
 
 
 @pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml", "decisions.parquet"])
-def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str) -> None:
+def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
     folders = runs(tmp_path, 2)
     for folder in folders:
         Path(folder, missing).unlink()
@@ -248,7 +243,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str)
     assert ("not tested</td>" in text) == (missing == "decisions.parquet")
 
 
-def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path: Path) -> None:
+def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
     table = results_cells(mean)
     assert [line[0] for line in table.rows] == [
@@ -277,9 +272,7 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path: Path) -> 
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def test_results_and_decisions_that_are_not_as_written_are_refused(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path, capsys):
     folder, other = (write_run(tmp_path / "runs" / name) for name in "ab")
     results = json.loads((folder / "results.json").read_text())
     write_results(folder, results)
@@ -304,8 +297,8 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(
 
 
 def test_results_without_a_checksum_that_hold_other_types_are_refused_in_a_line(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     folder, other = (write_run(tmp_path / "runs" / name) for name in "ab")
     whole = json.loads((folder / "results.json").read_text())

@@ -1,23 +1,18 @@
 """`knobwise update`, through the command line: from a log, and for the hardware that some cells
 were timed on."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, Capture, Patch, mistake, refused, write_table
+from commands import OPTIMISER, TABLE, mistake, refused, write_table
 from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
 from wandb_stub import offline_runs
@@ -30,16 +25,15 @@ from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 
 TRAINED_ON = ["trained_on=table", "trained_on.path=t.parquet", "trained_on.features=f.npz"]
 FACTORS = {4: 2.0, 8: 6.0}
 """By top_k: how many times as long the other hardware takes."""
-EXPLORING: dict[str, Any] = {"explore": 0.4, "explore_loss": 0.4, "seed": 0}
+EXPLORING = {"explore": 0.4, "explore_loss": 0.4, "seed": 0}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder with a profile and a finished run."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
@@ -51,9 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def decides_alike(
-    controller: DeployedController, exported: NumpyController, table: ProfileTable
-) -> bool:
+def decides_alike(controller, exported, table):
     """Whether a version's checkpoint and its arrays are the same policy."""
     budgets = default_budgets(table).double().numpy()
     limits = budgets[np.arange(table.num_samples) % len(budgets)]
@@ -62,38 +54,36 @@ def decides_alike(
 
 
 @pytest.fixture(autouse=True)
-def _in_its_folder(trained: Path, monkeypatch: Patch) -> None:
+def _in_its_folder(trained, monkeypatch):
     monkeypatch.chdir(trained)
 
 
 @pytest.fixture
-def table() -> ProfileTable:
+def table():
     return read_long_table("t.parquet", features="f.npz")
 
 
 @pytest.fixture
-def agent() -> DeployedController:
+def agent():
     return load_checkpoint("runs/latest/checkpoints/best.pt").controller
 
 
-def facts_in(version: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((version / "update.json").read_text())
+def facts_in(version):
+    facts = json.loads((version / "update.json").read_text())
     return facts
 
 
-def digest_in(version: Path) -> str:
+def digest_in(version):
     return NumpyController.load(version / "controller.npz").digest
 
 
-def timed(cells: pl.DataFrame) -> pl.DataFrame:
+def timed(cells):
     """These cells with the times of the other hardware."""
     factor = pl.col("top_k").replace_strict(FACTORS, return_dtype=pl.Float64)
     return cells.with_columns(latency_ms=pl.col("latency_ms") * factor)
 
 
-def test_some_timed_cells_give_a_controller_for_other_hardware(
-    table: ProfileTable, capsys: Capture
-) -> None:
+def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     timed(pl.read_parquet("t.parquet").sample(16, seed=0)).write_csv("timed.csv")
     words = ["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]
@@ -125,9 +115,7 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(
         ({"latency_ms": pl.lit(None)}, "latency_ms"),
     ],
 )
-def test_cells_that_cannot_be_used_are_refused_in_a_line(
-    change: dict[str, Any], message: str, capsys: Capture
-) -> None:
+def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys):
     measured = pl.read_parquet("t.parquet")
     gone = [name for name, values in change.items() if values is None]
     known = {name: values for name, values in change.items() if values is not None}
@@ -136,23 +124,21 @@ def test_cells_that_cannot_be_used_are_refused_in_a_line(
     assert message in refused(words, capsys)
 
 
-def for_mean_budgets(table: ProfileTable) -> DeployedController:
+def for_mean_budgets(table):
     return deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
 
 
 @pytest.mark.parametrize(
     ("make", "message"), [(untrained, "no teacher"), (for_mean_budgets, "mean budgets")]
 )
-def test_controllers_without_expectations_to_move_are_refused(
-    make: Callable[[ProfileTable], DeployedController], message: str, capsys: Capture
-) -> None:
+def test_controllers_without_expectations_to_move_are_refused(make, message, capsys):
     table = small_table(40)
     save_checkpoint("other.pt", make(table), table, {})
     words = ["update", "profile=builtin", "checkpoint=other.pt", "out=nothing"]
     assert message in refused(words, capsys)
 
 
-def test_all_cells_are_read_by_the_knobs_of_the_controller(capsys: Capture) -> None:
+def test_all_cells_are_read_by_the_knobs_of_the_controller(capsys):
     """Other columns may look like knobs."""
     every = timed(pl.read_parquet("t.parquet")).with_columns(watts=pl.int_range(pl.len()))
     every.write_csv("all.csv")
@@ -163,15 +149,15 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller(capsys: Capture) -> N
 
 
 def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
-    table: ProfileTable, agent: DeployedController, tmp_path: Path, capsys: Capture
-) -> None:
+    table, agent, tmp_path, capsys
+):
     log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     current = tmp_path / "out" / "current"
     quick = ["update", log, out]
     back = ["update", "rollback=true", out]
 
-    def slower(values: object) -> float:
-        return 1.0 if dict(values)["top_k"] == 4 else 3.0  # type: ignore[call-overload]
+    def slower(values):
+        return 1.0 if dict(values)["top_k"] == 4 else 3.0
 
     model = logging_model(tmp_path / "log", agent, table, slower, **EXPLORING, tracker=False)
     serve_requests(model, table, 700)
@@ -220,15 +206,13 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "no request" in captured.err
 
 
-def test_updates_go_on_while_the_log_grows(
-    table: ProfileTable, agent: DeployedController, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
     out = tmp_path / "out"
 
-    def served_between_polls(seconds: float) -> None:
+    def served_between_polls(seconds):
         """As if requests were served by another process; ends by Ctrl-C."""
         if (count := next(polls)) is None:
             raise KeyboardInterrupt
@@ -257,9 +241,7 @@ def test_updates_go_on_while_the_log_grows(
 
 
 @pytest.mark.campaign
-def test_a_killed_update_leaves_what_served(
-    table: ProfileTable, agent: DeployedController, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
     model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
     serve_requests(model, table, 60)
     out = tmp_path / "out"
@@ -306,5 +288,5 @@ def test_a_killed_update_leaves_what_served(
         ("trained_on=a.csv", "trained_on/a.csv"),
     ],
 )
-def test_mistakes_of_an_update_are_one_line(words: str, message: str, capsys: Capture) -> None:
+def test_mistakes_of_an_update_are_one_line(words, message, capsys):
     assert message in refused(["update", *words.split()], capsys)

@@ -1,16 +1,13 @@
 """knobwise explain, by the command line: a decision, a run, the section of its report, mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
+from commands import OPTIMISER, TABLE, refused, write_table
 from helpers import arrays
 from page_parts import charts_of, svg_of
 from tensordict import TensorDict
@@ -20,7 +17,6 @@ from knobwise.__main__ import main
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
 
 QUICK = ["train", *TABLE, *OPTIMISER, "optimiser.iterations=4", "policy=utility"]
@@ -29,7 +25,7 @@ RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder with a profile, the questions of some of its samples, and a run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
@@ -46,25 +42,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _in_its_folder(trained: Path, monkeypatch: Patch) -> None:
+def _in_its_folder(trained, monkeypatch):
     monkeypatch.chdir(trained)
 
 
 @pytest.fixture
-def table() -> ProfileTable:
+def table():
     return read_long_table("t.parquet", features="f.npz")
 
 
-def explained(capsys: Capture, *words: str) -> tuple[str, dict[str, Any]]:
+def explained(capsys, *words):
     """What the verb prints, and what it writes as JSON."""
     capsys.readouterr()
     assert main(["explain", *TABLE, *words, "json=why.json"]) == 0
     return capsys.readouterr().out, json.loads(Path("why.json").read_text())
 
 
-def test_a_decision_is_explained_beside_what_was_measured(
-    table: ProfileTable, capsys: Capture
-) -> None:
+def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
     policy, name = knobwise.load(RUN), table.sample_ids[4]
     text, why = explained(capsys, f"checkpoint={RUN}", f"sample={name}", "budget_ms=12")
     features = {block: values[4] for block, values in table.features.items()}
@@ -87,7 +81,7 @@ def test_a_decision_is_explained_beside_what_was_measured(
     assert f"{late}.\n" in text
 
 
-def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typed() -> None:
+def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typed():
     words = ["evaluate", f"checkpoint={HEAD}", "own_cost=false", "json=e.json"]
     policies = []
     for more in ([], ["baselines=true"]):
@@ -97,7 +91,7 @@ def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typ
     assert policies[1] >= policies[0] | {"random_forest", "ridge", "knn"}
 
 
-def test_what_a_run_deploys_becomes_an_actor(table: ProfileTable) -> None:
+def test_what_a_run_deploys_becomes_an_actor(table):
     policy = knobwise.load(HEAD)
     limits = torch.full((60,), 10.0)
     drawn = make_actor(policy)(TensorDict({"budget_ms": limits, **table.features}, [60]))
@@ -107,9 +101,7 @@ def test_what_a_run_deploys_becomes_an_actor(table: ProfileTable) -> None:
         GRPOLoss(make_actor(knobwise.load(run), table, 4))
 
 
-def test_what_a_tracker_has_learned_changes_the_decision(
-    table: ProfileTable, capsys: Capture
-) -> None:
+def test_what_a_tracker_has_learned_changes_the_decision(table, capsys):
     policy = knobwise.load(RUN)
     tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
     for _ in range(50):
@@ -129,9 +121,7 @@ def test_what_a_tracker_has_learned_changes_the_decision(
 
 
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
-def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(
-    run: str, capsys: Capture
-) -> None:
+def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, capsys):
     text, why = explained(capsys, f"checkpoint={run}")
     results = json.loads((Path(run) / "results.json").read_text())
     assert why == results["explanation"] | {"knob_usage": results["knob_usage"]}
@@ -152,9 +142,7 @@ def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(
         assert ", ".join(f"{name}={value}" for name, value in rule["then"].items()) in section
 
 
-def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(
-    table: ProfileTable, capsys: Capture
-) -> None:
+def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(table, capsys):
     sample = f"sample={table.sample_ids[1]}"
     text, why = explained(capsys, f"checkpoint={MEAN}", sample, "budget_ms=14")
     expected = {"configuration", "probability", "accuracy", "latency_ms", "utility", "measured"}
@@ -182,9 +170,7 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
         ("checkpoint=old", "no explanation"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: str, message: str, table: ProfileTable, capsys: Capture
-) -> None:
+def test_a_mistake_is_one_line(words, message, table, capsys):
     Path("old").mkdir(exist_ok=True)
     results = json.loads((Path(RUN) / "results.json").read_text())
     kept = {key: results[key] for key in results.keys() - {"explanation", "sha256"}}
@@ -194,9 +180,7 @@ def test_a_mistake_is_one_line(
     assert message in refused(["explain", f"checkpoint={RUN}", *profile, *given], capsys)
 
 
-def test_a_sample_of_several_data_sets_is_named_with_its_data_set(
-    table: ProfileTable, capsys: Capture, tmp_path: Path
-) -> None:
+def test_a_sample_of_several_data_sets_is_named_with_its_data_set(table, capsys, tmp_path):
     frame = pl.read_parquet("t.parquet")
     parts = [frame.with_columns(dataset=pl.lit(name)) for name in ("a", "b")]
     pl.concat(parts).write_parquet(tmp_path / "two.parquet")

@@ -5,8 +5,7 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,7 +18,6 @@ from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
@@ -28,7 +26,7 @@ from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
-from knobwise.experiments.deploy.live_results import Record, Served, Stream, live_results
+from knobwise.experiments.deploy.live_results import Served, Stream, live_results
 from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import SEED, TOKEN, draw_samples, to_words
@@ -47,42 +45,42 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def few_untimed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_untimed_requests(monkeypatch):
     monkeypatch.setattr(live, "CALIBRATION", 6)
     monkeypatch.setattr(live, "WARM_UP", 1)
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     table = builtin_profile()
     split = table.split()
     controller = untrained(table, PolicyConfig(hidden=8, layers=1))
     return Case(table, split, torch.cat([split.train, split.validation]), controller)
 
 
-def saved(path: Path, controller: DeployedController, table: ProfileTable, split: Split) -> Path:
+def saved(path, controller, table, split):
     rows = {f"{part}_rows": rows for part, rows in split._asdict().items()}
     save_checkpoint(path, controller, table, rows)
     return path
 
 
 @pytest.fixture
-def checkpoint(case: Case, tmp_path: Path) -> Path:
+def checkpoint(case, tmp_path):
     return saved(tmp_path / "best.pt", case.controller, case.table, case.split)
 
 
 def run(
-    checkpoint: Path,
-    table: ProfileTable,
-    config: LiveConfig,
-    model: Any = None,
-    json_path: str | None = None,
-) -> Any:
+    checkpoint,
+    table,
+    config,
+    model=None,
+    json_path=None,
+):
     model = model or ElasticAdaptive()
     return live.run_live(checkpoint, table, model, ElasticRequests(), config, json_path=json_path)
 
 
-def server_of(case: Case, config: LiveConfig) -> tuple[Stream, Server]:
+def server_of(case, config):
     table, split, fitted, controller = case
     budgets = default_budgets(table)
     requests = ElasticRequests()
@@ -92,12 +90,12 @@ def server_of(case: Case, config: LiveConfig) -> tuple[Stream, Server]:
     return stream, Server(model, static, chosen, stream, requests, config)
 
 
-def stream_of(case: Case, config: LiveConfig) -> Stream:
+def stream_of(case, config):
     parts = case.split.test, case.fitted, torch.tensor([1.0, 2.0])
     return draw_stream(case.table, *parts, ElasticRequests(), config)
 
 
-def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case: Case) -> None:
+def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case):
     stream, server = server_of(case, replace(SHORT, requests=30))
     assert server.serve() is None
     fields = server.served.items()
@@ -119,9 +117,7 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case:
         assert (served["limit_ms"] < stream.budgets_ms).all()  # its own costs are taken off
 
 
-def test_a_run_prints_and_writes_what_it_found(
-    case: Case, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
     config, path = replace(SHORT, repeats=2, clock="cpu"), str(tmp_path / "live.json")
     results = run(checkpoint, case.table, config, json_path=path)
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
@@ -146,13 +142,11 @@ def test_a_run_prints_and_writes_what_it_found(
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_what_calls_take_beside_the_model_is_charged_too(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_calls_take_beside_the_model_is_charged_too(case, monkeypatch):
     _, server = server_of(case, replace(SHORT, requests=3))
     answer = server.model.answer
 
-    def slow(*arguments: Any, **options: Any) -> Any:
+    def slow(*arguments, **options):
         time.sleep(0.02)
         return answer(*arguments, **options)
 
@@ -161,9 +155,7 @@ def test_what_calls_take_beside_the_model_is_charged_too(
     assert (server.served["overhead_ms"][0] > 20).all()
 
 
-def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
     monkeypatch.setattr(live, "WARM_UP", 0)
     stream, server = server_of(case, SHORT)
     assert server.serve() is None
@@ -181,9 +173,7 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(
     assert (served["limit_ms"][0, 1:, 0] < stream.budgets_ms[1:]).all()
 
 
-def test_nothing_is_fitted_on_what_is_served(
-    case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_fitted_on_what_is_served(case, checkpoint, monkeypatch):
     calls = {"static_of": static_of, "fixed_configurations": live.fixed_configurations}
     noted = {name: Mock(side_effect=call) for name, call in calls.items()}
     for name, mock in noted.items():
@@ -195,7 +185,7 @@ def test_nothing_is_fitted_on_what_is_served(
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
 
 
-def test_fixed_configurations_are_what_their_names_say(case: Case) -> None:
+def test_fixed_configurations_are_what_their_names_say(case):
     table, rows = case.table, case.split.train
     budgets = default_budgets(table)
     fixed = live.fixed_configurations(table, rows, budgets)
@@ -204,18 +194,18 @@ def test_fixed_configurations_are_what_their_names_say(case: Case) -> None:
 
 
 @functools.cache
-def small() -> tuple[ProfileTable, NumpyController]:
+def small():
     agent, table = small_stack(60)
     return table, agent.decider
 
 
-def by_hand(slower: float) -> tuple[Stream, Record]:
+def by_hand(slower):
     """Two requests of the first two samples, served as the profile says on a machine that is
     `slower`."""
     table, _ = small()
     rows = np.array([0, 1])
     shape = (len(CHOICES), 2, 1)
-    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
+    fields = {name: np.zeros(shape) for name in Served._fields}
     fields["drift"] = np.full(shape, None)
     for p, chosen in enumerate(CHOICES.values()):
         fields["choice"][p, :, 0] = chosen
@@ -226,12 +216,12 @@ def by_hand(slower: float) -> tuple[Stream, Record]:
     return Stream(rows, np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), fields
 
 
-def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
+def judged(stream, record, speed):
     table, controller = small()
     return live_results(table, stream, list(CHOICES), record, controller, speed)
 
 
-def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
+def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     table, _ = small()
     results = judged(*by_hand(slower=3.0), speed=3.0)
     assert results["speed"]["during"] == pytest.approx(3.0)
@@ -246,7 +236,7 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
 
 
-def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> None:
+def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
     table, controller = small()
     stream, record = by_hand(slower=3.0)
     stream.budgets_ms[0] = 2 * float(
@@ -263,7 +253,7 @@ def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> No
     assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"] == 1
 
 
-def test_the_speed_is_known_as_well_as_the_answers_say() -> None:
+def test_the_speed_is_known_as_well_as_the_answers_say():
     stream, record = by_hand(slower=1.0)
     record["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2, 1)
     speed = judged(stream, record, speed=1.0)["speed"]
@@ -272,7 +262,7 @@ def test_the_speed_is_known_as_well_as_the_answers_say() -> None:
     assert speed["during_ci95"] == pytest.approx([1.5 - off, 1.5 + off])
 
 
-def test_a_replay_that_is_wrong_is_found_out() -> None:
+def test_a_replay_that_is_wrong_is_found_out():
     stream, record = by_hand(slower=1.0)
     record["score"][0] = 1 - record["score"][0]
     record["inference_ms"][1] *= 2
@@ -284,7 +274,7 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     assert "they differ in " in live_report.verdict(results)[-1]
 
 
-def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) -> None:
+def test_a_stream_goes_through_the_test_samples_before_it_repeats(case):
     few = case.split.test[:6]
     config = LiveConfig(requests=15)
     stream, again = (stream_of(case._replace(split=Split(few, few, few)), config) for _ in range(2))
@@ -296,7 +286,7 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) ->
     assert [int(name) for name in stream.ids] == stream.rows.tolist() == again.rows.tolist()
 
 
-def test_answers_are_scored_as_in_the_profile() -> None:
+def test_answers_are_scored_as_in_the_profile():
     requests, soft = ElasticRequests(), ElasticRequests(soft=True)
     scenes = draw_samples(60, seed=SEED)
     number = next(i for i, scene in enumerate(scenes) if scene.questions == ("sum",))
@@ -309,9 +299,7 @@ def test_answers_are_scored_as_in_the_profile() -> None:
     assert "a" not in requests
 
 
-def test_fresh_samples_are_served_without_a_replay(
-    case: Case, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
     config = replace(SHORT, fresh=True)
     results = run(checkpoint, case.table, config)
     assert results["agreement"] == []
@@ -326,11 +314,11 @@ def test_fresh_samples_are_served_without_a_replay(
 class Failing(ElasticAdaptive):
     """A model whose process ends after some answers."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers):
         super().__init__()
         self.left = answers
 
-    def answer(self, stages: Any, configuration: Any) -> Any:
+    def answer(self, stages, configuration):
         if self.left == 0:
             raise ConnectionError("the server is gone")
         self.left -= 1
@@ -340,9 +328,7 @@ class Failing(ElasticAdaptive):
 @pytest.mark.parametrize(
     ("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))]
 )
-def test_what_was_served_before_a_server_died_is_kept(
-    case: Case, checkpoint: Path, tmp_path: Path, answers: int, kept: tuple[int, int]
-) -> None:
+def test_what_was_served_before_a_server_died_is_kept(case, checkpoint, tmp_path, answers, kept):
     config, path = replace(SHORT, requests=40, repeats=2), str(tmp_path / "live.json")
     # 26 cells are timed before: 20 to warm up, then 6
     with pytest.raises(InputError, match="ConnectionError: the server is gone"):
@@ -354,7 +340,7 @@ def test_what_was_served_before_a_server_died_is_kept(
     assert (results["requests"], results["repeats"]) == kept
 
 
-def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(case, tmp_path):
     small = small_table(40)
     agent = untrained(small, PolicyConfig(hidden=4))
     of_small = saved(tmp_path / "small.pt", agent, small, small.split())
@@ -369,4 +355,4 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
             run(path, table, SHORT)
     for wrong in ({"requests": 0}, {"repeats": 0}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
-            LiveConfig(**wrong)  # type: ignore[arg-type]
+            LiveConfig(**wrong)

@@ -1,11 +1,8 @@
 """Results within each data set, in the numbers, the report and on the terminal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import torch
 from commands import OPTIMISER
 from helpers import Always, small_table, table_of
 from page_parts import printed, report_of
-from ruled import Array, Features, Ruled, ruled_at_means
+from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -30,7 +27,7 @@ from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.controllers import judge_deadlines, judge_mean_budgets
 
 
-def two_sets() -> ProfileTable:
+def two_sets():
     """In data set a configuration 1 is right, in b configuration 0 in three of four; all take 1
     ms."""
     b = [[1.0, 0.0]] * 3 + [[0.0, 0.0]]
@@ -43,29 +40,29 @@ class Worst:
 
     name = "knn"
 
-    def choose(self, features: Features, budgets_ms: Array, mask: Array | None = None) -> Array:
+    def choose(self, features, budgets_ms, mask=None):
         return (np.arange(len(budgets_ms)) >= 6).astype(np.int64)
 
 
-def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
+def judged(table, rows):
     everything = torch.arange(table.num_samples)
     fitted = [static_of(table, everything), StaticPerDataset(table, everything, rows)]
     baselines = [*fitted, Random(), Worst(), Oracle(table, rows)]
-    learned: list[Any] = [Ruled(Random(1)), Ruled(Random(2))]
+    learned = [Ruled(Random(1)), Ruled(Random(2))]
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     budgets = torch.tensor([1.0, 2.0])
     about = table, rows, budgets, rewards, learned, [0, 1], baselines
     return judge_deadlines(*about, charge=False)[0]
 
 
-def judged_at_means() -> dict[str, Any]:
+def judged_at_means():
     """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a
     only. The controller takes 1 for all, `knn` 0."""
     table = table_of([[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2, [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2)
     table = replace(table, datasets=("a",) * 6 + ("b",) * 2)
     budgets = torch.tensor([2.0, 4.0])
     worths = torch.tensor([5.0, 9.0])
-    learned: Any = ruled_at_means(Always(1), budgets, worths)
+    learned = ruled_at_means(Always(1), budgets, worths)
     other = MeanBudgetPolicy(
         "knn", lambda features, group, mask: np.zeros(len(mask), np.int64), budgets, worths
     )
@@ -74,7 +71,7 @@ def judged_at_means() -> dict[str, Any]:
     return judge_mean_budgets(*about, charge=False)[0] | {"guard": [], "chosen": []}
 
 
-def by_set(results: dict[str, Any], others: list[str], sizes: set[tuple[str, int]]) -> Any:
+def by_set(results, others, sizes):
     """Key → data set and policy → the number; the rows are checked to be those of a and b."""
     rows = results["by_dataset"]
     order = ["controller", *others, "oracle"]
@@ -87,7 +84,7 @@ def by_set(results: dict[str, Any], others: list[str], sizes: set[tuple[str, int
     return lambda policy, key: [row[key] for row in rows if row["policy"] == policy]
 
 
-def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
+def test_the_static_way_of_a_data_set_is_fitted_on_it_alone():
     table = two_sets()
     rows = torch.tensor([9, 0, 6])
     mask = table.mask[rows].numpy()
@@ -100,7 +97,7 @@ def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
     assert other.choose({}, np.full(3, 2.0), mask).tolist() == [1, 1, 1]
 
 
-def test_every_data_set_has_its_rows() -> None:
+def test_every_data_set_has_its_rows():
     results = judged(two_sets(), torch.arange(10))
     others = ["budget_aware_static", "static_per_dataset", "random"]
     of = by_set(results, others, {("a", 6), ("b", 4)})
@@ -123,13 +120,13 @@ def test_every_data_set_has_its_rows() -> None:
         (replace(small_table(20), datasets=("only",) * 20), 20),
     ],
 )
-def test_one_data_set_changes_nothing(table: ProfileTable, rows: int) -> None:
+def test_one_data_set_changes_nothing(table, rows):
     results = judged(table, torch.arange(rows))
     assert "by_dataset" not in results
     assert by_dataset(results).rows == []
 
 
-def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
+def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it():
     others = ["static_mix", "best_single", "knn"]
     of = by_set(judged_at_means(), others, {("a", 6), ("b", 2)})
     assert of("controller", "accuracy") == [1, 0]
@@ -146,7 +143,7 @@ def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it()
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_the_report_and_the_terminal_show_them(mean: bool, tmp_path: Path) -> None:
+def test_the_report_and_the_terminal_show_them(mean, tmp_path):
     results = judged_at_means() if mean else judged(two_sets(), torch.arange(10))
     table = by_dataset(results)
     assert [line[0].split("\n")[0] for line in table.rows] == ["a", *[""] * 4, "b", *[""] * 4]
@@ -160,7 +157,7 @@ def test_the_report_and_the_terminal_show_them(mean: bool, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def joint(tmp_path, monkeypatch):
     """Two data sets, the second three times as slow."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate("ab"):
@@ -170,7 +167,7 @@ def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "profile.paths=[a.safetensors,b.safetensors]"
 
 
-def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
+def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint):
     words = ["policy=utility", "policy.members=2", *OPTIMISER, "optimiser.iterations=2"]
     words += ["policy.hidden=8", "seeds=[0]", "split.leave_out=b"]
     assert main(["train", "profile=joint", joint, *words]) == 0

@@ -1,20 +1,16 @@
 """What holds for every page; the page of a profile, against numbers worked out by hand or the slow
 way."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, Folded, domain
@@ -25,7 +21,7 @@ from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILIT
 ATTACK = "</script><script>alert(1)</script><!--<script>"
 
 
-def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
+def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with():
     oracle = "oracle (upper bound)"
     first, second = (domain([*names, oracle]) for names in (["learned controller"], ["SFT", "run"]))
     light, dark = (theme["range"]["category"] for theme in page.THEMES.values())
@@ -38,14 +34,14 @@ def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
     assert domain(["others", *map(str, range(20))])[list(HUES).index("grey")] == "others"
 
 
-def test_every_policy_has_a_name_a_colour_and_a_description() -> None:
+def test_every_policy_has_a_name_a_colour_and_a_description():
     assert {tuple(words) for words in POLICIES.values()} == {("name", "colour", "description")}
     assert {words["colour"] for words in POLICIES.values()} <= set(HUES)
     hidden = policy_name("hidden_sft", {"hidden": ["crowd", "image"]})
     assert [hidden, policy_name("my_own")] == ["SFT, crowd and image hidden", "my own"]
 
 
-def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path: Path) -> None:
+def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
     blocks = [ATTACK, [ATTACK], {ATTACK: ATTACK}, Table([ATTACK], [[ATTACK]])]
     blocks = [*blocks, Figure(chart, ATTACK), Folded(ATTACK, blocks), "", [], None]
@@ -75,7 +71,7 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path: Path) -> Non
         (DECISION, "12.5 µs"),
     ],
 )
-def test_cells(metric: Any, text: str) -> None:
+def test_cells(metric, text):
     row = {"utility": 0.5, "utility_ci95": [0.4, 0.6], "gap_closed": 0.12, "decision_us_p50": 12.5}
     row |= {"over_static_mix": 0.01, "over_static_mix_ci95": [-0.01, 0.03]}
     row |= {"gap_closed_ci95": [1, 1]}
@@ -90,7 +86,7 @@ def test_cells(metric: Any, text: str) -> None:
 NAN = torch.nan
 
 
-def by_hand() -> ProfileTable:
+def by_hand():
     """Four samples, three of the four combinations of two knobs, one hole."""
     accuracy = [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.5, 0.5, NAN], [0.0, 0.0, 1.0]]
     latency = [[10.0, 20.0, 40.0], [10.0, 20.0, 40.0], [30.0, 60.0, NAN], [10.0, 20.0, 40.0]]
@@ -103,7 +99,7 @@ def by_hand() -> ProfileTable:
     )
 
 
-def test_facts_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_worked_out_by_hand(monkeypatch):
     budgets = torch.tensor([10.0, 25.0, 40.0])
     name = "knobwise.experiments.report.inspection.default_budgets"
     monkeypatch.setattr(name, lambda table: budgets)
@@ -137,7 +133,7 @@ def test_facts_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["feasible_share"] == [0.75, 0.75, 1.0]
 
 
-def idle_knob() -> ProfileTable:
+def idle_knob():
     """A table with a knob that changes nothing."""
     table = small_table(250)
     rows = table.configurations.repeat_interleave(2, 0)
@@ -165,14 +161,12 @@ FLAT = {"accuracy": torch.ones(250, 12)}
         (small_table(250), []),
     ],
 )
-def test_the_warnings_name_what_is_wrong_with_a_profile(
-    table: ProfileTable, wanted: list[str]
-) -> None:
+def test_the_warnings_name_what_is_wrong_with_a_profile(table, wanted):
     warnings = inspect_table(table)["warnings"]
     assert [line.partition(wanted[i])[0] for i, line in enumerate(warnings)] == [""] * len(wanted)
 
 
-def one_knob() -> ProfileTable:
+def one_knob():
     accuracy, latency = torch.rand(2, 20, 201, generator=torch.Generator().manual_seed(0)).tolist()
     knobs = (Knob("solver", tuple(f"<s{i:03d}>" for i in range(201))),)
     table = table_of(accuracy, latency)
@@ -182,9 +176,7 @@ def one_knob() -> ProfileTable:
 @pytest.mark.parametrize(
     ("table", "figures"), [(by_hand(), 8), (small_table(30, holes=0.4), 12), (one_knob(), 5)]
 )
-def test_page_is_whole_and_its_charts_can_be_drawn(
-    table: ProfileTable, figures: int, tmp_path: Path
-) -> None:
+def test_page_is_whole_and_its_charts_can_be_drawn(table, figures, tmp_path):
     path = write_inspection(inspect_table(table), tmp_path / "new" / "profile.html")
     text = path.read_text()
     assert path.stat().st_size < 2_000_000
@@ -196,7 +188,7 @@ def test_page_is_whole_and_its_charts_can_be_drawn(
     assert not re.search("<s(olvers|001)>", seen)
 
 
-def test_facts_are_printed_plainly_where_there_is_no_terminal() -> None:
+def test_facts_are_printed_plainly_where_there_is_no_terminal():
     facts = inspect_table(by_hand())
     text = printed(print_inspection, facts)
     wanted = ["4 samples × 3 configurations (of 4", "91.7% of the cells", facts["digest"]]

@@ -1,12 +1,8 @@
 """The report says what results.json says: in words, in tables and in charts."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +40,7 @@ POLICIES = {
 KNOBS = ({"crops": 2, "mode": "fast"}, {"crops": 10, "mode": "<slow>"})
 
 
-def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
+def row(policy, budget, utility):
     gap = (utility - 0.5) / 0.3
     return {
         **{"policy": policy, "budget_ms": budget, "accuracy": utility + 0.05, "reward": utility},
@@ -57,7 +53,7 @@ def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
     }
 
 
-def results(changes: dict[str, Any] | None = None, **utilities: float) -> dict[str, Any]:
+def results(changes=None, **utilities):
     """Mean utilities by policy; at the tight budget .1 less, at the loose one .1 more. `changes`
     are to the row of the controller."""
     places = {None: 0.0, BUDGETS[0]: -0.1, BUDGETS[1]: 0.1}
@@ -83,18 +79,18 @@ def results(changes: dict[str, Any] | None = None, **utilities: float) -> dict[s
     }
 
 
-GUARD: dict[str, Any] = {
+GUARD = {
     **{"level": 0.95, "margin": 0.9, "gain": 0.1, "gain_se": 0.01, "satisfaction_deployed": 0.955},
     **{"unattainable": False, "unshown": False, "too_dear": False, "better": True},
     **{"deployed": True, "reason": "deployed: better than <static> by +0.100 ± 0.010"},
 }
 FELL_BACK = {"deployed": False, "better": False}
-UNATTAINABLE: dict[str, Any] = {"unattainable": True, "margin": 1.0, "satisfaction_deployed": 0.713}
+UNATTAINABLE = {"unattainable": True, "margin": 1.0, "satisfaction_deployed": 0.713}
 UNSHOWN = {"unshown": True, "satisfaction_deployed": 23 / 24}
 TOO_DEAR = {"too_dear": True, "margin": 1.0, "satisfaction_deployed": 0.9}
 
 
-def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]], **more: Any) -> dict[str, Any]:
+def with_guard(*seeds, **more):
     """Results of so many seeds, each with what the guard found at the tight and at the loose
     budget, and with a checkpoint of iteration 40 and on."""
     chosen = [
@@ -113,7 +109,7 @@ def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]], **more: Any) -> di
     return results() | about | {"guard": guard, "chosen": chosen} | more
 
 
-def trained(warm_up: int, iterations: int = 100, **more: Any) -> dict[str, Any]:
+def trained(warm_up, iterations=100, **more):
     return {"training": {"warmup_iterations": warm_up, "iterations": iterations} | more}
 
 
@@ -197,12 +193,12 @@ PAIR = ({}, {})
         (with_guard(*[(UNSHOWN, {})] * 2), r"At 120 ms \(95.8% on time\)", "too few"),
     ],
 )
-def test_the_verdict(content: dict[str, Any], start: str, holds: str) -> None:
+def test_the_verdict(content, start, holds):
     (line,) = [line for line in verdict(content) if re.match(start, line)]
     assert re.search(holds, line)
 
 
-def test_the_verdict_says_nothing_else() -> None:
+def test_the_verdict_says_nothing_else():
     assert [len(verdict(content)) for content in (results(), with_guard(PAIR))] == [3, 3]
     assert len(verdict(results(NOT_KNOWN))) == 2
     silent = [trained(39), trained(40, iterations=0), {}]
@@ -220,19 +216,17 @@ METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     config = "policy:\n  head: <b>utility</b>\n"
     return run_folder(tmp_path / "controller" / "first", results(), METRICS, config)
 
 
-def training_of(text: str) -> list[dict[str, Any]]:
+def training_of(text):
     return [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
 
 
 @pytest.mark.parametrize(("training", "lines"), [(trained(600), 1), (trained(600, 0), 0), ({}, 0)])
-def test_training_curves_are_thinned_and_say_where_grpo_begins(
-    run: Path, training: dict[str, Any], lines: int
-) -> None:
+def test_training_curves_are_thinned_and_say_where_grpo_begins(run, training, lines):
     rest, loss = training_of(report_of(run, results() | training))
     assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in (rest, loss)] == [lines] * 2
     points = [point for point in points_of(loss) if "part" in point]
@@ -246,7 +240,7 @@ def test_training_curves_are_thinned_and_say_where_grpo_begins(
     assert {p["panel"] for p in points_of(rest) if "panel" in p} == {"KL"}
 
 
-def test_grpo_has_a_curve_of_its_own(run: Path) -> None:
+def test_grpo_has_a_curve_of_its_own(run):
     values = {0: (0.5, 0.55, 0.54, 0.58), 1: (0.5, 0.56, 0.55, 0.50)}
     lines = ["seed,step,Val/Utility"]
     for seed, curve in values.items():
@@ -266,7 +260,7 @@ def test_grpo_has_a_curve_of_its_own(run: Path) -> None:
     )
 
 
-def test_the_report_says_first_what_was_gained_when_and_how_fast(run: Path) -> None:
+def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     ran = {"started": "2026-11-22 14:50", "seconds": 193.2, "commit": "0123456789abcdef-dirty"}
     content = with_guard(PAIR, PAIR, **trained(30), grpo_gain=GAIN, run=ran)
     text = report_of(run, content)
@@ -290,7 +284,7 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run: Path) -> N
     assert text.split("<h2>Training</h2>")[1].count(added[0]) == text.count(added[0]) == 1
 
 
-def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
+def test_the_report_holds_every_number_of_every_policy(run):
     path = write_report(run)
     text = path.read_text()
     assert path == run / "report.html"
@@ -310,7 +304,7 @@ def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
             assert quantity(0.8 * budget) in small
 
 
-def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
+def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
     specs = charts_of(write_report(run).read_text())
     svg_of(*specs)
     utility, gain, plane, satisfaction, crops, mode = specs[:6]
@@ -340,14 +334,14 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     assert {(r["policy"], r["value"]) for r in outlines} == {(static, "10"), (static, "<slow>")}
 
 
-def test_report_is_written_from_the_bare_results(tmp_path: Path) -> None:
+def test_report_is_written_from_the_bare_results(tmp_path):
     names = ("controller", "mine")
     rows = [{"policy": name, "budget_ms": None, "utility": 0.5} for name in names]
     assert charts_of(report_of(tmp_path, {"rows": rows})) == []
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"rows": []}'])
-def test_a_folder_without_results_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_results_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(InputError, match=r"results\.json"):
@@ -355,7 +349,7 @@ def test_a_folder_without_results_is_refused(tmp_path: Path, content: str | None
     assert not (tmp_path / "report.html").exists()
 
 
-def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
+def test_report_shows_the_guarantees_and_what_was_chosen(run):
     loose = {"margin": 0.7, "satisfaction_deployed": 0.965}
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, loose))
     tables = rows_of(report_of(run, content))
@@ -376,7 +370,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert len(rows_of(text)) == len(tables) - 1
 
 
-def test_report_shows_how_reliable_predicted_probabilities_are() -> None:
+def test_report_shows_how_reliable_predicted_probabilities_are():
     places = ((10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97))
     bins = [{"decisions": n, "expected_in_time": p, "in_time": share} for n, p, share in places]
     assert calibration_error(bins) == pytest.approx((10 * 0.11 + 10 * 0.05 + 20 * 0.02) / 40)
@@ -389,7 +383,7 @@ def test_report_shows_how_reliable_predicted_probabilities_are() -> None:
     assert [(row["decisions"], row["predicted"], row["observed"]) for row in dots] == list(places)
 
 
-def test_equal_budgets_are_listed_once() -> None:
+def test_equal_budgets_are_listed_once():
     content = with_guard((TOO_DEAR, TOO_DEAR))
     for row in [*content["guard"][0], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
@@ -400,7 +394,7 @@ def test_equal_budgets_are_listed_once() -> None:
 
 
 @pytest.mark.parametrize("width", [None, 80, 100, 160])
-def test_results_are_printed_on_any_terminal_and_on_none(width: int | None) -> None:
+def test_results_are_printed_on_any_terminal_and_on_none(width):
     text = printed(print_results, results(), width)
     assert ("\x1b[1m" in text) == (width is not None)
     if width is None:
@@ -412,7 +406,7 @@ def test_results_are_printed_on_any_terminal_and_on_none(width: int | None) -> N
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
-def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) -> None:
+def test_pareto_front_is_what_nothing_else_beats(points):
     accuracy, latency = np.array(points, dtype=float).T
     front = pareto_front(accuracy, latency)
     for i, (a, t) in enumerate(points):
@@ -421,7 +415,7 @@ def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) 
         assert beaten or any(front[j] and points[j] == (a, t) for j in range(len(points)))
 
 
-def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
+def test_a_knob_with_many_values_keeps_its_most_used_ones():
     usage = [
         {"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": (v + 1) / 465}
         for v in range(30)
@@ -441,7 +435,7 @@ def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
         *((None, "–"), (math.inf, "–")),
     ],
 )
-def test_quantity(value: float | None, words: str) -> None:
+def test_quantity(value, words):
     assert quantity(value) == words
 
 
@@ -449,9 +443,7 @@ def test_quantity(value: float | None, words: str) -> None:
     ("micros", "unit", "share"),
     [(40.0, "ms", "2.0%"), (500.0, "ms", "25.0%"), (None, "ms", ""), (40.0, "USD", "")],
 )
-def test_decision_time_is_compared_with_the_latency(
-    micros: float | None, unit: str, share: str
-) -> None:
+def test_decision_time_is_compared_with_the_latency(micros, unit, share):
     means = {"policy": "controller", "budget_ms": None, "latency_ms_mean": 2.0}
     content = on_decisions({"rows": [means | {"decision_us_p50": micros}], "unit": unit})
     assert share in content

@@ -1,13 +1,9 @@
 """The selector's report says what results.json says, and is honest where intervals hold 0."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -25,10 +21,8 @@ from page_parts import (
     svg_of,
     titles_of,
 )
-from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import BEST, result_charts, result_images
@@ -50,11 +44,11 @@ MORE = {1: 0.55, 2: 1.0, 3: 0.99, 4: 0.98}
 """What the number of shots multiplies it by."""
 
 
-def outcomes(accuracy: dict[str, float]) -> dict[str, dict[int, Tensor]]:
+def outcomes(accuracy):
     """A query is easy or hard for all policies alike, and a little differently in each seed."""
     hard = torch.linspace(0, 1, QUERIES, dtype=torch.float64)
     tilt = torch.tensor([[-0.01], [0.0], [0.01]], dtype=torch.float64)
-    correct: dict[str, dict[int, Tensor]] = {}
+    correct = {}
     for name, share in accuracy.items():
         seeds = 3 if name in (*LEARNED, *CONTROLS, "random") else 1
         for shots in SHOTS:
@@ -65,12 +59,12 @@ def outcomes(accuracy: dict[str, float]) -> dict[str, dict[int, Tensor]]:
 
 
 @functools.cache
-def table(queries: int = 40) -> BeamTable:
+def table(queries=40):
     return replace(small_beams(queries, pool=3)[0], name="digits <careless>")
 
 
-def results_of(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
-    decided: dict[str, dict[int, Decided]] = {}
+def results_of(correct, **more):
+    decided = {}
     for name, by_shots in correct.items():
         micros = 640.0 if name in LEARNED else None
         decided[name] = {
@@ -81,14 +75,14 @@ def results_of(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, 
 
 
 @functools.cache
-def written_results(accuracy: tuple[tuple[str, float | None], ...]) -> str:
+def written_results(accuracy):
     kept = {name: share for name, share in (TWO | dict(accuracy)).items() if share is not None}
     return json.dumps(results_of(outcomes(kept), test=table(41), hidden=["annotator"]))
 
 
-def results(**accuracy: float | None) -> dict[str, Any]:
+def results(**accuracy):
     """A run with these accuracies at two shots; None takes a policy out."""
-    content: dict[str, Any] = json.loads(written_results(tuple(accuracy.items())))
+    content = json.loads(written_results(tuple(accuracy.items())))
     return content
 
 
@@ -96,7 +90,7 @@ STAGES = ("sft", "rce", "grpo_live", "shuffled_live")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     """The report of a run of stages one after the other, each logged under its own name."""
     logged = [
         {"seed": seed, "step": 100 * stage + step}
@@ -110,7 +104,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(run_folder(folder, results(), metrics, "version: v2\n")).read_text()
 
 
-def test_the_page_holds_all_sections(text: str) -> None:
+def test_the_page_holds_all_sections(text):
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
         *("Accuracy with 2 shots", "What the run shows", "Accuracy against shots", "Training"),
@@ -125,7 +119,7 @@ def test_the_page_holds_all_sections(text: str) -> None:
     svg_of(*charts_of(text))
 
 
-def test_every_number_of_every_policy_is_in_its_table(text: str) -> None:
+def test_every_number_of_every_policy_is_in_its_table(text):
     content = results()
     judged, differences, simple, controls, of_controls = rows_of(text)
     for lines, rows in ((judged, content["rows"]), (controls, content["controls"])):
@@ -150,7 +144,7 @@ def test_every_number_of_every_policy_is_in_its_table(text: str) -> None:
     assert "640 µs" in strong
 
 
-def test_training_is_shown_stage_by_stage(text: str) -> None:
+def test_training_is_shown_stage_by_stage(text):
     curves = [spec for spec in charts_of(text) if "title" in spec]
     shown, rest = curves[:3], curves[3:]
     assert titles_of(shown) == [f"{stage}: reward, mean" for stage in ("sft", "rce", "grpo live")]
@@ -159,7 +153,7 @@ def test_training_is_shown_stage_by_stage(text: str) -> None:
     assert set(titles_of(rest)) == {"shuffled live: reward, mean", *losses}
 
 
-def test_the_charts_hold_the_numbers() -> None:
+def test_the_charts_hold_the_numbers():
     content = results()
     drawn = result_charts(content)
     (bars,), (lines,) = map(specifications, drawn.values())
@@ -180,7 +174,7 @@ def test_the_charts_hold_the_numbers() -> None:
     assert all(png.startswith(b"\x89PNG") for png in result_images(content).values())
 
 
-def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path: Path) -> None:
+def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path):
     content = results() | {"shots": [4]}
     for key in ("rows", "controls", "differences"):
         content[key] = [row for row in content[key] if row["shots"] == 4]
@@ -189,7 +183,7 @@ def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path: Path) -> None:
     assert report_of(tmp_path, content)
 
 
-def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
+def test_baselines_alone_make_a_report(tmp_path):
     content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
     text = report_of(tmp_path, content)
     assert "careful-annotator rule (0.550)." in text.split("<p class=lead>")[1].split("</p>")[0]
@@ -229,14 +223,12 @@ HIDDEN = "Control: without the annotator"
         ({"grpo_live": 0.66, "hidden_live": 0.6}, HIDDEN, "no gain that could"),
     ],
 )
-def test_the_verdict_says_what_is_shown_and_whether_controls_behave(
-    accuracy: dict[str, float], start: str, holds: str
-) -> None:
+def test_the_verdict_says_what_is_shown_and_whether_controls_behave(accuracy, start, holds):
     lines = [line for line in verdict(results(**accuracy)) if line.startswith(start)]
     assert any(re.search(holds, line) for line in lines)
 
 
-def test_what_limits_the_results_is_said(tmp_path: Path) -> None:
+def test_what_limits_the_results_is_said(tmp_path):
     recorded = verdict(results() | {"judged_by": "recorded"})
     assert len(recorded) == len(verdict(results())) + 1
     assert "does not say" in recorded[0]
@@ -247,7 +239,7 @@ def test_what_limits_the_results_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [None, 80, 100, 140])
-def test_results_are_printed_without_cutting_anything_off(width: int | None) -> None:
+def test_results_are_printed_without_cutting_anything_off(width):
     content = results()
     text = printed(print_results, content, width)
     assert "2 shots (trained)" in text

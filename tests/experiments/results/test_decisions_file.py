@@ -1,11 +1,7 @@
 """decisions.parquet holds every decision, and results.json is its summary."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,7 +9,6 @@ import pytest
 import torch
 from commands import TABLE, write_table
 from helpers import small_beams
-from torch import Tensor
 
 from knobwise.__main__ import main
 from knobwise.agents.judging.baselines import Oracle, static_of
@@ -22,7 +17,6 @@ from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import (
     FILE,
@@ -51,7 +45,7 @@ SELECT = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """The current one, with a table, two data sets and beams."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("runs"))
@@ -62,30 +56,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path.cwd()
 
 
-def run(*words: str) -> tuple[dict[str, Any], pl.DataFrame]:
+def run(*words):
     """Results and decisions."""
     assert main(["train", "tracking=disabled", *words]) == 0
     return read_results("runs/latest"), read_decisions(Path("runs/latest"))
 
 
-def profile() -> tuple[ProfileTable, Tensor, Tensor]:
+def profile():
     """The table, the rows that policies are fitted on, and those that they are judged on."""
     table = read_long_table("t.parquet", features="f.npz")
     split = table.split()
     return table, torch.cat([split.train, split.validation]), split.test
 
 
-def frame(places: list[float], **columns: Any) -> pl.DataFrame:
+def frame(places, **columns):
     samples = pl.DataFrame({"sample_id": ["b", "a"]})
     rows = [decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)]
     return pl.concat(rows)
 
 
-def is_unique(decisions: pl.DataFrame, *keys: str) -> bool:
+def is_unique(decisions, *keys):
     return not decisions.select(*keys).is_duplicated().any()
 
 
-def test_rows_are_read_back_in_the_order_written(tmp_path: Path) -> None:
+def test_rows_are_read_back_in_the_order_written(tmp_path):
     accuracy = np.array([[0.1, 0.2], [0.3, np.nan]])
     rows = frame([2.0, 1.0], accuracy=accuracy, feasible=None, decision_us=1.5)
     write_decisions(tmp_path, rows.select(sorted(SCHEMA)).drop("vote"))
@@ -99,13 +93,13 @@ def test_rows_are_read_back_in_the_order_written(tmp_path: Path) -> None:
     assert set(found["decision_us"]) == {1.5}
 
 
-def test_other_columns_are_refused(tmp_path: Path) -> None:
+def test_other_columns_are_refused(tmp_path):
     with pytest.raises(ValueError, match="shots"):
         write_decisions(tmp_path, frame([1.0]).with_columns(shots=1))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path: Path) -> None:
+def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read_decisions(tmp_path)
     (tmp_path / FILE).write_bytes(b"PAR1 but not really")
@@ -116,7 +110,7 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path: Path) -
         read_decisions(tmp_path)
 
 
-def test_arrays_are_seeds_by_samples_by_places() -> None:
+def test_arrays_are_seeds_by_samples_by_places():
     first = frame([2.0, 1.0], accuracy=np.array([[0.0, 1.0], [2.0, np.nan]]))
     wanted = [[[0, 1], [2, np.nan]]] * 2
     np.testing.assert_equal(array_of(first, "controller", "accuracy"), wanted)
@@ -132,7 +126,7 @@ def test_arrays_are_seeds_by_samples_by_places() -> None:
     assert numbers.tolist() == [[0, 0, 1, 1], [0, 1, 0, 1]]
 
 
-def test_results_are_means_of_the_decisions(folder: Path) -> None:
+def test_results_are_means_of_the_decisions(folder):
     results, found = run(*LEAN, *TABLE)
     policies = {row["policy"] for row in results["rows"]}
     seeds = {name: {3, 1} if name in ("controller", "teacher") else {None} for name in policies}
@@ -174,7 +168,7 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
         assert decided == [table.label(c) for c in choices.flatten().tolist()]
 
 
-def test_under_mean_budgets_mixtures_are_expectations(folder: Path) -> None:
+def test_under_mean_budgets_mixtures_are_expectations(folder):
     results, found = run(*LEAN, *TABLE, "budget=mean", "baselines=false")
     policies = {"controller", "static_mix", "best_single", "oracle"}
     assert {row["policy"] for row in results["rows"]} == set(found["policy"]) == policies
@@ -200,7 +194,7 @@ def test_under_mean_budgets_mixtures_are_expectations(folder: Path) -> None:
     np.testing.assert_allclose(array_of(found, "static_mix", "accuracy")[0], accuracy, rtol=1e-6)
 
 
-def test_decisions_of_several_data_sets_say_which(folder: Path) -> None:
+def test_decisions_of_several_data_sets_say_which(folder):
     paths = ["profile.paths=[at.parquet,bt.parquet]", "profile.features=[af.npz,bf.npz]"]
     results, found = run(*LEAN, "profile=joint", *paths, "baselines=false")
     assert set(found["dataset"]) == {"at", "bt"}
@@ -211,7 +205,7 @@ def test_decisions_of_several_data_sets_say_which(folder: Path) -> None:
         assert part["score"].mean() == pytest.approx(row["utility"])
 
 
-def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:
+def test_recorded_sequences_that_a_selector_prefers(folder):
     results, found = run(*SELECT)
     table, _ = small_beams(60)
     unseeded = {"similarity", "best_recorded", "oracle", "image_similarity"}
@@ -228,7 +222,7 @@ def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:
         assert right == row["accuracy"] == row["score"]
 
 
-def test_what_is_not_known_is_null_and_nothing_known_has_no_rows() -> None:
+def test_what_is_not_known_is_null_and_nothing_known_has_no_rows():
     table, _ = small_beams(4)
     rows, nan = torch.tensor([2, 0]), float("nan")
     shown = torch.tensor([[[7, 3], [-1, -1]], [[5, -1], [6, 1]]])
@@ -261,8 +255,8 @@ LIVE = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).float()  # of the first two se
 BEAMS, _ = small_beams(7)
 
 
-def results(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
-    decided: dict[str, dict[int, Decided]] = {}
+def results(correct, **more):
+    decided = {}
     for name, by_shots in correct.items():
         decided[name] = {}
         for shots, right in by_shots.items():
@@ -275,20 +269,20 @@ def results(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any
     return found
 
 
-def at_two(**correct: Tensor) -> dict[str, dict[int, Tensor]]:
+def at_two(**correct):
     return {name: {2: right} for name, right in correct.items()}
 
 
-def by_shots(found: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+def by_shots(found):
     return {(row["policy"], row["shots"]): row for row in found["rows"]}
 
 
-def differences(found: dict[str, Any]) -> dict[tuple[str, str], tuple[float, list[float]]]:
+def differences(found):
     rows = found["differences"]
     return {(row["policy"], row["against"]): (row["difference"], row["ci95"]) for row in rows}
 
 
-def test_rows_hold_means_over_queries_and_seeds() -> None:
+def test_rows_hold_means_over_queries_and_seeds():
     correct = {"rce": {2: RCE, 1: SFT}, "similarity": {2: NEAR, 1: NEAR}}
     found = results(correct, hidden=["annotator"])
     rows = by_shots(found)
@@ -329,16 +323,14 @@ def test_rows_hold_means_over_queries_and_seeds() -> None:
         ("shuffled_live", "sft", RCE[:1] - SFT[:1]),
     ],
 )
-def test_differences_are_paired_over_queries_and_seeds(
-    policy: str, against: str, gain: Tensor
-) -> None:
+def test_differences_are_paired_over_queries_and_seeds(policy, against, gain):
     every = at_two(sft=SFT, rce=RCE, similarity=NEAR, grpo_live=LIVE, shuffled_live=RCE[:1])
     difference, ci95 = differences(results(every))[policy, against]
     assert difference == pytest.approx(gain.mean())
     assert ci95 == pytest.approx(mean_interval(gain))
 
 
-def test_pairing_shows_what_two_intervals_would_not() -> None:
+def test_pairing_shows_what_two_intervals_would_not():
     hard = torch.linspace(0, 1, 400)[None]
     found = results(at_two(sft=(hard < 0.5).float(), rce=(hard < 0.53).float()))
     sft, rce = (row["accuracy_ci95"] for row in found["rows"])
@@ -346,7 +338,7 @@ def test_pairing_shows_what_two_intervals_would_not() -> None:
     assert differences(found)["rce", "sft"][1][0] > 0
 
 
-def test_the_furthest_trained_is_compared_with_every_simple_way() -> None:
+def test_the_furthest_trained_is_compared_with_every_simple_way():
     simple = ("random", "image_similarity", "vote", "careful_rule")
     correct = at_two(**dict.fromkeys(simple, NEAR))
     assert not results(correct)["differences"]
@@ -355,7 +347,7 @@ def test_the_furthest_trained_is_compared_with_every_simple_way() -> None:
         assert {(form, other) for other in simple} <= differences(results(correct)).keys()
 
 
-def test_controls_stand_apart() -> None:
+def test_controls_stand_apart():
     names = ("shuffled_recorded", "shuffled_live", "hidden_sft", "hidden_rce", "hidden_live")
     found = results(at_two(sft=SFT, rce=RCE, **dict.fromkeys(names, RCE)))
     assert [row["policy"] for row in found["rows"]] == ["sft", "rce"]
@@ -366,7 +358,7 @@ def test_controls_stand_apart() -> None:
     assert differences(found)["hidden_live", "hidden_sft"] == (0.0, [0.0, 0.0])
 
 
-def test_a_query_unknown_to_one_policy_is_left_out_for_all() -> None:
+def test_a_query_unknown_to_one_policy_is_left_out_for_all():
     nothing = torch.full((1, 4), torch.nan)
     oracle, rce, half, other = nothing.clone(), RCE.clone(), nothing.clone(), nothing.clone()
     oracle[0, [0, 1, 3]] = 1.0
@@ -383,7 +375,7 @@ def test_a_query_unknown_to_one_policy_is_left_out_for_all() -> None:
     assert found["shots"] == [2]
 
 
-def test_sentences_are_about_the_trained_shots_or_the_nearest() -> None:
+def test_sentences_are_about_the_trained_shots_or_the_nearest():
     cases = {(1, 2, 3): 2, (3, 4): 3, (4,): 4}
     for shots, shown in cases.items():
         assert shown_at({"shots": shots, "trained_shots": 2}) == shown

@@ -1,10 +1,7 @@
 """Explanations of a policy: difficulty and correlation by hand, importance, a tree of a tree,
 single decisions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +9,12 @@ import torch
 from helpers import TAUGHT, arrays, deployed, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruled import Array, Features, Ruled
+from ruled import Ruled
 from scipy.stats import spearmanr
-from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.policy import choices_of
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results import explanation
 from knobwise.experiments.results.explanation import (
     Explained,
@@ -37,11 +32,11 @@ NAN = float("nan")
 BUDGETS = torch.tensor([5.0, 20.0])
 
 
-def explained(table: ProfileTable, choose: Any, budgets: Tensor = BUDGETS) -> Explained:
+def explained(table, choose, budgets=BUDGETS):
     """Of a policy that is a function of the block x and of budgets."""
 
-    def chosen(features: Features, limits: Array, mask: Array | None = None) -> Array:
-        by_rule: Array = choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
+    def chosen(features, limits, mask=None):
+        by_rule = choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
         return by_rule
 
     rows = torch.arange(table.num_samples)
@@ -54,17 +49,17 @@ ACCURACY = [[0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.4, 0.5, 1.0], 
 LATENCY = [[1.0, 2.0, 4.0], [3.0, 2.5, 6.0], [1.0, 2.0, 4.0], [1.0, 3.0, 9.0], [NAN, 2.0, 5.0]]
 
 
-def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow() -> None:
+def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow():
     difficulty = difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY))
     assert difficulty.tolist() == [2.0, 2.5, torch.inf, 3.0, 5.0]
 
 
-def test_difficulty_against_latency_by_hand() -> None:
+def test_difficulty_against_latency_by_hand():
     """Difficulties are 2, 2.5, 3 and 5; the third sample has no right configuration. Means by
     configuration are 1.5, 2.3 and 5.6, so by setting difficulties are 2.3, 1.5, 2.3 and 5.6."""
     table = table_of(ACCURACY, LATENCY, torch.tensor([[1.0], [0.0], [0.0], [1.0], [2.0]]))
 
-    def choose(x: Tensor, limits: Tensor) -> Tensor:
+    def choose(x, limits):
         return x[:, 0].clamp_min(1).where(limits > 10, 1).long()
 
     seen = by_difficulty(explained(table, choose))
@@ -86,8 +81,8 @@ def test_difficulty_against_latency_by_hand() -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=20, max_size=80))
 def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(
-    pairs: list[tuple[int, int]],
-) -> None:
+    pairs,
+):
     x, y = np.array(pairs, float).T
     value, ci95 = rank_correlation(x, y)
     if value is None or ci95 is None:
@@ -99,7 +94,7 @@ def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(
     assert rank_correlation(x, x) == (pytest.approx(1.0), [pytest.approx(1.0), pytest.approx(1.0)])
 
 
-def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> None:
+def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws():
     """Of 50 draws of 100 pairs with a known correlation nearly 95 % hold it."""
     generator, inside = np.random.default_rng(0), 0
     truth = 6 / np.pi * np.arcsin(0.6 / 2)  # of normal variables with a correlation of .6
@@ -114,14 +109,14 @@ def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws() -> No
 # -- more time -------------------------------------------------------------------------------------
 
 
-def test_choices_with_more_time_by_hand() -> None:
+def test_choices_with_more_time_by_hand():
     """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the
     samples."""
     accuracy = [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
     table = table_of(accuracy, [[1.0, 2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]))
     order = torch.tensor([[1, 0, 2], [0, 1, 2]])  # of each sample, by budget
 
-    def choose(x: Tensor, limits: Tensor) -> Tensor:
+    def choose(x, limits):
         return order[x[:, 0].long(), (limits > 4).long() + (limits > 10).long()]
 
     # (1 → 0 is cheaper), (0 → 2 is slower and worse), (0 → 1 is neither), (1 → 2 is slower and
@@ -134,7 +129,7 @@ def test_choices_with_more_time_by_hand() -> None:
 # -- importance ------------------------------------------------------------------------------------
 
 
-def two_answers(samples: int = 200, noise: int = 2) -> ProfileTable:
+def two_answers(samples=200, noise=2):
     """The first column of x says which of two configurations is right."""
     generator = torch.Generator().manual_seed(0)
     right = torch.rand(samples, generator=generator) < 0.5
@@ -142,11 +137,11 @@ def two_answers(samples: int = 200, noise: int = 2) -> ProfileTable:
     return table_of(torch.stack([~right, right], 1).float(), torch.ones(samples, 2), x)
 
 
-def by_first(x: Tensor, limits: Tensor) -> Tensor:
+def by_first(x, limits):
     return (x[:, 0] > 0.5).long()
 
 
-def test_importance_is_the_worth_lost_with_another_samples_features() -> None:
+def test_importance_is_the_worth_lost_with_another_samples_features():
     table = two_answers()
     table = replace(table, features=table.features | {"unread": torch.randn(200, 3)})
     block, unread, *columns = importance(explained(table, by_first))
@@ -159,7 +154,7 @@ def test_importance_is_the_worth_lost_with_another_samples_features() -> None:
     assert all(row["lost"] == 0 for row in columns[1:])
 
 
-def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_one_none() -> None:
+def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_one_none():
     narrow = importance(explained(two_answers(noise=30), by_first))
     assert [row["column"] for row in narrow][:2] == [None, 0]
     assert len(narrow) == 11
@@ -169,8 +164,8 @@ def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_o
 # -- the tree --------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
-    def choose(x: Tensor, limits: Tensor) -> Tensor:
+def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
+    def choose(x, limits):
         return torch.where(limits < 10, 0, (x[:, 1] > 0.3).long())
 
     tree = distilled(explained(two_answers(), choose))
@@ -187,7 +182,7 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss() -> None:
     assert sum(rule["share"] for rule in tree["rules"]) == pytest.approx(1)
 
 
-def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
+def test_a_policy_that_decides_by_the_budget_alone_needs_no_features():
     tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10).long()))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
@@ -198,7 +193,7 @@ def test_a_policy_that_decides_by_the_budget_alone_needs_no_features() -> None:
 # -- the best and the worst ------------------------------------------------------------------------
 
 
-def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most() -> None:
+def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     accuracy = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.2], [0.0, 0.9], [0.0, 0.4]])
     x = torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
     table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], x)
@@ -232,9 +227,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_every_kind_of_controller_is_explained_by_its_own_decisions(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkeypatch):
     table = small_table(60, holes=0.2, features=kind != "no features")
     if kind == "first look":
         table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())

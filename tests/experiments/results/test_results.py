@@ -1,23 +1,20 @@
 """results.json of controllers: what was chosen, rows by hand, mean budgets end to end, costs that
 are no times."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, Capture, mistake, write_table
+from commands import OPTIMISER, TABLE, mistake, write_table
 from helpers import TAUGHT, Always, arrays, deployed, small_table, table_of
-from ruled import Array, Features, Ruled, ruled_at_means
+from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
@@ -55,42 +52,40 @@ LATE = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
     write_table(90, holes=0.1)
     return tmp_path
 
 
-def results_in(path: str = "runs/latest/results.json") -> Any:
+def results_in(path="runs/latest/results.json"):
     return json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(word))
 
 
-def taught(**settings: Any) -> DeployedController:
+def taught(**settings):
     """What a short training with a teacher deploys."""
     return deployed(SMALL, dataclasses.replace(TAUGHT, **settings))
 
 
-def untrained() -> DeployedController:
+def untrained():
     """Heads without a teacher and without a guard."""
     config = PolicyConfig(hidden=8)
     return DeployedController(Controller.for_table(SMALL, torch.arange(60), config)).eval()
 
 
-def loaded(controller: DeployedController, **extra: Any) -> Loaded:
+def loaded(controller, **extra):
     return Loaded(controller, "small", "sha256:0", EXTRA | extra)
 
 
-def judged(
-    table: ProfileTable, choosers: Any, baselines: Any, budgets: torch.Tensor, **options: Any
-) -> tuple[dict[str, Any], pl.DataFrame]:
+def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     problem = table, torch.arange(table.num_samples), budgets, rewards
     return judge_deadlines(*problem, choosers, range(4, 4 + len(choosers)), baselines, **options)
 
 
-def test_every_seed_says_what_was_chosen_and_what_its_guard_found(tmp_path: Path) -> None:
+def test_every_seed_says_what_was_chosen_and_what_its_guard_found(tmp_path):
     controller = taught(level=0.8)
     save_checkpoint(tmp_path / "best.pt", controller, SMALL, EXTRA)
     found = held_out_choices([loaded(controller), load_checkpoint(tmp_path / "best.pt")])
@@ -112,7 +107,7 @@ def test_every_seed_says_what_was_chosen_and_what_its_guard_found(tmp_path: Path
 # -- what GRPO added -------------------------------------------------------------------------------
 
 
-def test_what_grpo_added_on_held_out_samples_is_paired_by_sample() -> None:
+def test_what_grpo_added_on_held_out_samples_is_paired_by_sample():
     start = torch.tensor([0.5, 0.25, 0.0, 1.0])
     moved, same, sure = (
         loaded(untrained(), grpo_held_out={"start": start, "best": start + gain})
@@ -128,10 +123,10 @@ def test_what_grpo_added_on_held_out_samples_is_paired_by_sample() -> None:
     assert gain_on_held_out([loaded(untrained())]) == {}
 
 
-def test_what_grpo_added_on_test_samples_is_the_difference_to_the_policy_before() -> None:
+def test_what_grpo_added_on_test_samples_is_the_difference_to_the_policy_before():
     baselines = [Always(0, "budget_aware_static"), Always(1, "oracle")]
-    after: list[Any] = [Ruled(Always(1)), Ruled(Always(0))]
-    before: list[Any] = [Ruled(Always(0)), Ruled(Always(0))]
+    after = [Ruled(Always(1)), Ruled(Always(0))]
+    before = [Ruled(Always(0)), Ruled(Always(0))]
     request = LATE, after, baselines, torch.tensor([25.0, 45.0])
     gain = judged(*request, charge=False, before=before)[0]["grpo_gain"]
     # of the first seed the first sample gains .5 at both budgets, the second .5 at the second one
@@ -144,7 +139,7 @@ def test_what_grpo_added_on_test_samples_is_the_difference_to_the_policy_before(
 # -- rows by hand ----------------------------------------------------------------------------------
 
 
-def by_hand() -> ProfileTable:
+def by_hand():
     """Two samples to fit on, then two to judge on. On the first two the configurations cost 10, 20,
     40 and get .25, .5, 1; on the last two they cost 12, 20, 44 and get .5, .5, .75."""
     return table_of(
@@ -156,7 +151,7 @@ def by_hand() -> ProfileTable:
 FITTED, TEST = torch.tensor([0, 1]), torch.tensor([2, 3])
 
 
-def test_references_spend_what_the_policy_spent_on_the_test_samples() -> None:
+def test_references_spend_what_the_policy_spent_on_the_test_samples():
     reference = Reference(by_hand(), FITTED, TEST)
     assert [corner["latency_ms"] for corner in reference.hull()] == [12, 20, 44]
     assert [corner["accuracy"] for corner in reference.hull()] == [0.5, 0.5, 0.75]
@@ -172,7 +167,7 @@ def test_references_spend_what_the_policy_spent_on_the_test_samples() -> None:
     assert oracle.latency_ms.T.tolist() == [[8, 16], [8, 16], [40, 16]]
 
 
-def test_rows_of_deadlines_by_hand() -> None:
+def test_rows_of_deadlines_by_hand():
     policies = [Always(0, "budget_aware_static"), Always(1, "oracle")]
     choosers = [Ruled(Always(1)), Ruled(Always(0))]
     budgets = torch.tensor([5.0, 15.0, 35.0])
@@ -204,14 +199,14 @@ def test_rows_of_deadlines_by_hand() -> None:
     assert rows["budget_aware_static", None]["over_static_ci95"] == [0, 0]
 
 
-def by_worth(features: Features, worths: Array, mask: Array | None = None) -> Array:
+def by_worth(features, worths, mask=None):
     """The dearest configuration for whom a right answer is worth 100 ms, else the middle one."""
     return np.where(worths >= 100, 2, 1)
 
 
-def test_rows_of_mean_budgets_by_hand() -> None:
+def test_rows_of_mean_budgets_by_hand():
     table, budgets = by_hand(), torch.tensor([20.0, 50.0])
-    learned: Any = ruled_at_means(by_worth, budgets, torch.tensor([8.0, math.inf]))
+    learned = ruled_at_means(by_worth, budgets, torch.tensor([8.0, math.inf]))
     about = table, FITTED, TEST, budgets, [learned, learned], [4, 5], []
     results, _ = judge_mean_budgets(*about, charge=False)
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
@@ -239,18 +234,18 @@ def test_rows_of_mean_budgets_by_hand() -> None:
     assert rows["oracle", 50.0]["over_static_mix"] == pytest.approx(1 - (0.5 + 0.25 * 8 / 24))
 
 
-def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -> None:
+def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them():
     table, budgets = by_hand(), torch.tensor([25.0])
     mix = StaticMix.of_table(table, FITTED, budgets)
     fell_back = {"deployed": torch.tensor([False]), "mix": mix}
-    learned: Any = ruled_at_means(by_worth, budgets, torch.tensor([math.inf]), **fell_back)
+    learned = ruled_at_means(by_worth, budgets, torch.tensor([math.inf]), **fell_back)
     results, _ = judge_mean_budgets(table, FITTED, TEST, budgets, [learned], [0], [])
     for policy in ("static_mix", "controller"):  # the guard has fallen back to it
         shares = [use["share"] for use in results["knob_usage"] if use["policy"] == policy]
         assert shares == pytest.approx([0, 0.75, 0.25])
 
 
-def results_of_words(**over: Any) -> dict[str, Any]:
+def results_of_words(**over):
     rows = []
     for budget, gain, single in ((None, 4, 5), (9.0, 4, 3), (2.0, 4, 12), (4.0, 4, 6)):
         row = {"policy": "controller", "budget_ms": budget, "latency_ms_mean": budget}
@@ -261,7 +256,7 @@ def results_of_words(**over: Any) -> dict[str, Any]:
     return {"sense": "mean", "rows": [*rows, other], **over}
 
 
-def test_the_verdict_in_words() -> None:
+def test_the_verdict_in_words():
     first, second, third = verdict(results_of_words())
     numbers = ("+12.0 and +6.0", "2.00 ms and 4.00 ms", "+42.0 and +36.0")
     assert all(number in first for number in numbers)
@@ -272,7 +267,7 @@ def test_the_verdict_in_words() -> None:
     assert "In 2 of 4 cases" in verdict(results_of_words(guard=guard))[-1]
 
 
-def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_under_mean_budgets(folder, capsys):
     assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
     run = folder / "runs" / "mean_budget" / "first"
     assert "static mix" in capsys.readouterr().out
@@ -307,9 +302,7 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert decider.mean.budgets_ms.tolist() == results["budgets_ms"]
 
 
-def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(folder, capsys):
     quick = [word for word in QUICK if not word.startswith(("policy.experts", "seeds"))]
     train = ["train", *TABLE, *quick]
     alone = ["policy=utility", "policy.members=3", "policy.guard=false", "seeds=[3]"]
@@ -337,8 +330,8 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
 
 
 def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder, monkeypatch, capsys
+):
     words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
     worths = "knobwise.agents.training.settle.worths_for"
     with monkeypatch.context() as patch:
@@ -354,7 +347,7 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
 # -- reliability, and fewer than five budgets ------------------------------------------------------
 
 
-def test_bins_of_predicted_probabilities_by_hand() -> None:
+def test_bins_of_predicted_probabilities_by_hand():
     """Ten bins of two, of .05 and .1, .15 and .2, …"""
     expected = [0.05 * i for i in range(20, 0, -1)] + [None]
     in_time = [float(i > 10) for i in range(20, 0, -1)] + [1.0]
@@ -368,7 +361,7 @@ def test_bins_of_predicted_probabilities_by_hand() -> None:
     assert [row["decisions"] for row in few] == [1] * 3
 
 
-def test_a_predicted_probability_is_that_of_the_choice_under_what_is_left_of_the_budget() -> None:
+def test_a_predicted_probability_is_that_of_the_choice_under_what_is_left_of_the_budget():
     controller = taught()
     assert controller.teacher is not None
     left, rows = torch.tensor([8.0, 12.0]).double(), torch.tensor([5, 3, 9])
@@ -386,7 +379,7 @@ def test_a_predicted_probability_is_that_of_the_choice_under_what_is_left_of_the
 
 
 @pytest.mark.parametrize("has_teacher", [True, False])
-def test_only_policies_with_a_teacher_have_such_probabilities(has_teacher: bool) -> None:
+def test_only_policies_with_a_teacher_have_such_probabilities(has_teacher):
     rows, budgets = torch.arange(60), default_budgets(SMALL)
     policy = taught() if has_teacher else untrained()
     baselines = [static_of(SMALL, rows), Oracle(SMALL, rows)]
@@ -396,7 +389,7 @@ def test_only_policies_with_a_teacher_have_such_probabilities(has_teacher: bool)
     assert sum(row["decisions"] for row in results.get("reliability", [])) == len(known)
 
 
-def test_only_the_controller_is_charged_and_timed() -> None:
+def test_only_the_controller_is_charged_and_timed():
     rows, budgets = torch.arange(60), default_budgets(SMALL)
     table = dataclasses.replace(SMALL, features_ms=3.0)
     baselines = [static_of(table, rows), Oracle(table, rows)]
@@ -420,7 +413,7 @@ def test_only_the_controller_is_charged_and_timed() -> None:
     assert of_teacher["latency_ms"].to_list() == latency_ms.tolist()
 
 
-def test_a_run_at_fewer_budgets_says_so_once(folder: Path, capsys: Capture) -> None:
+def test_a_run_at_fewer_budgets_says_so_once(folder, capsys):
     """Three configurations that cost 1, 2 and 4 ms on every sample."""
     cost = torch.tensor([[1.0, 2.0, 4.0]]).repeat(60, 1)
     table = table_of(torch.rand(60, 3), cost, torch.randn(60, 2))
@@ -443,7 +436,7 @@ SCALE = 2.0**-20
 """A millionth, and exact in floating point."""
 
 
-def in_two_units() -> tuple[ProfileTable, ProfileTable]:
+def in_two_units():
     """The same costs in ms and in USD; a sixth of the configurations is free."""
     table = small_table(90)
     cost = table.latency_ms.masked_fill((table.configurations[:, :2] == 0).all(1), 0.0)
@@ -452,7 +445,7 @@ def in_two_units() -> tuple[ProfileTable, ProfileTable]:
     )
 
 
-def test_nothing_depends_on_the_unit() -> None:
+def test_nothing_depends_on_the_unit():
     ms, usd = in_two_units()
     rows = torch.arange(90)
     # the tightest is that of the free ones, as little as a budget can be
@@ -482,7 +475,7 @@ def test_nothing_depends_on_the_unit() -> None:
 
 
 @pytest.mark.parametrize("sense", ["mean_budget", "controller"])
-def test_a_price_in_usd_takes_the_place_of_latency(folder: Path, sense: str) -> None:
+def test_a_price_in_usd_takes_the_place_of_latency(folder, sense):
     _, table = in_two_units()
     long_frame(table).rename({"latency_ms": "price_usd"}).write_parquet("usd.parquet")
     words = ["profile=table", "profile.path=usd.parquet", "profile.features=f.npz"]
@@ -500,7 +493,7 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder: Path, sense: str) -> 
     assert "0 ms" not in page
 
 
-def test_the_unit_stays_with_a_saved_table(tmp_path: Path) -> None:
+def test_the_unit_stays_with_a_saved_table(tmp_path):
     for unit in ("ms", "J"):
         dataclasses.replace(small_table(10), unit=unit).save(tmp_path / "t.safetensors")
         assert ProfileTable.load(tmp_path / "t.safetensors").unit == unit

@@ -1,14 +1,10 @@
 """The folder of a run: whose it is, when one goes on, which is the latest; of both systems."""
 
-from __future__ import annotations
-
 import errno
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,16 +23,16 @@ CONFIGS = [
 
 
 @pytest.fixture(params=CONFIGS, ids=["controller", "selector"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def config(request, tmp_path):
     """The settings of either system, with its runs in an empty folder."""
     return replace(request.param, runs=str(tmp_path / "runs"))
 
 
-def latest(config: Any) -> Path:
+def latest(config):
     return (Path(config.runs) / "latest").resolve()
 
 
-def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any, tmp_path: Path) -> None:
+def test_a_finished_run_is_the_latest_and_is_left_alone(config, tmp_path):
     first = Path(config.runs).absolute() / config.experiment / "seeds--0"
     (tmp_path / "any other").mkdir()
     with claim(config, ["seeds=[0]"]) as folder:
@@ -53,21 +49,21 @@ def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any, tmp_path: P
     assert latest(config).name == "seeds--0-2"
 
 
-def finished(config: Any) -> Path:
+def finished(config):
     with claim(config, []) as folder:
         return folder
 
 
-def refused(config: Any, word: str) -> None:
+def refused(config, word):
     with pytest.raises(InputError, match=word), claim(config, []):
         pass
 
 
-def at_once(count: int, run: Callable[[int], Any]) -> list[Any]:
+def at_once(count, run):
     """What `run` returns for 0, 1, …, each in a thread, all begun at the same time."""
     start = threading.Barrier(count)
 
-    def begin(number: int) -> Any:
+    def begin(number):
         start.wait()
         return run(number)
 
@@ -75,13 +71,13 @@ def at_once(count: int, run: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(begin, range(count)))
 
 
-def stopped(config: Any, overrides: list[str] | None = None) -> Path:
+def stopped(config, overrides=None):
     with pytest.raises(KeyboardInterrupt), claim(config, overrides or []) as folder:
         raise KeyboardInterrupt
     return folder
 
 
-def test_a_stopped_run_goes_on_with_the_same_settings_only(config: Any) -> None:
+def test_a_stopped_run_goes_on_with_the_same_settings_only(config):
     first = stopped(config)
     assert first.name == "default"
     assert not (Path(config.runs) / "latest").is_symlink()
@@ -92,7 +88,7 @@ def test_a_stopped_run_goes_on_with_the_same_settings_only(config: Any) -> None:
     assert sorted(path.name for path in first.parent.iterdir()) == ["default", "default-2"]
 
 
-def test_a_run_has_one_process(config: Any) -> None:
+def test_a_run_has_one_process(config):
     with claim(config, []) as folder:
         written = (folder / "config.yaml").read_bytes()
         refused(config, "another process")
@@ -103,7 +99,7 @@ def test_a_run_has_one_process(config: Any) -> None:
     assert latest(config) == folder
 
 
-def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> None:
+def test_what_is_called_latest_and_is_no_link_is_not_touched(config):
     mine = Path(config.runs) / "latest" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -113,8 +109,8 @@ def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> Non
 
 
 def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_whole(
-    config: Any,
-) -> None:
+    config,
+):
     """The link is relative."""
     Path(config.runs).mkdir()
     (Path(config.runs) / "latest").symlink_to("controller/gone")
@@ -135,12 +131,12 @@ def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_who
         (["variants={mine: {live: true}}"], "variants--mine-live-true"),
     ],
 )
-def test_names_say_what_was_changed(words: list[str], name: str) -> None:
+def test_names_say_what_was_changed(words, name):
     assert run_name(words) == name
     assert run_name(words[::-1]) == name
 
 
-def test_long_names_are_cut_and_stay_apart() -> None:
+def test_long_names_are_cut_and_stay_apart():
     words = [f"key{i}=value" for i in range(50)]
     assert len(run_name(words)) == 120
     assert run_name(words[::-1]) == run_name(words)
@@ -148,7 +144,7 @@ def test_long_names_are_cut_and_stay_apart() -> None:
     assert run_name(["k=" + "v" * 118]) == "k-" + "v" * 118
 
 
-def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> None:
+def test_runs_that_end_at_the_same_time_all_point_at_themselves(config):
     """The last one to point is the latest, whoever it is; nobody fails, and nothing is left
     over."""
     at_once(8, lambda number: [finished(replace(config, name=f"{number}-{i}")) for i in range(5)])
@@ -158,10 +154,10 @@ def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> 
     assert len(list(latest(config).parent.iterdir())) == 40
 
 
-def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(config: Any) -> None:
+def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(config):
     all_in = threading.Barrier(8)
 
-    def run(seed: int) -> tuple[str, list[int]]:
+    def run(seed):
         with claim(replace(config, name="x", seeds=[seed]), []) as folder:
             all_in.wait()
             return folder.name, list(OmegaConf.load(folder / "config.yaml").seeds)
@@ -173,10 +169,10 @@ def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(confi
     assert sorted(path.name for path in latest(config).parent.iterdir()) == names
 
 
-def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any) -> None:
+def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config):
     ended = threading.Barrier(2)
 
-    def run(_: int) -> str:
+    def run(_):
         try:
             with claim(config, []) as folder:
                 ended.wait()
@@ -193,22 +189,20 @@ def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any)
 @pytest.mark.parametrize(
     "changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}]
 )
-def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> None:
+def test_a_name_is_that_of_one_folder(config, changed):
     refused(replace(config, **changed), next(iter(changed)))
     assert not Path(config.runs).exists()
 
 
 @pytest.mark.parametrize("refusing", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
-def test_a_folder_that_cannot_be_written_is_said(
-    refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_said(refusing, config, monkeypatch):
     monkeypatch.setattr(refusing, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     refused(config, "cannot be written")
 
 
 def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_the_same_run_alone(
-    config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    config, capsys
+):
     config = replace(config, name="r")
     folder = stopped(config)
     (folder.parent / ".new-abc").mkdir()

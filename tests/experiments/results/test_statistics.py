@@ -1,11 +1,7 @@
 """The one bootstrap: against a naive one, at its limits; paired differences against scipy's tests,
 and of runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -32,11 +28,11 @@ from knobwise.experiments.results.statistics import (
 )
 
 
-def gap(score: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[float]:
+def gap(score, low, high):
     return score_intervals([(score, low, high)])[0][1]
 
 
-def test_means_of_draws_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_of_draws_by_hand(monkeypatch):
     values = [np.random.default_rng(7).random((seeds, 5)) for seeds in (3, 1, 3)]
     generator = np.random.default_rng(4)
     samples = generator.multinomial(5, [0.2] * 5, 6)
@@ -52,14 +48,14 @@ def test_means_of_draws_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(resampled_means(values, 6, 4), np.array(expected).T)
 
 
-def test_seeds_are_drawn_too() -> None:
+def test_seeds_are_drawn_too():
     static, best = np.zeros(50), np.ones(50)
     low, high = gap(np.array([0.2, 0.5, 0.8])[:, None] * np.ones((3, 50)), static, best)
     assert low < 0.35 < 0.65 < high
     assert gap(np.full((3, 50), 0.5), static, best) == pytest.approx([0.5, 0.5])
 
 
-def test_splits_of_the_same_samples_are_no_more_samples() -> None:
+def test_splits_of_the_same_samples_are_no_more_samples():
     policy = np.random.default_rng(0).random((2, 50))
     thrice = np.stack([np.repeat(range(3), 50), np.tile(range(50), 3)])
     single = resampled_means([policy])
@@ -68,7 +64,7 @@ def test_splits_of_the_same_samples_are_no_more_samples() -> None:
     assert np.array_equal(resampled_means([policy], splits=thrice[:, :50]), single)
 
 
-def test_splits_are_drawn_too() -> None:
+def test_splits_are_drawn_too():
     """Where all samples of a split get the same, only the draws of splits matter; each has samples
     of its own."""
     means = np.array([0.1, 0.2, 0.9])
@@ -83,7 +79,7 @@ def test_splits_are_drawn_too() -> None:
     assert ends_of(drawn) == [[0.0, 1.0]]
 
 
-def test_several_intervals_come_from_the_same_draws() -> None:
+def test_several_intervals_come_from_the_same_draws():
     values = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0))
     both = mean_intervals([*values, values[0] + 0.25])
     for array, (low, high) in zip(values, both, strict=False):
@@ -96,14 +92,14 @@ def test_several_intervals_come_from_the_same_draws() -> None:
     assert mean_intervals([]) == []
 
 
-def test_intervals_by_the_textbook() -> None:
+def test_intervals_by_the_textbook():
     # a mean of 200 values 0 or 1: .5 ± 1.96 · .5 / √200
     assert mean_interval(np.repeat([0.0, 1.0], 100)) == pytest.approx([0.43, 0.57], abs=0.01)
     # a mean lies among its values in spite of rounding
     assert [mean_interval(np.ones((3, n))) for n in range(1, 60)] == [[1, 1]] * 59
 
 
-def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
+def test_where_nothing_can_be_gained_nothing_was_closed():
     static = np.random.default_rng(0).random(20)
     assert gap(np.tile(static, (2, 1)), static, static) == [0, 0]
     best = static.copy()
@@ -114,16 +110,16 @@ def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
 # -- paired differences ----------------------------------------------------------------------------
 
 
-def test_the_probability_is_that_of_scipys_sign_flips() -> None:
+def test_the_probability_is_that_of_scipys_sign_flips():
     apart = np.random.default_rng(3).normal(0.15, 1, (80, 3)).cumsum(1)
     results = paired(apart[None], np.zeros((1, 80, 3)), True)
-    options: Any = {"permutation_type": "samples", "vectorized": True, "n_resamples": 20_000}
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 20_000}
     for column, (*_, p) in zip(apart.T, results, strict=True):
         wanted = permutation_test((column,), np.mean, rng=0, **options).pvalue
         assert p == pytest.approx(wanted, abs=0.015)
 
 
-def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> None:
+def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook():
     draws = np.random.default_rng(0)
     apart = draws.normal(0.2, 1, (1, 400, 1))
     noise = draws.normal(0, 5, (1, 400, 1))  # the same for both: pairing takes it away
@@ -134,7 +130,7 @@ def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> Non
     assert p < 0.01
 
 
-def test_other_seeds_are_drawn_apart_and_samples_together() -> None:
+def test_other_seeds_are_drawn_apart_and_samples_together():
     # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ
     # in does not
     shared = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) * np.ones((6, 1, 1))
@@ -150,7 +146,7 @@ def test_other_seeds_are_drawn_apart_and_samples_together() -> None:
     assert gap == pytest.approx(-0.6)
 
 
-def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None:
+def test_five_seeds_that_are_all_the_difference_have_students_interval():
     of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
     sides = of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1))
     ((gap, low, high, p),) = paired(*sides, True)
@@ -160,12 +156,12 @@ def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None
     assert p == pytest.approx(ttest_1samp(of_seeds, 0).pvalue, rel=0.05)
 
 
-def test_nothing_differs_from_itself() -> None:
+def test_nothing_differs_from_itself():
     values = np.random.default_rng(0).random((2, 30, 4))
     assert paired(values, values, True) == [(0, 0, 0, 1)] * 4
 
 
-def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> None:
+def test_runs_without_a_difference_are_told_apart_no_more_often_than_said():
     draws = np.random.default_rng(5)
     p = np.array([paired(*draws.random((2, 1, 40, 1)), True)[0][3] for _ in range(200)])
     assert np.mean(p < 0.05) <= 0.09
@@ -175,9 +171,7 @@ def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> N
 @pytest.mark.parametrize(
     ("seeds", "same"), [((5, 5), True), ((5, 5), False), ((5, 3), False), ((3, 3), True)]
 )
-def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
-    seeds: tuple[int, int], same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(seeds, same, monkeypatch):
     """Two runs without a difference but chance: samples are as hard for both, seeds differ, each
     errs on its own. Without widening, one in seven would be told apart."""
     monkeypatch.setattr(statistics, "DRAWS", 500)
@@ -196,11 +190,11 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
     assert found <= 17
 
 
-def difference(p: float, ci95: tuple[float, float] = (0.05, 0.2)) -> Difference:
+def difference(p, ci95=(0.05, 0.2)):
     return Difference("b", "a", "x", "x", None, 10, 0.1, ci95, p)
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     found = [one.p_holm for one in holm([difference(p) for p in (0.01, 0.04, 0.03, 0.005)])]
     assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
@@ -208,14 +202,14 @@ def test_holm_by_hand() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=20))
-def test_holm_never_lowers_a_probability_and_keeps_their_order(values: list[float]) -> None:
+def test_holm_never_lowers_a_probability_and_keeps_their_order(values):
     found = [one.p_holm for one in holm([difference(p) for p in values])]
     assert all(p <= q <= 1 for p, q in zip(values, found, strict=True))
     order = np.argsort(values, kind="stable")
     assert (np.diff(np.array(found)[order]) >= 0).all()
 
 
-def test_better_is_said_only_where_interval_and_probability_agree() -> None:
+def test_better_is_said_only_where_interval_and_probability_agree():
     cases = {difference(0.01): 1, difference(0.06): 0}
     cases |= {difference(0.001, (-0.01, 0.2)): 0, difference(0.001, (-0.2, -0.01)): -1}
     assert [holm([case])[0].sign for case in cases] == list(cases.values())
@@ -225,15 +219,15 @@ def test_better_is_said_only_where_interval_and_probability_agree() -> None:
 
 
 def against(
-    first: Path,
-    second: Path,
-    policies: tuple[str, str] = ("controller", "controller"),
-    places: tuple[float, ...] = (10.0, 20.0),
-) -> tuple[list[Difference], str]:
+    first,
+    second,
+    policies=("controller", "controller"),
+    places=(10.0, 20.0),
+):
     return differences(*read_runs([first, second]), policies, places)
 
 
-def test_the_mean_comes_first_then_each_budget(tmp_path: Path) -> None:
+def test_the_mean_comes_first_then_each_budget(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
     found, note = against(*folders)
     assert note == ""
@@ -251,7 +245,7 @@ def test_the_mean_comes_first_then_each_budget(tmp_path: Path) -> None:
     assert only == replace(found[2], ci95=only.ci95)
 
 
-def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> None:
+def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
     whole = against(*folders)[0]
     for folder in folders:  # the second half of the samples bears the names of the first
@@ -273,15 +267,13 @@ def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> N
         ({"budgets": (11.0, 21.0)}, "none of the budgets"),
     ],
 )
-def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(
-    tmp_path: Path, settings: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path, settings, reason):
     found, note = against(write_run(tmp_path / "a"), write_run(tmp_path / "b", **settings))
     assert found == []
     assert reason in note
 
 
-def test_what_is_restricted_is_said(tmp_path: Path) -> None:
+def test_what_is_restricted_is_said(tmp_path):
     first = write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
     found, note = against(first, other)
@@ -294,8 +286,8 @@ def test_what_is_restricted_is_said(tmp_path: Path) -> None:
 
 
 def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     # the hull rises by 0.8 in 40 ms
     first = write_run(tmp_path / "a", sense="mean")
     for spent, change in ((0.0, 0.0), (5.0, -0.1)):
@@ -305,8 +297,8 @@ def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(
 
 
 def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
     found, note = against(first, second, ("grpo_recorded", "grpo_live"), (1.0, 2.0))

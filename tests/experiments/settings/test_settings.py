@@ -1,11 +1,7 @@
 """Every option: its meaning, its default, and what profiles and beams are read from it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields, is_dataclass, replace
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +18,10 @@ from knobwise.experiments.settings.profiles import BuiltinProfile, TableProfile,
 from knobwise.experiments.settings.selector_options import BeamFiles
 
 
-def every_config() -> list[type[Any]]:
+def every_config():
     """The dataclasses of the verbs and of all readers, with those that their fields hold by
     default."""
-    configs: dict[type[Any], None] = {}
+    configs = {}
     waiting = [*VERBS.values()]
     for readers in READERS.values():
         waiting += readers.values()
@@ -39,17 +35,17 @@ def every_config() -> list[type[Any]]:
 
 
 @pytest.mark.parametrize("node", every_config(), ids=lambda node: node.__name__)
-def test_every_field_of_every_config_has_a_docstring(node: type[Any]) -> None:
+def test_every_field_of_every_config_has_a_docstring(node):
     assert set(field_docs(node)) == {f.name for f in fields(node)}
     assert all(len(text) > 10 for text in field_docs(node).values())
 
 
-def chosen(settings: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+def chosen(settings, wanted):
     """The settings that are `wanted`, by their keys."""
     return {key: attrgetter(key)(settings) for key in wanted}
 
 
-def test_the_settings_of_the_original_system() -> None:
+def test_the_settings_of_the_original_system():
     wanted = {
         **{"optimiser.contexts": 64, "optimiser.lr": 1e-4, "loss.group_size": 8},
         **{"split.train": 0.8, "reward.kind": "shaped", "reward.alpha": 1, "reward.beta": 0.5},
@@ -61,7 +57,7 @@ def test_the_settings_of_the_original_system() -> None:
     assert chosen(settings, wanted) == wanted
 
 
-def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different() -> None:
+def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different():
     wide = [
         "profile=simulated",
         "profile.datasets=[text_vqa]",
@@ -93,7 +89,7 @@ def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_di
     assert all(abs(count / 500_000 - 1) < 0.03 for count in counts.values())
 
 
-def test_the_settings_of_the_original_selector() -> None:
+def test_the_settings_of_the_original_selector():
     wanted = {
         **{"selector.projection": "linear", "selector.update": "convex", "selector.dropout": 0.5},
         **{"selector.width": 256, "selector.layers": 1, "selector.temperature": 0.1},
@@ -107,7 +103,7 @@ def test_the_settings_of_the_original_selector() -> None:
     assert chosen(settings.plan(name).variant, variant) == variant
 
 
-def test_defaults_and_overrides() -> None:
+def test_defaults_and_overrides():
     settings = read_settings("train", [])
     wanted = {
         **{"policy.teacher": True, "policy.guard": True, "policy.members": 5, "policy.drift": 0.3},
@@ -128,7 +124,7 @@ def test_defaults_and_overrides() -> None:
     assert changed.optimiser == OptimiserConfig()
 
 
-def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings() -> None:
+def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings():
     settings = read_settings("train", ["budget=mean"])
     assert settings.reward.kind == "utility"
     assert resolve(settings).reward.kind == "priced"
@@ -136,13 +132,13 @@ def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings() -
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_help_names_every_key_once(verb: str) -> None:
+def test_help_names_every_key_once(verb):
     lines = help_lines(verb)
     assert len({(line.key, line.choice) for line in lines}) == len(lines)
     assert all(line.meaning for line in lines)
 
 
-def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
+def test_a_saved_table_is_a_profile_too(tmp_path):
     table = small_table(20)
     table.save(tmp_path / "t.safetensors")
     settings = read_settings(
@@ -154,7 +150,7 @@ def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
 # -- what the selector experiment learns from and is judged on -------------------------------------
 
 
-def test_hidden_columns_are_hidden_everywhere_and_nothing_else_is() -> None:
+def test_hidden_columns_are_hidden_everywhere_and_nothing_else_is():
     table, _ = small_beams()
     hidden = hide(table, ["liar"])
     for seen, before in ((hidden.queries, table.queries), (hidden.candidates, table.candidates)):
@@ -164,8 +160,8 @@ def test_hidden_columns_are_hidden_everywhere_and_nothing_else_is() -> None:
 
 
 def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     table, _ = small_beams(50)
     table.save(tmp_path / "t.safetensors")
     data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
@@ -177,7 +173,7 @@ def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen
     assert data.judged_by == "recorded"
 
 
-def test_without_right_answers_the_best_beam_is_right(tmp_path: Path) -> None:
+def test_without_right_answers_the_best_beam_is_right(tmp_path):
     table, _ = small_beams(30)
     scores = {"beam_score": torch.tensor([0.1, 0.4, 0.2, 0.4, 0.3, 0.0]).expand(30, -1)}
     replace(table, fields=scores).save(tmp_path / "t.safetensors")

@@ -1,7 +1,5 @@
 """A study trains what its file lists, keeps what is finished, and compares the runs of a section."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,9 +24,7 @@ SHIPPED = sorted(Path(study.__file__).parent.glob("*.yaml"))
 
 
 @pytest.mark.campaign
-def test_a_small_study_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_study_from_the_command_line(tmp_path, capsys):
     study_file = {
         "profiles": {"a": "policy.layers=1"},
         "sections": {
@@ -57,9 +53,7 @@ def test_a_small_study_from_the_command_line(
 
 
 @pytest.mark.parametrize("word", ["sections=[other]", "seeds=[]", "sections=1", "study=x.yaml"])
-def test_a_wrong_word_is_named_before_anything_is_run(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_word_is_named_before_anything_is_run(word, tmp_path, capsys):
     assert study.main([word, f"runs={tmp_path}", f"out={tmp_path / 'pages'}"]) == 2
     message = capsys.readouterr().err
     assert word.split("=")[0] in message
@@ -68,7 +62,7 @@ def test_a_wrong_word_is_named_before_anything_is_run(
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_command_of_our_studies_is_understood(path: Path) -> None:
+def test_every_command_of_our_studies_is_understood(path):
     for commands in study.sections_of(str(path)).values():
         for command in commands:
             words = [word for word in command.split() if word != "-m"]

@@ -1,8 +1,6 @@
 """One set of numbers, three places: everything is logged for real (W&B offline) and read back;
 metrics.csv alone."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json
@@ -12,7 +10,6 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import hypothesis
@@ -58,11 +55,11 @@ SCORES = [{"Test/Utility": 0.5 + seed / 10, "Test/On_Time_Feasible": 0.9} for se
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def clean(monkeypatch, tmp_path_factory):
     forget_wandb(monkeypatch, tmp_path_factory.mktemp("home"))
 
 
-def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
+def tracker(folder, mode="offline", **more):
     arguments = {
         "name": "lr-0.003",
         "experiment": "controller",
@@ -71,10 +68,10 @@ def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
     }
     settings = TrackingSettings(mode=mode, tags=["nightly"], notes="Is a low learning rate better?")
     arguments |= {"settings": settings, "profile": RESULTS["profile"]}
-    return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
+    return Tracker(folder, **arguments | more)
 
 
-def numbers(seed: int, step: int) -> dict[str, float]:
+def numbers(seed, step):
     validation = {"Val/Accuracy_Mean": 0.5 + step / 100} if step % 20 == 0 else {}
     return {
         "Train/Loss": 1 / (3 + step + seed),
@@ -83,7 +80,7 @@ def numbers(seed: int, step: int) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A run with two seeds, their test scores, and its results."""
     folder = tmp_path_factory.mktemp("runs") / "lr-0.003"
     with pytest.MonkeyPatch.context() as patch:
@@ -110,19 +107,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sessions_of(folder: Path) -> dict[str, list[ReceivedRun]]:
+def sessions_of(folder):
     """The sessions of every offline run in a folder, by its name."""
-    sessions: dict[str, list[ReceivedRun]] = {}
+    sessions = {}
     for session in offline_runs(folder):
         sessions.setdefault(session.about["displayName"], []).append(session)
     return sessions
 
 
-def of_kind(session: ReceivedRun, kind: str) -> list[dict]:
+def of_kind(session, kind):
     return [record[kind] for record in session.records if record["type"] == kind]
 
 
-def charts(session: ReceivedRun) -> dict[str, dict]:
+def charts(session):
     """The custom charts of a run, by name."""
     updates = [item for record in of_kind(session, "config") for item in record["update"].items()]
     return {
@@ -131,16 +128,16 @@ def charts(session: ReceivedRun) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def logged(run: Path) -> Sessions:
+def logged(run):
     return {name: joined(sessions) for name, sessions in sessions_of(run).items()}
 
 
-def written(folder: Path) -> list[dict[str, str]]:
+def written(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def events(folder: Path) -> dict[tuple[str, int], float]:
+def events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder)).Reload()
@@ -148,9 +145,7 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(
-    run: Path, logged: Sessions, seed: int
-) -> None:
+def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(run, logged, seed):
     expected = {
         (name, step): value for step in STEPS for name, value in numbers(seed, step).items()
     }
@@ -162,7 +157,7 @@ def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(
     ]
 
 
-def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> None:
+def test_wandb_run_says_where_it_belongs_and_what_was_best(logged):
     assert set(logged) == {"lr-0.003 s0", "lr-0.003 s1", "lr-0.003"}
     session = logged["lr-0.003 s1"]
     assert session.about == {
@@ -185,7 +180,7 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> 
     assert session.summary["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
 
 
-def test_test_scores_are_in_the_runs_that_trained(run: Path, logged: Sessions) -> None:
+def test_test_scores_are_in_the_runs_that_trained(run, logged):
     """So that grouping them shows means and standard deviations; their curves and summaries stay
     what they were."""
     for seed in (0, 1):
@@ -205,7 +200,7 @@ def test_test_scores_are_in_the_runs_that_trained(run: Path, logged: Sessions) -
     assert (metadata if isinstance(metadata, dict) else json.loads(metadata)) == SCORES[1]
 
 
-def test_results_are_logged_inside_the_run_and_in_few_keys(run: Path, logged: Sessions) -> None:
+def test_results_are_logged_inside_the_run_and_in_few_keys(run, logged):
     session = logged["lr-0.003"]
     # every policy's score, and more numbers of the controller
     assert session.summary["Test/oracle/utility"] == 0.7
@@ -228,7 +223,7 @@ def test_results_are_logged_inside_the_run_and_in_few_keys(run: Path, logged: Se
     assert DIGEST in json.dumps(data["metadata"])
 
 
-def test_tensorboard_tells_runs_apart_by_their_settings(run: Path) -> None:
+def test_tensorboard_tells_runs_apart_by_their_settings(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -250,15 +245,15 @@ def test_tensorboard_tells_runs_apart_by_their_settings(run: Path) -> None:
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
     ],
 )
-def test_names_of_runs_are_short(name: str, stage: str, seed: int | None, title: str) -> None:
+def test_names_of_runs_are_short(name, stage, seed, title):
     assert short_name("lean", name, stage, seed) == title
     assert len(short_name("lean", "x" * 100, stage, seed)) <= 47
 
 
-def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path: Path) -> None:
+def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
     """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from
     step 0."""
-    sessions: list[tuple[str, int, int | None, range]] = [
+    sessions = [
         ("sft", 0, None, range(3)),
         ("grpo", 3, 2, range(3)),
         ("grpo", 3, 4, range(2, 3)),  # its last step was not saved
@@ -285,7 +280,7 @@ def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path: Path) -> Non
     assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
-def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
+def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path):
     ends = {130: KeyboardInterrupt(), 1: ValueError("broken"), 0: SystemExit(0)}
     for code, error in ends.items():
         log = tracker(tmp_path / str(code))
@@ -297,9 +292,7 @@ def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
         assert session.exit_code == code
 
 
-def test_resuming_drops_what_was_logged_after_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path, monkeypatch):
     # two event files of one second are told apart by a number only, and `9` sorts after `10`
     now = time.time()
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now))
@@ -336,15 +329,13 @@ WHOLE = {
         ("Train/Reward_Std", None),
     ],
 )
-def test_which_value_is_the_best_of_a_run(name: str, best: str | None) -> None:
+def test_which_value_is_the_best_of_a_run(name, best):
     assert bool(wandb_run.HIGHER_IS_BETTER.search(name)) == (best == "max")
     assert bool(wandb_run.LOWER_IS_BETTER.search(name)) == (best == "min")
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_where_wandb_does_not_start_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
-) -> None:
+def test_where_wandb_does_not_start_the_rest_goes_on(tmp_path, monkeypatch, capfd, mode):
     """Its service is a process of its own; on a busy machine, or with a full disk, it may not come
     up."""
     monkeypatch.setattr(wandb, "init", Mock(side_effect=OSError("No space left on device")))
@@ -359,7 +350,7 @@ def test_where_wandb_does_not_start_the_rest_goes_on(
     assert os.environ == environment
 
 
-def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:
+def test_disabled_tracker_still_writes_metrics_csv(tmp_path):
     quiet = TrackingSettings(mode="disabled", tensorboard=False)
     with tracker(tmp_path, settings=quiet, seed=0) as log:
         log.log({"Train/Loss": 1.0}, 0)
@@ -367,9 +358,7 @@ def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_a_key_without_a_network_falls_back_to_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_without_a_network_falls_back_to_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb_run, "PATIENCE_S", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -388,7 +377,7 @@ def test_a_key_without_a_network_falls_back_to_offline(
     assert sessions_of(tmp_path)["lr-0.003 s1"][0].history == [{"step": 0, "Train/Loss": 2.0}]
 
 
-def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_follows_settings_then_environment_then_key(monkeypatch):
     assert wandb_mode(TrackingSettings()) == "offline"
     Path(os.environ["NETRC"]).write_text("machine api.wandb.ai login user password 0\n")
     for variable, mode in (("", "online"), ("disabled", "disabled"), ("dryrun", "offline")):
@@ -414,9 +403,7 @@ def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.Mon
         ({}, "WANDB_PROJECT"),
     ],
 )
-def test_names_that_wandb_would_refuse_are_refused(
-    settings: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_wandb_would_refuse_are_refused(settings, option, monkeypatch):
     """Where nothing is logged there, any name will do."""
     monkeypatch.setenv("WANDB_PROJECT", "a/b" if not settings else "")
     with pytest.raises(InputError, match=option):
@@ -439,7 +426,7 @@ ROWS = st.lists(
 )
 
 
-def values_of(row: dict[str, str]) -> dict[str, float]:
+def values_of(row):
     return {
         name: float(value) for name, value in row.items() if value and name not in ("seed", "step")
     }
@@ -447,9 +434,7 @@ def values_of(row: dict[str, str]) -> dict[str, float]:
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(rows=ROWS)
-def test_metrics_file_gives_back_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, rows: list
-) -> None:
+def test_metrics_file_gives_back_what_was_written(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("metrics")
     file = MetricsFile(folder / "metrics.csv", seed=3)
     for step, row in enumerate(rows):
@@ -457,14 +442,14 @@ def test_metrics_file_gives_back_what_was_written(
     assert [values_of(row) for row in written(folder)] == rows
 
 
-def test_metrics_file_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_metrics_file_drops_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.")
     MetricsFile(path, seed=0, resume_step=5).append(1, {"Train/Loss": 0.5})
     assert path.read_text() == "seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.5,\n"
 
 
-def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
+def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path):
     path = tmp_path / "metrics.csv"
     first, second = MetricsFile(path, seed=0), MetricsFile(path, seed=1)
     first.append(0, {"Train/Loss": 1.0})
@@ -480,7 +465,7 @@ def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
     ]
 
 
-def append_many(path: Path, seed: int, rows: int) -> None:
+def append_many(path, seed, rows):
     """What one process of several does: its rows hold ever new names, so that the file is rewritten
     again and again."""
     file = MetricsFile(path, seed)
@@ -488,7 +473,7 @@ def append_many(path: Path, seed: int, rows: int) -> None:
         file.append(step, {f"seed{seed}/{step // 5}": seed + step / 100})
 
 
-def test_several_processes_lose_nothing(tmp_path: Path) -> None:
+def test_several_processes_lose_nothing(tmp_path):
     path, rows = tmp_path / "metrics.csv", 40
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=append_many, args=(path, seed, rows)) for seed in range(3)]

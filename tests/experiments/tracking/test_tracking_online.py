@@ -1,22 +1,17 @@
 """What really arrives: runs through the command line, offline, read back record by record; online,
 and by `wandb sync`, at a small W&B server on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 from commands import TABLE, write_table
 from helpers import small_beams
 from omegaconf import OmegaConf
-from wandb_stub import ReceivedRun, WandbStub, forget_wandb, offline_runs
+from wandb_stub import WandbStub, forget_wandb, offline_runs
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import question_of
@@ -55,13 +50,13 @@ SELECT += ["variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name
 
 
 @pytest.fixture(scope="module")
-def stub() -> Iterator[WandbStub]:
+def stub():
     with WandbStub() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory):
     """A folder with a profile and beams, as the current one; no key, none of the developer's own
     W&B variables."""
     folder = tmp_path_factory.mktemp("place")
@@ -74,13 +69,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def online(stub: WandbStub) -> Iterator[None]:
+def online(stub):
     with stub.connected():
         yield
 
 
 @pytest.fixture(scope="module")
-def offline(place: Path) -> dict[str, Path]:
+def offline(place):
     """A run of each system, logged offline."""
     for words in (TRAIN, SELECT):
         assert main([*words, "tracking=offline"]) == 0
@@ -90,7 +85,7 @@ def offline(place: Path) -> dict[str, Path]:
     }
 
 
-def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
+def sync(stub, run):
     """What `wandb sync` brings to the server: `wandb sync runs/latest/wandb/offline-run-*`."""
     known = set(stub.runs)
     sessions = sorted(map(str, (run / "wandb").glob("offline-run-*")))
@@ -107,7 +102,7 @@ def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
     return [found for name, found in stub.runs.items() if name not in known]
 
 
-def curves(run: Path, seed: int) -> list[dict[str, float]]:
+def curves(run, seed):
     """metrics.csv of a seed, everything of one step together."""
     frame = (
         pl.read_csv(run / "metrics.csv", infer_schema_length=None)
@@ -121,7 +116,7 @@ def curves(run: Path, seed: int) -> list[dict[str, float]]:
     ]
 
 
-def tables(found: ReceivedRun) -> dict[str, pl.DataFrame]:
+def tables(found):
     """Name → content."""
     content_of = {}
     for path, body in found.files.items():
@@ -133,7 +128,7 @@ def tables(found: ReceivedRun) -> dict[str, pl.DataFrame]:
     return content_of
 
 
-def flat(row: dict[str, Any]) -> dict[str, Any]:
+def flat(row):
     ends = {
         f"{k}_{e}": v[i]
         for k, v in row.items()
@@ -144,7 +139,7 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if not isinstance(v, list)} | ends
 
 
-def same(shown: pl.DataFrame, rows: list[dict[str, Any]]) -> None:
+def same(shown, rows):
     """A table of W&B and rows of a file, number by number; a column that a row does not have is
     empty there."""
     assert len(shown) == len(rows)
@@ -154,7 +149,7 @@ def same(shown: pl.DataFrame, rows: list[dict[str, Any]]) -> None:
         }
 
 
-def of_stage(rows: list[dict[str, float]], stage: str) -> list[dict[str, float]]:
+def of_stage(rows, stage):
     """What a stage logged, from its own first step on."""
     middle = f"/{stage}/" if stage else "/"
     parts = []
@@ -165,7 +160,7 @@ def of_stage(rows: list[dict[str, float]], stage: str) -> list[dict[str, float]]
     return [part | {"step": part["step"] - parts[0]["step"]} for part in parts]
 
 
-def holds(found: list[ReceivedRun], run: Path) -> ReceivedRun:
+def holds(found, run):
     """Every row of metrics.csv is in the run of its seed and stage, and what each says of itself;
     gives that of the results."""
     named = {each.about["displayName"]: each for each in found}
@@ -198,7 +193,7 @@ def holds(found: list[ReceivedRun], run: Path) -> ReceivedRun:
     return named["tiny"]
 
 
-def holds_test_scores(found: list[ReceivedRun], run: Path) -> None:
+def holds_test_scores(found, run):
     """The runs that trained hold the scores of their seed: what `results.json` has, seed by
     seed."""
     results = json.loads((run / "results.json").read_text())
@@ -214,7 +209,7 @@ def holds_test_scores(found: list[ReceivedRun], run: Path) -> None:
         assert by_seed == pytest.approx(row[f"{name}_per_seed"], abs=1e-6)
 
 
-def holds_results(evaluated: ReceivedRun, run: Path) -> None:
+def holds_results(evaluated, run):
     """What is in results.json is in its summary and in its tables, over budgets or shots in one of
     them."""
     results = json.loads((run / "results.json").read_text())
@@ -262,7 +257,7 @@ def holds_results(evaluated: ReceivedRun, run: Path) -> None:
     assert any(path.startswith("media/images/Charts/") for path in evaluated.files)
 
 
-def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineage: bool) -> None:
+def holds_artifacts(stub, found, run, lineage):
     """The profile leads to the run that trained, this one to the model, and the model to the
     results."""
     results = json.loads((run / "results.json").read_text())
@@ -292,7 +287,7 @@ def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineag
 
 
 @pytest.mark.usefixtures("online")
-def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: WandbStub) -> None:
+def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     known = set(stub.runs)
     assert main([*TRAIN, "tracking=online", "runs=online"]) == 0
     found = [run for name, run in stub.runs.items() if name not in known]
@@ -311,9 +306,7 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
 
 
 @pytest.mark.parametrize("kind", ["controller", "selector"])
-def test_sync_brings_every_row_table_and_artifact(
-    offline: dict[str, Path], stub: WandbStub, kind: str
-) -> None:
+def test_sync_brings_every_row_table_and_artifact(offline, stub, kind):
     run = offline[kind]
     found = sync(stub, run)
     holds_results(holds(found, run), run)
@@ -330,9 +323,9 @@ ROWS = [
 ]
 
 
-def tracker(folder: Path, mode: str, **more: Any) -> Tracker:
+def tracker(folder, mode, **more):
     settings = TrackingSettings(mode=mode, tensorboard=False)
-    arguments: dict[str, Any] = {
+    arguments = {
         "name": "again",
         "experiment": "e",
         "job_type": "train",
@@ -342,7 +335,7 @@ def tracker(folder: Path, mode: str, **more: Any) -> Tracker:
     return Tracker(folder, settings=settings, **arguments | more)
 
 
-def log_rows(log: Tracker, rows: list[dict[str, float]], stop_in: int | None = None) -> None:
+def log_rows(log, rows, stop_in=None):
     """As trainers do: validation first, then the iteration. Interrupted between the two of one
     step, if any."""
     for row in rows:
@@ -353,15 +346,15 @@ def log_rows(log: Tracker, rows: list[dict[str, float]], stop_in: int | None = N
                 raise KeyboardInterrupt
 
 
-def stopped_and_gone_on(folder: Path, mode: str) -> None:
+def stopped_and_gone_on(folder, mode):
     with pytest.raises(KeyboardInterrupt), tracker(folder, mode) as log:
         log_rows(log, ROWS, stop_in=3)
     with tracker(folder, mode, resume_step=1) as log:  # the last checkpoint is some steps back
         log_rows(log, ROWS[2:])
 
 
-def arrived(run: ReceivedRun) -> None:
-    joined: dict[float, dict[str, float]] = {}
+def arrived(run):
+    joined = {}
     steps = [row["step"] for row in run.history]
     assert steps == sorted(steps)
     for row in run.history:
@@ -374,9 +367,7 @@ def arrived(run: ReceivedRun) -> None:
 
 
 @pytest.mark.usefixtures("online")
-def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(
-    tmp_path: Path, stub: WandbStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(tmp_path, stub, monkeypatch):
     monkeypatch.setenv("WANDB_RESUME", "must")  # meant for the one run of another program
     known = set(stub.runs)
     stopped_and_gone_on(tmp_path, "online")
@@ -384,18 +375,14 @@ def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(
     arrived(run)
 
 
-def test_synced_sessions_of_a_resumed_run_are_one_run(
-    tmp_path: Path, place: Path, stub: WandbStub
-) -> None:
+def test_synced_sessions_of_a_resumed_run_are_one_run(tmp_path, place, stub):
     stopped_and_gone_on(tmp_path, "offline")
     (run,) = sync(stub, tmp_path)
     arrived(run)
 
 
 @pytest.mark.usefixtures("online")
-def test_results_that_w_and_b_refuses_leave_the_run_whole(
-    place: Path, stub: WandbStub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_results_that_w_and_b_refuses_leave_the_run_whole(place, stub, monkeypatch, capfd):
     """After training nothing that W&B does may cost the run: here the server goes away before the
     results."""
     monkeypatch.setattr(wandb_run, "PATIENCE_S", 3)
@@ -414,9 +401,7 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(
     assert one.summary["Test/controller/utility"] >= 0
 
 
-def test_training_goes_on_without_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_without_a_server(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(wandb_run, "UPLOAD_S", 1)
     gone = WandbStub()
     with gone.connected():
@@ -430,11 +415,11 @@ def test_training_goes_on_without_a_server(
 
 
 def test_of_many_decisions_whole_samples_are_kept(
-    offline: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    offline,
+    tmp_path,
+    monkeypatch,
+    capfd,
+):
     results = read_results(offline["controller"])
     (tmp_path / "decisions.parquet").write_bytes(
         (offline["controller"] / "decisions.parquet").read_bytes()

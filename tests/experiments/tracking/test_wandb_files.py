@@ -1,12 +1,8 @@
 """`knobwise workspace`: built and checked without a network, and saved to a small local server."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import mistake
@@ -22,19 +18,19 @@ from knobwise.experiments.tracking.workspace import save_once, view_of
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean(monkeypatch, tmp_path):
     """An empty folder, no key."""
     monkeypatch.chdir(tmp_path)
     forget_wandb(monkeypatch, tmp_path)
 
 
 @pytest.fixture
-def stub() -> Iterator[WandbStub]:
+def stub():
     with WandbStub() as server, server.connected():
         yield server
 
 
-def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
+def panels(spec):
     return [
         panel
         for section in spec["section"]["panelBankConfig"]["sections"]
@@ -42,15 +38,13 @@ def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_without_a_key_it_is_built_and_checked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
     assert main(["workspace", "json=view.json", "knobs=[size]"]) == 0
     assert capsys.readouterr().err == ""
     content = json.loads((tmp_path / "view.json").read_text())
     spec = WorkspaceViewspec.model_validate(content)
     assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
-    by_kind: dict[str, list[dict[str, Any]]] = {}
+    by_kind = {}
     for panel in panels(content):
         by_kind.setdefault(panel["viewType"], []).append(panel["config"])
     counts = {kind: len(configs) for kind, configs in by_kind.items()}
@@ -75,7 +69,7 @@ def test_without_a_key_it_is_built_and_checked(
     assert grouping == [{"section": "run", "name": "group"}, *keys]
 
 
-def test_every_setting_that_is_shown_exists() -> None:
+def test_every_setting_that_is_shown_exists():
     content = json.loads(
         view_of(WorkspaceRun())._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
     )
@@ -92,14 +86,12 @@ def test_every_setting_that_is_shown_exists() -> None:
         config = read_settings(verb, [])
         assert any(column.startswith("summary:") for column in columns)
         for column in columns:
-            value: Any = config
+            value = config
             for part in column.split(".") if not column.startswith("summary:") else ():
                 value = getattr(value, part)
 
 
-def test_a_project_of_the_environment_and_offline_by_wish(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_of_the_environment_and_offline_by_wish(monkeypatch, capsys):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert view_of(WorkspaceRun()).project == "theirs"
     assert view_of(WorkspaceRun(project="mine")).project == "mine"
@@ -109,9 +101,7 @@ def test_a_project_of_the_environment_and_offline_by_wish(
     assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
 
 
-def test_with_a_key_it_is_saved_and_replaced(
-    stub: WandbStub, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_key_it_is_saved_and_replaced(stub, capfd):
     assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -137,9 +127,7 @@ def test_with_a_key_it_is_saved_and_replaced(
     assert stub.unknown == []
 
 
-def test_the_first_online_run_saves_the_view_and_no_other_touches_it(
-    stub: WandbStub, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_online_run_saves_the_view_and_no_other_touches_it(stub, capfd):
     save_once(TrackingSettings(), ["size"])
     ((identity, view),) = stub.views.items()
     address = (
@@ -158,9 +146,7 @@ def test_the_first_online_run_saves_the_view_and_no_other_touches_it(
     assert line.endswith("tracking.workspace=false saves no view")
 
 
-def test_what_goes_wrong_in_saving_is_said_in_a_line(
-    stub: WandbStub, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_in_saving_is_said_in_a_line(stub, capfd):
     stub.refuse = lambda what: what == "UpsertView2"
     for words, message in (
         (["project=none"], f"there is no project {ENTITY}/none yet"),
@@ -172,9 +158,7 @@ def test_what_goes_wrong_in_saving_is_said_in_a_line(
     assert stub.views == {}
 
 
-def test_what_cannot_be_used_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_used_is_refused(capsys, monkeypatch, tmp_path):
     with pytest.raises(InputError, match="Emojis are not allowed"):
         view_of(WorkspaceRun(name="fast 🚀"))
     assert "is a folder" in mistake(["workspace", f"json={tmp_path}"], capsys)

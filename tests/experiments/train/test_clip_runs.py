@@ -1,8 +1,6 @@
 """v2_lora through the command line: a CLIP model in a folder that learns along with the
 selector."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -12,7 +10,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import Capture, Patch, mistake, refused
+from commands import mistake, refused
 from helpers import small_beams
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
@@ -51,7 +49,7 @@ TRAIN = [
 SEED = Path("whole/latest/checkpoints/seed0")
 
 
-def write_items(path: str, count: int, prefix: str) -> None:
+def write_items(path, count, prefix):
     """Write `count` questions about four pictures."""
     rows = []
     for n in range(count):
@@ -63,7 +61,7 @@ def write_items(path: str, count: int, prefix: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Beams as a table that names items by their ids, and as RL data; their items; a CLIP model; a
     finished run."""
     folder = tmp_path_factory.mktemp("clip")
@@ -84,7 +82,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(source: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(source, tmp_path, monkeypatch):
     """An empty folder with links to these."""
     monkeypatch.chdir(tmp_path)
     for path in source.iterdir():
@@ -92,15 +90,15 @@ def folder(source: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def lora_of(path: Path) -> dict[str, torch.Tensor]:
+def lora_of(path):
     encoder = load_checkpoint(path / "best.pt").selector.encoder
     assert encoder is not None
     return dict(encoder.state_dict())
 
 
 def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(
-    folder: Path,
-) -> None:
+    folder,
+):
     assert load_checkpoint(SEED / "sft" / "best.pt").selector.features == 12, (
         "CLIP's width, not that of the beams"
     )
@@ -127,7 +125,7 @@ def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpo
     assert "grpo_recorded" in {row["policy"] for row in judged["rows"]}
 
 
-def test_an_interrupted_run_with_clip_ends_like_any(folder: Path) -> None:
+def test_an_interrupted_run_with_clip_ends_like_any(folder):
     with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == ("grpo", 2)):
         assert main([*TRAIN, "name=x"]) == 130
     assert main([*TRAIN, "name=x"]) == 0
@@ -138,9 +136,7 @@ def test_an_interrupted_run_with_clip_ends_like_any(folder: Path) -> None:
     assert_frame_equal(*(pl.read_csv(f"{runs}/latest/metrics.csv") for runs in ("runs", "whole")))
 
 
-def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(
-    folder: Path, capsys: Capture
-) -> None:
+def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder, capsys):
     words = ["evaluate", "beams=files", "beams.path=b.safetensors", "judged_shots=[2]"]
     line = mistake([*words, f"checkpoint={SEED}/sft/best.pt"], capsys)
     assert "was trained with encoder=clip" in line
@@ -151,9 +147,7 @@ def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(
     assert "was trained with encoder=stored" in line
 
 
-def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(
-    folder: Path, capsys: Capture
-) -> None:
+def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(folder, capsys):
     start = f"init_from={SEED}/sft/best.pt"
     assert main([*TRAIN, start, "sft.epochs=0", "rce.epochs=0"]) == 0
     saved, taken = lora_of(SEED / "sft"), lora_of(Path("runs/latest/checkpoints/seed0/sft"))
@@ -162,7 +156,7 @@ def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(
     assert "was trained with encoder=clip" in line
 
 
-def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(folder: Path) -> None:
+def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(folder):
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("turned.jsonl").write_text("\n".join(lines[::-1]))
     read = []
@@ -192,9 +186,7 @@ def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(fol
     ],
     ids=str,
 )
-def test_items_that_do_not_fit_the_beams_are_refused(
-    wrong: dict[str, str], message: str, folder: Path
-) -> None:
+def test_items_that_do_not_fit_the_beams_are_refused(wrong, message, folder):
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("fewer.jsonl").write_text("\n".join(lines[:7] + lines[8:]))
     options = {"model": "clip", "data": "queries.jsonl", "bank": "bank.jsonl"} | wrong
@@ -210,15 +202,11 @@ def test_items_that_do_not_fit_the_beams_are_refused(
         ("encoder=stored", "encoder.model"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_written(
-    word: str, message: str, folder: Path, capsys: Capture
-) -> None:
+def test_a_mistake_is_refused_before_anything_is_written(word, message, folder, capsys):
     assert message in refused([*TRAIN, word], capsys)
 
 
-def test_builtin_beams_and_missing_packages_are_refused(
-    folder: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_builtin_beams_and_missing_packages_are_refused(folder, capsys, monkeypatch):
     assert "give beams=files" in refused(["train", "experiment=selector", *CLIP], capsys)
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "pip install 'knobwise[peft]'" in refused(TRAIN, capsys)

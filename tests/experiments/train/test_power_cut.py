@@ -1,17 +1,12 @@
 """What a power cut leaves of a run's files: it goes on from what came before, says so, and ends
 like the unbroken."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import OPTIMISER, REPLAY, TABLE, Capture, ctrl_c, same, write_table
+from commands import OPTIMISER, REPLAY, TABLE, ctrl_c, same, write_table
 from helpers import small_beams
 
 from knobwise.__main__ import main
@@ -25,7 +20,7 @@ COMMANDS = {"controller": CONTROLLER, "selector": [*REPLAY, "name=r"]}
 SEED = {"controller": "checkpoints/seed2", "selector": "checkpoints/seed0/sft"}
 """The training that a power cut comes into, or has just come after."""
 BLOCK = 4096
-CUTS: dict[str, Callable[[bytes], bytes]] = {
+CUTS = {
     "empty": lambda whole: b"",
     "half": lambda whole: whole[: len(whole) // 2],
     "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
@@ -45,7 +40,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def stopped(tmp_path_factory):
     """For each system a folder with a run that was stopped in the middle, and one with the unbroken
     run."""
     patch, folders = pytest.MonkeyPatch(), {}
@@ -68,12 +63,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def run_in(folder: Path) -> Path:
+def run_in(folder):
     (run,) = (path.parent for path in folder.glob("runs/*/r/config.yaml"))
     return run
 
 
-def outcome(run: Path) -> Any:
+def outcome(run):
     """What a run ends in."""
     checkpoints = {
         path.relative_to(run): torch.load(path, weights_only=True) for path in run.rglob("best.pt")
@@ -83,14 +78,14 @@ def outcome(run: Path) -> Any:
 
 @pytest.mark.parametrize(("system", "file", "cut"), CASES)
 def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
-    stopped: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    system: str,
-    file: str,
-    cut: str,
-) -> None:
+    stopped,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    system,
+    file,
+    cut,
+):
     shutil.copytree(stopped[f"{system} stopped"], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     run = run_in(tmp_path)
@@ -110,8 +105,8 @@ def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
 
 
 def test_a_run_that_was_stopped_before_it_settled_what_it_deploys_ends_like_the_unbroken(
-    stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stopped, tmp_path, monkeypatch
+):
     shutil.copytree(stopped["controller stopped"], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:

@@ -1,17 +1,14 @@
 """`split.repeats`: several random splits are one run with one table, each judged on its own test
 samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, refused, same, write_table
+from commands import OPTIMISER, TABLE, ctrl_c, refused, same, write_table
 from helpers import small_table
 from polars.testing import assert_frame_equal
 
@@ -39,7 +36,7 @@ SPLITS = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A folder with a profile, a run on three splits, and a run on each of them at the same
     budgets."""
     folder = tmp_path_factory.mktemp("splits")
@@ -54,27 +51,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, monkeypatch: Patch) -> Path:
+def folder(made, monkeypatch):
     monkeypatch.chdir(made)
     return made
 
 
-def results_of(name: str) -> dict[str, Any]:
+def results_of(name):
     return dict(json.loads((RUNS / name / "results.json").read_text()))
 
 
-def decisions_of(name: str) -> pl.DataFrame:
+def decisions_of(name):
     return read_decisions(RUNS / name).drop("decision_us")
 
 
-def test_each_split_is_decided_as_in_a_run_of_its_own(folder: Path) -> None:
+def test_each_split_is_decided_as_in_a_run_of_its_own(folder):
     decisions = decisions_of("three")
     for number, seed in enumerate(SPLITS):
         own = decisions.filter(pl.col("split") == number).drop("split")
         assert_frame_equal(own, decisions_of(f"split{seed}").drop("split"))
 
 
-def test_rows_are_means_over_the_splits(folder: Path) -> None:
+def test_rows_are_means_over_the_splits(folder):
     together, single = results_of("three"), [results_of(f"split{seed}") for seed in SPLITS]
     assert together["split_seeds"] == SPLITS
     assert together["test_samples"] == 36
@@ -96,7 +93,7 @@ def test_rows_are_means_over_the_splits(folder: Path) -> None:
             assert np.mean(row["utility_per_seed"]) == pytest.approx(row["utility"])
 
 
-def test_the_first_split_is_deployed_and_reported(folder: Path) -> None:
+def test_the_first_split_is_deployed_and_reported(folder):
     together, first = results_of("three"), results_of("split1")
     for name in ("best_seed", "validation_utility", "chosen", "guard"):
         assert together[name] == first[name]
@@ -111,7 +108,7 @@ def test_the_first_split_is_deployed_and_reported(folder: Path) -> None:
         assert words not in (RUNS / "split1" / "report.html").read_text()
 
 
-def test_no_split_is_fitted_on_what_it_is_judged_on(folder: Path) -> None:
+def test_no_split_is_fitted_on_what_it_is_judged_on(folder):
     table, decisions, tests = small_table(60), decisions_of("three"), []
     for number, path in enumerate(("checkpoints", "split1/checkpoints", "split2/checkpoints")):
         extra = load_checkpoint(RUNS / "three" / path / "best.pt").extra
@@ -124,7 +121,7 @@ def test_no_split_is_fitted_on_what_it_is_judged_on(folder: Path) -> None:
     assert tests[0] != tests[1] != tests[2]
 
 
-def test_an_interrupted_run_resumes_split_by_split(folder: Path, capsys: Capture) -> None:
+def test_an_interrupted_run_resumes_split_by_split(folder, capsys):
     words = [*TRAIN, "split.seed=1", "split.repeats=3", "name=killed"]
     with ctrl_c(
         lambda trainer: trainer.title.startswith("split 1, seed 1") and trainer.iteration == 6
@@ -142,12 +139,10 @@ def test_an_interrupted_run_resumes_split_by_split(folder: Path, capsys: Capture
         assert whole | {"decision_us_p50": 0} == killed | {"decision_us_p50": 0}
 
 
-def test_every_split_divides_the_folds_of_its_baselines_anew(
-    folder: Path, monkeypatch: Patch
-) -> None:
+def test_every_split_divides_the_folds_of_its_baselines_anew(folder, monkeypatch):
     seeds, make = [], controller.make_baselines
 
-    def noted(table: Any, split: Any, seed: int, *rest: Any, **others: Any) -> Any:
+    def noted(table, split, seed, *rest, **others):
         seeds.append(seed)
         return make(table, split, seed, *rest, **others)
 
@@ -167,7 +162,7 @@ def test_every_split_divides_the_folds_of_its_baselines_anew(
     assert "utility_per_seed" not in rows["ridge"]
 
 
-def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder: Path, capsys: Capture) -> None:
+def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder, capsys):
     for first, second in (("three", "split1"), ("split1", "three")):
         assert main(["compare", str(RUNS / first), str(RUNS / second), "html=null"]) == 0
         printed = capsys.readouterr().out
@@ -190,7 +185,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_what_cannot_be_repeated_is_refused(folder: Path, words: str, capsys: Capture) -> None:
+def test_what_cannot_be_repeated_is_refused(folder, words, capsys):
     parts = pl.DataFrame(
         {"sample_id": [str(i) for i in range(60)], "split": 3 * (["train"] * 12 + ["test"] * 8)}
     )
@@ -201,7 +196,7 @@ def test_what_cannot_be_repeated_is_refused(folder: Path, words: str, capsys: Ca
     assert MISTAKES[words] in refused([*TRAIN, *words.split()], capsys)
 
 
-def test_fit_takes_one_split() -> None:
+def test_fit_takes_one_split():
     with pytest.raises(
         InputError, match=r"split\.repeats and split\.folds: fit trains on one split"
     ):

@@ -1,19 +1,15 @@
 """The selector's experiment end to end, through the command line."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import commands
 import polars as pl
 import pytest
 import torch
-from commands import Capture, Patch, refused
+from commands import refused
 from helpers import few_demonstrations, small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
@@ -43,7 +39,7 @@ STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data
     (f)."""
     monkeypatch.chdir(tmp_path)
@@ -62,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A finished run of `REPLAY` that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,12 +68,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / RUN / "x"
 
 
-def results_of(run: Path | str = "runs/latest") -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(Path(run, "results.json").read_text())
+def results_of(run="runs/latest"):
+    results = json.loads(Path(run, "results.json").read_text())
     return results
 
 
-def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(results):
     """What is the same for the same settings: all but times, the words of the command line, and
     checksums of both."""
     rows = {
@@ -87,16 +83,14 @@ def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
     return {**results, **rows, "command": "", "run": {}, "sha256": []}
 
 
-def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+def named(rows):
     return {(row["policy"], row["shots"]): row for row in rows}
 
 
 # -- what a run leaves -----------------------------------------------------------------------------
 
 
-def test_recorded_beams_leave_what_the_contract_says(
-    folder: Path, whole: Path, capsys: Capture
-) -> None:
+def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
     assert main(words) == 0
     run = folder / RUN / "first"
@@ -163,8 +157,8 @@ def test_recorded_beams_leave_what_the_contract_says(
 
 
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch, test=1500)
     small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
@@ -217,7 +211,7 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     assert trained == {*learned, "shuffled_recorded"}
 
 
-def test_a_learned_reward_through_the_command_line(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
     small = [
@@ -261,16 +255,14 @@ def test_a_learned_reward_through_the_command_line(tmp_path: Path, monkeypatch: 
     assert "Calibration of the learned reward" in page
 
 
-def test_replay_trains_on_a_learned_reward_without_true_calls(folder: Path) -> None:
+def test_replay_trains_on_a_learned_reward_without_true_calls(folder):
     assert main([*REPLAY, *MODEL]) == 0
     results = results_of()
     assert results["true_calls"] == [{"policy": "mine", "calls": [0], "recorded": 36 * 4}]
     assert "calibration" not in results
 
 
-def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(
-    folder: Path, capsys: Capture
-) -> None:
+def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder, capsys):
     """Format E knows neither right answers nor sequences that were found without looking at the
     answer. A folder with such a file picks the reward by itself and says so."""
     groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
@@ -293,7 +285,7 @@ def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(
     assert best["accuracy"] == 1
 
 
-def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None:
+def test_the_command_in_the_results_gives_the_same_numbers(folder):
     assert main([*REPLAY, "reward.mode=legacy", "runs=some runs"]) == 0
     first = results_of("some runs/latest")
     knobwise, *words = shlex.split(first["command"])
@@ -361,21 +353,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: str, folder: Path, capsys: Capture
-) -> None:
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
     first, *others = words.split()
     assert MISTAKES[words] in refused([*GROUPS.get(first, [first]), *others], capsys)
 
 
-def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: Capture) -> None:
+def test_beams_without_any_found_by_looking_at_the_answer(folder, capsys):
     table = BeamTable.load("b.safetensors")
     found_by = torch.full_like(table.found_by, METHODS.index("random"))
     replace(table, found_by=found_by).save("random.safetensors")
     assert "found by random" in refused([*REPLAY, "beams.path=random.safetensors"], capsys)
 
 
-def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder: Path) -> None:
+def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder):
     alone = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
     assert main([*REPLAY, *alone, "variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]) == 0
     results = results_of()
@@ -396,15 +386,15 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 # -- stopping and going on -------------------------------------------------------------------------
 
 
-def metrics_of(run: Path | str) -> pl.DataFrame:
+def metrics_of(run):
     """Rows of `metrics.csv`, seed by seed, each in the order of writing; columns by name."""
     frame = pl.read_csv(Path(run) / "metrics.csv", infer_schema_length=None)
     return frame.select(sorted(frame.columns)).sort("seed", maintain_order=True)
 
 
 def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_was_not(
-    folder: Path, whole: Path, capsys: Capture
-) -> None:
+    folder, whole, capsys
+):
     words = [*REPLAY, "name=x"]
     for stop in (("sft", 3), ("rce", 2), ("grpo", 7), None):
         in_training = commands.ctrl_c(
@@ -422,7 +412,7 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 
 @pytest.mark.campaign
 @commands.in_proc
-def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
+def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder):
     words = [
         *REPLAY,
         "variants.shuffled_recorded=null",
@@ -432,9 +422,9 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> Non
     ]
     killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
-    children: list[int] = []
+    children = []
 
-    def begun() -> bool:
+    def begun():
         children[:] = commands.children_of(killed.pid)
         return all((seed / "rce" / "last.pt").exists() for seed in seeds)
 

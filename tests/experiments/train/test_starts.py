@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import REPLAY, TABLE, Capture, Patch, ctrl_c, refused, same, write_table
-from helpers import MatchScorer, equal_states, small_beams
+from commands import REPLAY, TABLE, ctrl_c, refused, same, write_table
+from helpers import equal_states, small_beams
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -18,7 +18,7 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.settings import StageConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -28,12 +28,12 @@ from knobwise.experiments.train.selector import SelectorStages
 STAGE = StageConfig(epochs=1, lr=1e-2, queries=16, keep="last")
 
 
-def data_of(table: BeamTable, scorer: MatchScorer) -> SelectorData:
+def data_of(table, scorer):
     split = table.split(0.8, 0.1)
     return SelectorData(table, split, scorer, table, split.test, scorer, None, "scorer")
 
 
-def run_of(variants: dict[str, Any], **settings: Any) -> SelectorRun:
+def run_of(variants, **settings):
     return SelectorRun(
         beams=None,
         selector=SelectorConfig(width=16, heads=2),
@@ -54,15 +54,13 @@ class Watched(selector.SelectorTrainer):
 
     stages: dict[str, dict[str, Any]] = {}
 
-    def __init__(
-        self, stage: str, table: BeamTable, split: Any, start: Selector, **settings: Any
-    ) -> None:
+    def __init__(self, stage, table, split, start, **settings):
         self.stages[settings["folder"].name] = {"table": table, "start": start, **settings}
         super().__init__(stage, table, split, start, **settings)
 
 
 @pytest.fixture
-def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+def stages(monkeypatch, tmp_path):
     variants = {
         "warm": {},
         "cold": {"warmup": False},
@@ -77,7 +75,7 @@ def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
     return Watched.stages
 
 
-def test_what_the_stages_start_from(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_the_stages_start_from(stages, tmp_path):
     last = {
         folder.name: load_checkpoint(folder / "best.pt").selector
         for folder in (tmp_path / "checkpoints" / "seed0").iterdir()
@@ -94,7 +92,7 @@ def test_what_the_stages_start_from(stages: dict[str, dict[str, Any]], tmp_path:
         assert equal_states(stages[name]["reference"], last["sft"])
 
 
-def test_what_the_stages_learn_from(stages: dict[str, dict[str, Any]]) -> None:
+def test_what_the_stages_learn_from(stages):
     assert stages["sft"]["groups"].methods == ("beam",)
     assert not (stages["sft"]["table"].found_by == POLICY).any()
     first, second = stages["rounds-1"]["table"], stages["rounds"]["table"]
@@ -105,7 +103,7 @@ def test_what_the_stages_learn_from(stages: dict[str, dict[str, Any]]) -> None:
     assert stages["live"]["live"]
 
 
-def test_own_draws_are_those_of_the_selector(tmp_path: Path) -> None:
+def test_own_draws_are_those_of_the_selector(tmp_path):
     table, scorer = small_beams(30)
     torch.manual_seed(0)
     stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
@@ -123,7 +121,7 @@ def test_own_draws_are_those_of_the_selector(tmp_path: Path) -> None:
         assert torch.equal(recorded.fields["vqa_correct"][row][draws[row]], right)
 
 
-def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
+def test_the_kept_epoch_is_judged(tmp_path):
     """Not the last one."""
     config, data = run_of({"warm": {}}), data_of(*small_beams(60))
     SelectorStages(config, data, 0, tmp_path).all()
@@ -166,7 +164,7 @@ SFT = "checkpoints/seed0/sft/best.pt"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A folder with a profile, beams, a finished run of a controller, and the stages of a
     selector."""
     folder = tmp_path_factory.mktemp("starts")
@@ -184,23 +182,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, monkeypatch: Patch) -> Path:
+def folder(made, monkeypatch):
     monkeypatch.chdir(made)
     return made
 
 
-def state(path: str) -> dict[str, Any]:
+def state(path):
     return dict(load_checkpoint(path).agent.state_dict())
 
 
-def interrupted(words: list[str], iteration: int, stage: str) -> None:
+def interrupted(words, iteration, stage):
     """Run the command until Ctrl-C in this iteration of a stage, then again."""
     with ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
         assert main(words) == 130
     assert main(words) == 0
 
 
-def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder: Path) -> None:
+def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder):
     assert main([*TRAIN, START, "name=whole"]) == 0
     interrupted([*TRAIN, START, "name=killed"], 7, "GRPO")
     runs = [f"runs/controller/{name}" for name in ("whole", "killed")]
@@ -221,9 +219,7 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder: 
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with
 
 
-def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder, tmp_path):
     config, data = (
         run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT),
         data_of(*small_beams(60)),
@@ -253,9 +249,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(
         SelectorStages(config, data, 0, tmp_path / "whole").all()
 
 
-def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(folder, tmp_path):
     SelectorStages(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path).all()
     more = tmp_path / "checkpoints" / "seed0" / "sft"
     assert same(state(SFT), state(f"{more}/epoch0.pt"))
@@ -272,7 +266,5 @@ def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(
         ([*REPLAY, f"init_from={SFT}", "beams.split_seed=3"], "holds out"),
     ],
 )
-def test_what_differs_is_one_line_and_nothing_is_written(
-    folder: Path, words: list[str], message: str, capsys: Capture
-) -> None:
+def test_what_differs_is_one_line_and_nothing_is_written(folder, words, message, capsys):
     assert message in refused([*words, "name=refused"], capsys)

@@ -1,7 +1,5 @@
 """Ctrl-C and what schedulers send: real signals, many of them to real processes."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -10,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import commands
 import pytest
@@ -24,8 +20,6 @@ from commands import (
     REPLAY,
     TABLE,
     VARIABLES,
-    Capture,
-    Patch,
     iteration_of,
     same,
     visible,
@@ -39,7 +33,6 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
@@ -50,11 +43,11 @@ from knobwise.losses.settings import LossConfig, SelectorLossConfig
 pytestmark = pytest.mark.usefixtures("_signals_arrive")
 
 
-def send(number: int = signal.SIGINT) -> None:
+def send(number=signal.SIGINT):
     os.kill(os.getpid(), number)
 
 
-def stopped(work: Callable[[], object]) -> KeyboardInterrupt:
+def stopped(work):
     """What stops this work; the next signal is another wish."""
     with pytest.raises(KeyboardInterrupt) as stop:
         work()
@@ -68,7 +61,7 @@ def stopped(work: Callable[[], object]) -> KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_each_signal_stops_at_once_and_gives_its_status(number: int, status: int) -> None:
+def test_each_signal_stops_at_once_and_gives_its_status(number, status):
     handler = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt) as stop, stopped_by_signals():
         send(number)
@@ -76,12 +69,12 @@ def test_each_signal_stops_at_once_and_gives_its_status(number: int, status: int
     assert signal.getsignal(number) is handler
 
 
-def test_an_interrupt_without_a_signal_is_ctrl_c() -> None:
+def test_an_interrupt_without_a_signal_is_ctrl_c():
     assert status_of(KeyboardInterrupt()) == 130
     assert status_of(KeyboardInterrupt("pressed")) == 130
 
 
-def test_what_was_told_to_be_ignored_stays_ignored() -> None:
+def test_what_was_told_to_be_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stopped_by_signals(), held_back() as held:
         send(signal.SIGHUP)
@@ -91,12 +84,10 @@ def test_what_was_told_to_be_ignored_stays_ignored() -> None:
 @pytest.mark.parametrize(
     ("checks", "places"), [(True, ["sent"]), (False, ["sent", "end of the block"])]
 )
-def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(
-    checks: bool, places: list[str]
-) -> None:
+def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(checks, places):
     passed = []
 
-    def work() -> None:
+    def work():
         with held_back() as held:
             held.check()
             send(signal.SIGTERM)
@@ -110,10 +101,10 @@ def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(
     assert passed == places
 
 
-def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
+def test_the_same_signal_twice_at_once_is_one(capsys):
     numbers = []
 
-    def work() -> None:
+    def work():
         with held_back(say="stopping") as held:
             for _ in range(20):
                 send()
@@ -124,11 +115,11 @@ def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
     assert capsys.readouterr().err.split() == ["stopping"]
 
 
-def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: Patch) -> None:
+def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch):
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     passed = []
 
-    def work() -> None:
+    def work():
         with held_back() as held:
             send()
             with held.undisturbed():
@@ -141,8 +132,8 @@ def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: 
     assert passed == ["saved"]
 
 
-def test_in_another_thread_nothing_changes() -> None:
-    def work() -> int | None:
+def test_in_another_thread_nothing_changes():
+    def work():
         with stopped_by_signals(), held_back() as held:
             return held.number
 
@@ -158,14 +149,14 @@ SHORT = OptimiserConfig(
 )
 
 
-def controller(folder: Path, how: str) -> ControllerTrainer:
+def controller(folder, how):
     """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes
     8 iterations."""
     table, (kind, objective) = small_table(80, holes=0.2), how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
     policy = PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
-    settings: dict[str, Any] = {
+    settings = {
         "policy": policy,
         "loss": loss,
         "optimiser": SHORT,
@@ -175,14 +166,14 @@ def controller(folder: Path, how: str) -> ControllerTrainer:
     return ControllerTrainer(table, table.split(), folder=folder, **settings)
 
 
-def selector(folder: Path, how: str) -> SelectorTrainer:
+def selector(folder, how):
     """`how`: stage, and which epoch is kept."""
     (table, scorer), (stage, keep) = small_beams(), how.split()
     torch.manual_seed(0)
     start = Selector.fitted(
         SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates
     )
-    settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
+    settings = {"scorer": scorer, "live": stage == "live", "folder": folder}
     settings["loss"] = SelectorLossConfig(
         kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
     )
@@ -192,11 +183,11 @@ def selector(folder: Path, how: str) -> SelectorTrainer:
     )
 
 
-def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | None = None) -> None:
+def press(trainer, iteration, times=1, error=None):
     """Have signals sent to this process, or an error raised, in the middle of an iteration."""
     learn = trainer._learn
 
-    def pressed(data: Any) -> Any:
+    def pressed(data):
         if trainer.iteration == iteration:
             if error is not None:
                 raise error
@@ -204,7 +195,7 @@ def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | N
                 send()
         return learn(data)
 
-    trainer._learn = pressed  # type: ignore[method-assign]
+    trainer._learn = pressed
 
 
 @pytest.mark.parametrize(
@@ -222,15 +213,13 @@ def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | N
         (selector, "live best_kl", [5], 11),
     ],
 )
-def test_what_was_stopped_ends_bit_for_bit_like_any(
-    tmp_path: Path, make: Callable[[Path, str], Trainer], how: str, stops: list[int], crash: int
-) -> None:
+def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, crash):
     """Ctrl-C saves the iteration that it comes in; a crash loses those since the last
     evaluation."""
     make(tmp_path / "whole", how).run()
 
-    def resumed() -> Any:
-        trainer: Any = make(tmp_path / "stopped", how)
+    def resumed():
+        trainer = make(tmp_path / "stopped", how)
         trainer.resume(tmp_path / "stopped" / "last.pt")
         return trainer
 
@@ -261,9 +250,7 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(
         assert same(*checkpoints), name
 
 
-def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path, monkeypatch):
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 9, times=2)
@@ -271,7 +258,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
     assert iteration_of(tmp_path / "last.pt") == 6
 
 
-def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
+def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
     trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 19)
     assert "finished" in stopped(trainer.run).__notes__[0]
@@ -306,14 +293,14 @@ SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for se
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands.write_table(90, holes=0.3)
     small_beams(60)[0].save("b.safetensors")
     return tmp_path
 
 
-def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder: Path) -> None:
+def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder):
     """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a
     terminal below."""
     kept = Path("runs/controller/x/checkpoints/seed1")
@@ -340,7 +327,7 @@ def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
 
 
-def check_stopped(message: str, children: list[int]) -> None:
+def check_stopped(message, children):
     """No process is left, and what waited was not begun."""
     assert "Traceback" not in message
     assert len(children) >= 2
@@ -348,7 +335,7 @@ def check_stopped(message: str, children: list[int]) -> None:
     assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
 
 
-def in_terminal(words: list[str]) -> tuple[int, int]:
+def in_terminal(words):
     """The command in a terminal of its own: the number of its process, and what reads and writes
     the terminal."""
     process, terminal = pty.fork()
@@ -358,7 +345,7 @@ def in_terminal(words: list[str]) -> tuple[int, int]:
     return process, terminal
 
 
-def read_to_end(terminal: int, output: bytearray) -> None:
+def read_to_end(terminal, output):
     """What is written until all who could write have gone."""
     with suppress(OSError):
         while part := os.read(terminal, 65536):
@@ -366,7 +353,7 @@ def read_to_end(terminal: int, output: bytearray) -> None:
 
 
 @commands.in_proc
-def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path) -> None:
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
     process, terminal = in_terminal(BEAMS)
     output = bytearray()
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
@@ -374,7 +361,7 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
     # the processes have no bars of their own
     bar = re.compile("seeds +[━╸╺]+ +0/3 +time left unknown")
 
-    def begun() -> bool:
+    def begun():
         started = all(iteration_of(path) >= 10 for path in SFT)
         return started and bar.search(visible(output)) is not None
 
@@ -391,7 +378,7 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
 
 
 @pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])
-def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -> None:
+def test_a_stderr_that_is_gone_does_not_stop_training(folder, gone):
     words = [*COMMAND, *TRAIN, "optimiser.iterations=2", "seeds=[0]"]
     command = ["bash", "-c", f"{shlex.join(words)} {gone}"]
     done = subprocess.run(
@@ -401,7 +388,7 @@ def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -
     assert Path("runs/controller/x/report.html").exists()
 
 
-def test_closed_streams_are_opened_for_libraries_and_other_processes() -> None:
+def test_closed_streams_are_opened_for_libraries_and_other_processes():
     lines = (
         "import os, sys; from knobwise.__main__ import main; "
         "main(['--version']); sys.stderr.flush(); "

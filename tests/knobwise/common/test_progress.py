@@ -1,8 +1,6 @@
 """What a person sees of long work: lines, bars, and what several processes do and leave when they
 are stopped."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os
@@ -12,14 +10,11 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from pathlib import Path
-from typing import Any, TextIO
 
 import pytest
-from commands import Capture, Patch, visible
+from commands import visible
 from pieces import work
 
 from knobwise.common import progress as module
@@ -29,12 +24,12 @@ from knobwise.common.progress import progress
 class Clock:
     now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: Patch) -> Clock:
+def clock(monkeypatch):
     output = Clock()
     monkeypatch.setattr(module, "time", output)
     return output
@@ -44,13 +39,13 @@ class Terminal:
     """A pseudo-terminal. Each test puts it in the place of stderr: pytest puts its stderr there
     after the fixtures."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reader, writer = pty.openpty()
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         os.set_blocking(self.reader, False)
-        self.stderr: TextIO = os.fdopen(writer, "w", buffering=1)
+        self.stderr = os.fdopen(writer, "w", buffering=1)
 
-    def visible(self) -> str:
+    def visible(self):
         """What was written since the last call."""
         output = b""
         with suppress(BlockingIOError):
@@ -60,7 +55,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: Patch) -> Iterator[Terminal]:
+def terminal(monkeypatch):
     output = Terminal()
     for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
@@ -108,12 +103,12 @@ SILENT = float("inf")
     ],
 )
 def test_without_a_terminal_it_says_a_plain_line_now_and_then(
-    settings: dict[str, Any],
-    ticks: list[tuple[float, int]],
-    lines: list[str],
-    capsys: Capture,
-    clock: Clock,
-) -> None:
+    settings,
+    ticks,
+    lines,
+    capsys,
+    clock,
+):
     with progress("work", **settings) as tick:
         for seconds, done in ticks:
             clock.now += seconds
@@ -121,7 +116,7 @@ def test_without_a_terminal_it_says_a_plain_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == [f"work: {line} · loss 0.50" for line in lines]
 
 
-def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
+def test_a_stderr_that_is_gone_does_not_matter(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     broken, closed = os.fdopen(writer, "w", buffering=1), open(os.devnull, "w")  # noqa: SIM115
@@ -137,8 +132,8 @@ def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TERM"])
 def test_forced_colours_make_no_terminal_and_a_dumb_one_gets_plain_lines(
-    name: str, terminal: Terminal, clock: Clock, monkeypatch: Patch, tmp_path: Path
-) -> None:
+    name, terminal, clock, monkeypatch, tmp_path
+):
     monkeypatch.setenv(name, "dumb" if name == "TERM" else "1")
     with (tmp_path / "err").open("w") as file:
         stderr = terminal.stderr if name == "TERM" else file
@@ -151,7 +146,7 @@ def test_forced_colours_make_no_terminal_and_a_dumb_one_gets_plain_lines(
 # -- in a terminal ---------------------------------------------------------------------------------
 
 
-def test_a_bar_says_title_count_time_left_and_the_note(terminal: Terminal, clock: Clock) -> None:
+def test_a_bar_says_title_count_time_left_and_the_note(terminal, clock):
     with redirect_stderr(terminal.stderr), progress("seed 3", total=400, done=100) as tick:
         assert re.search(r"seed 3 .* 100/400 time left unknown", terminal.visible())
         clock.now += 10
@@ -161,7 +156,7 @@ def test_a_bar_says_title_count_time_left_and_the_note(terminal: Terminal, clock
         assert max(map(len, visible.splitlines())) <= 100
 
 
-def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clock: Clock) -> None:
+def test_a_finished_bar_stays_with_the_time_that_it_took(terminal, clock):
     with redirect_stderr(terminal.stderr), progress("measuring", total=2) as tick:
         for done in (1, 2):
             clock.now += 0.01  # too soon to be drawn anew
@@ -169,7 +164,7 @@ def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clo
     assert "2/2 done in 0 s last" in terminal.visible().splitlines()[-2]
 
 
-def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock: Clock) -> None:
+def test_short_work_draws_no_bar_and_longer_work_does(terminal, clock):
     for seconds, says in ((0.1, False), (3.0, True)):
         with redirect_stderr(terminal.stderr), progress("reading", total=4, quiet_s=2) as tick:
             for done in range(1, 5):
@@ -178,7 +173,7 @@ def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock:
         assert ("reading" in terminal.visible()) == says
 
 
-def test_a_bar_within_a_bar_goes_when_it_is_done(terminal: Terminal, clock: Clock) -> None:
+def test_a_bar_within_a_bar_goes_when_it_is_done(terminal, clock):
     with redirect_stderr(terminal.stderr), progress("seeds", total=2) as outer:
         for seed in range(2):
             with progress(f"seed {seed}", total=2) as inner:
@@ -193,7 +188,7 @@ def test_a_bar_within_a_bar_goes_when_it_is_done(terminal: Terminal, clock: Cloc
     assert "seed 1" not in terminal.visible()
 
 
-def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> None:
+def test_titles_and_notes_are_no_markup(terminal, clock):
     with redirect_stderr(terminal.stderr), progress("seeds=[0]", total=2) as tick:
         clock.now += 1
         tick(1, "[red]0.5[/]")
@@ -202,9 +197,7 @@ def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> Non
     assert "[red]0.5[/]" in visible
 
 
-def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
-    terminal: Terminal, clock: Clock, tmp_path: Path
-) -> None:
+def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(terminal, clock, tmp_path):
     out, bar = (tmp_path / "out").open("w"), progress("measuring", total=2)
     with out, redirect_stdout(out), redirect_stderr(terminal.stderr), bar as tick:
         tick(1, "")
@@ -213,7 +206,7 @@ def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
     assert "result" not in terminal.visible()
 
 
-def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
+def test_a_terminal_that_goes_away_does_not_matter(monkeypatch):
     gone = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", gone.stderr)
@@ -235,7 +228,7 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
 # -- of several processes --------------------------------------------------------------------------
 
 
-def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
+def test_another_process_writes_plain_lines(terminal, capfd):
     with (
         redirect_stderr(terminal.stderr),
         ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,

@@ -34,7 +34,7 @@ class HandScorer:
 
     def __init__(self, worth, calls=math.inf):
         self.worth, self.calls = torch.as_tensor(worth), calls
-        self.scored: list[tuple[int, ...]] = []
+        self.scored = []
 
     def __call__(self, queries, demonstrations):
         if self.calls == 0:  # Ctrl-C after so many calls

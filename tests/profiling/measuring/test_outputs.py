@@ -10,7 +10,7 @@ from knobwise.profiling.measuring.outputs import log_spread
 from knobwise.profiling.measuring.questions import VQAItem
 
 
-def test_the_spread_of_a_measurement_is_that_of_the_logarithms_of_a_cell() -> None:
+def test_the_spread_of_a_measurement_is_that_of_the_logarithms_of_a_cell():
     plan = Plan((VQAItem("0", None, "?", ("yes",)),), ("?",), ("content",), ({"side": 1},), 2)
     row = {"sample_id": "0", "content": "content", "side": 1, "text": "yes"}
     rows = [

@@ -1,7 +1,5 @@
 """RapidOCR behind knobs: scenes, the order of reading, answers, and what configurations share."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import replace
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.ocr.adapter import PASSES, SIDES, RapidOCRModel, Steps, box_features
+from knobwise.profiling.ocr.adapter import PASSES, SIDES, RapidOCRModel, box_features
 from knobwise.profiling.ocr.layout import Line, aspect_of, find_answer, reading_order, shapes
 from knobwise.profiling.ocr.scenes import Scenes, draw_scene
 
@@ -25,11 +23,11 @@ SCENES = Scenes()
 
 
 @pytest.fixture(scope="module")
-def model() -> RapidOCRModel:
+def model():
     return RapidOCRModel()
 
 
-def test_a_scene_depends_on_its_number_alone() -> None:
+def test_a_scene_depends_on_its_number_alone():
     scene = draw_scene(5)
     assert draw_scene(8).kind  # whatever is drawn in between
     again = draw_scene(5)
@@ -40,7 +38,7 @@ def test_a_scene_depends_on_its_number_alone() -> None:
     assert aspects == ["title", "beside", "code", "total"]
 
 
-def test_scenes_are_requests_without_end() -> None:
+def test_scenes_are_requests_without_end():
     assert list(itertools.islice(SCENES.ids(), 3)) == ["0", "1", "2"]
     assert [name in SCENES for name in ("123456", "x", 7)] == [True, False, False]
     item = SCENES[2]
@@ -51,7 +49,7 @@ def test_scenes_are_requests_without_end() -> None:
     assert item.image.digest != SCENES[3].image.digest
 
 
-def line(box: int, text: str | None, *place: float) -> Line:
+def line(box, text, *place):
     x, y, width, height = (*place, *(60, 20)[len(place) - 2 :])
     return Line(box, text, x, y, width, height)
 
@@ -80,14 +78,14 @@ UNREAD = {2: "2.50", 3: "Soup"}
         ("Which code is given?", "AB-1234", [2, 3]),
     ],
 )
-def test_answers_from_what_was_read(question: str, answer: str, left: list[int]) -> None:
+def test_answers_from_what_was_read(question, answer, left):
     unread = dict(UNREAD)
     assert find_answer(question, MENU, unread.pop) == answer
     assert list(unread) == left
     assert find_answer(question, [], unread.pop) == ""
 
 
-def test_shapes_and_reading_order() -> None:
+def test_shapes_and_reading_order():
     boxes = [
         [[0, 0], [10, 0], [10, 5], [0, 5]],
         [[0, 20], [0, 10], [40, 10], [40, 20]],  # on its side
@@ -102,7 +100,7 @@ def test_shapes_and_reading_order() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 2**32 - 1))
-def test_features_have_a_fixed_length_and_are_finite(count: int, seed: int) -> None:
+def test_features_have_a_fixed_length_and_are_finite(count, seed):
     rng = np.random.default_rng(seed)
     boxes = rng.uniform(0, 700, (count, 4, 2)).astype(np.float32)
     features = box_features("What is the total?", boxes, rng.uniform(0, 1, count), (720, 960))
@@ -112,9 +110,7 @@ def test_features_have_a_fixed_length_and_are_finite(count: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("row", ["0", "4"])  # one stands upside down, one is small
-def test_answers_from_shared_steps_are_those_of_straight_runs(
-    model: RapidOCRModel, row: str
-) -> None:
+def test_answers_from_shared_steps_are_those_of_straight_runs(model, row):
     request = SCENES.request(row)
     composed = model.answer_all(model.first_stage(request), GRID[::5])
     for configuration, shared in zip(GRID[::5], composed, strict=True):
@@ -127,9 +123,9 @@ def test_answers_from_shared_steps_are_those_of_straight_runs(
     assert SCENES.score(row, best) == (0.0 if row == "0" else 1.0)
 
 
-def test_a_step_that_is_reused_counts_once_in_each_answer(model: RapidOCRModel) -> None:
+def test_a_step_that_is_reused_counts_once_in_each_answer(model):
     stage = model.first_stage(SCENES.request("4"))
-    steps: Steps = stage.kept
+    steps = stage.kept
     times = {("pixels",): 1e6, ("detect", SIDES[0]): 1e7}
     steps.results = {step: (result, times[step]) for step, (result, _) in steps.results.items()}
     small = {"side": SIDES[0], "boxes": 2}
@@ -137,7 +133,7 @@ def test_a_step_that_is_reused_counts_once_in_each_answer(model: RapidOCRModel) 
     assert [round(answer.total_ms, -5) for answer in answers] == [1.1e7, 1.1e7, 1e6]
 
 
-def test_only_the_side_of_the_first_look_continues_from_it(model: RapidOCRModel) -> None:
+def test_only_the_side_of_the_first_look_continues_from_it(model):
     stage = model.first_stage(SCENES.request("4"))
     assert set(stage.features) == {"image_features", "language_features"}
     assert stage.unused_ms({"side": SIDES[0]}) == 0
@@ -152,7 +148,7 @@ def test_only_the_side_of_the_first_look_continues_from_it(model: RapidOCRModel)
     assert stage.unused_ms({"side": 416}) == 0
 
 
-def test_a_picture_without_text_has_an_empty_answer(model: RapidOCRModel) -> None:
+def test_a_picture_without_text_has_an_empty_answer(model):
     request = replace(SCENES.request("4"), image=np.zeros((200, 300, 3), np.uint8))
     stage = model.first_stage(request)
     assert not stage.features["image_features"].any()
@@ -162,8 +158,8 @@ def test_a_picture_without_text_has_an_empty_answer(model: RapidOCRModel) -> Non
 
 
 def test_without_its_packages_the_model_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(InputError, match=r"rapidocr .* pip install"):
         RapidOCRModel()

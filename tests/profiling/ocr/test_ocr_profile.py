@@ -1,8 +1,6 @@
 """The profile of RapidOCR: measured by the profiler of all models; and read where its packages are
 missing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from commands import OPTIMISER, Capture, main, mistake
+from commands import OPTIMISER, main, mistake
 
 from knobwise.envs.readers.builtin import ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
@@ -19,7 +17,7 @@ KNOBS = ["knobs.values={side:[288,416],boxes:[2],passes:[plain,second]}", "knobs
 KNOBS += ["knobs.repeats=1", "knobs.warm_up=0"]
 
 
-def test_scenes_are_measured_once_and_resumed(tmp_path: Path) -> None:
+def test_scenes_are_measured_once_and_resumed(tmp_path):
     command = ["profile", "model=ocr", f"out={tmp_path}", *KNOBS]
     log = tmp_path / "state" / "measured-0.jsonl"
     assert main([*command, "knobs.samples=1"]) == 0
@@ -53,18 +51,14 @@ def test_scenes_are_measured_once_and_resumed(tmp_path: Path) -> None:
         (["data=questions.jsonl"], "data"),
     ],
 )
-def test_settings_that_cannot_be_measured(
-    options: list[str], fault: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_settings_that_cannot_be_measured(options, fault, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["profile", "model=ocr", "knobs.samples=1", *options, f"out={out}"]
     assert fault in mistake(words, capsys)
     assert not out.exists()
 
 
-def test_the_shipped_profile_is_read_and_trained_on_without_its_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_profile_is_read_and_trained_on_without_its_packages(tmp_path, monkeypatch):
     for name in ("rapidocr", "cv2", "onnxruntime", "font_source_sans_pro", "font_source_serif_pro"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
@@ -74,7 +68,7 @@ def test_the_shipped_profile_is_read_and_trained_on_without_its_packages(
     assert list(tmp_path.glob("runs/**/best.pt"))
 
 
-def test_the_shipped_profile_is_what_its_description_says() -> None:
+def test_the_shipped_profile_is_what_its_description_says():
     table = ocr_profile()
     folder = Path(__file__).resolve().parents[3] / "envs" / "data" / "ocr"
     facts = json.loads((folder / "profile.json").read_text())
