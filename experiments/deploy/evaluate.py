@@ -81,7 +81,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 def _refuse_live_options(config: EvaluateRun) -> None:
     """Refuse options that only live=true has, where they were changed."""
     default = EvaluateRun()
-    for name in ("stream", "model", "data", "knobs", "importance", "dtype", "device"):
+    for name in ("stream", "html", "model", "data", "knobs", "importance", "dtype", "device"):
         if getattr(config, name) != getattr(default, name):
             raise InputError(
                 f"{name}: is for live=true, which serves requests instead of replaying the profile"
@@ -99,7 +99,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)
     requests = requests_of(items, config.knobs)
-    stream = config.stream, config.budgets_ms, config.json
+    stream = config.stream, config.budgets_ms, config.json, config.html
     return run_live(checkpoint, table, model, requests, *stream)
 
 

@@ -48,7 +48,7 @@ from knobwise.experiments.deploy.live_results import (
     Stream,
     live_results,
 )
-from knobwise.experiments.report.live import print_live
+from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
@@ -65,8 +65,6 @@ CALIBRATION = 200
 start the tracker."""
 WARM_UP = 50
 """Number of requests that every policy serves first and that do not count."""
-SEED = 0
-"""Seed of the budgets and of the orders of requests, samples and policies."""
 COMPARED = 100
 """Number of samples of a stream whose features are compared with those of the profile, before
 anything is served."""
@@ -84,6 +82,7 @@ def run_live(
     config: LiveConfig,
     budgets_ms: list[float] | None = None,
     json_path: str | None = None,
+    page: str | None = None,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
 
@@ -91,6 +90,7 @@ def run_live(
         budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
             machine; None for five quantiles of the profile's latencies.
         json_path: the file to write, if any.
+        page: the page with charts to write, if any.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; model or
@@ -136,6 +136,8 @@ def run_live(
     print_live(results, Console())
     if json_path is not None:
         write_text(json_path, json.dumps(results, indent=1))
+    if page is not None:
+        write_live_page(page, results)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
@@ -182,14 +184,14 @@ def draw_stream(
     Raises:
         InputError: no request is of the test samples, or with `fresh` outside the profile.
     """
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(config.seed)
     row_of = {sample_id: row for row, sample_id in enumerate(table.sample_ids)}
     if config.fresh:
         fresh = (name for name in requests.ids() if name not in row_of)
-        ids = list(itertools.islice(fresh, config.requests))
+        ids = list(itertools.islice(fresh, config.skip, config.skip + config.requests))
         problem = (
-            f"profile {table.name!r} holds every question; stream.fresh=false "
-            " serves its test samples"
+            f"profile {table.name!r} holds every question after stream.skip={config.skip}; "
+            "stream.fresh=false serves its test samples"
         )
     else:
         ids = [
@@ -317,7 +319,7 @@ class Server:
         """
         n = len(self.stream.rows)
         repeats = self.config.repeats
-        rng = np.random.default_rng((SEED, 1))
+        rng = np.random.default_rng((self.config.seed, 1))
         try:
             for i, policy in itertools.product(range(WARM_UP), self.policies):
                 self._serve_request(policy, i % n)

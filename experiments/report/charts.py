@@ -359,6 +359,27 @@ def by_dataset(judged: Sequence[Mapping[str, Any]]) -> list[alt.LayerChart]:
 # -- latencies -------------------------------------------------------------------------------------
 
 
+def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
+    """Draw latency / budget of requests in their order, and below it the tracked level.
+
+    Args:
+        requests: latency_ms, budget_ms, and the `level` that a tracker expects: latency here /
+            latency predicted.
+    """
+    rows = requests.with_row_index("request", 1).with_columns(
+        share=pl.col("latency_ms") / pl.col("budget_ms")
+    )
+    chart = alt.Chart(rows)
+    x = alt.X("request:Q")
+    share = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
+    circles = chart.mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
+    budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(share)
+    level = chart.mark_line(strokeWidth=1.5).encode(
+        x, alt.Y("level:Q", title="tracked level", scale=CLOSE)
+    )
+    return [layered(circles, budget, height=240), layered(level, height=110)]
+
+
 # -- knobs -----------------------------------------------------------------------------------------
 
 

@@ -1,18 +1,21 @@
-"""Show the results of a live run on the terminal."""
+"""Show the results of a live run on the terminal and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import (
     LEARNED,
+    STATIC,
     interval,
     number,
     points,
     policy_name,
     ranked,
+    span,
 )
 
 if TYPE_CHECKING:
@@ -41,15 +44,15 @@ METRICS = {
 """What a live run compares with its replay, in words."""
 
 
-def policies(results: Results) -> Table:
+def policies(results: Results, replayed: bool = True) -> Table:
     """Return a row for every policy, the best utility first; the last two columns are those of the
-    replay, if there was one."""
+    replay, if there was one and it is to be shown."""
     rows = ranked(results)
     # (policy, metric) → the number of the replay
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
     # a stream without a profile has no feasible requests
     columns = {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
-    further = REPLAYED if replay else {}
+    further = REPLAYED if replay and replayed else {}
     cells = []
     for row in rows:
         line = [name_of(results, row["policy"])]
@@ -159,3 +162,126 @@ def print_live(results: Results, console: Console) -> None:
     table = policies(results)
     print_table(console, table.header, table.rows, (0, 1, 3, 4, 5), table.strong)
     print_lines(console, verdict(results))
+
+
+# -- as a page -------------------------------------------------------------------------------------
+
+
+def write_live_page(path: str | Path, results: Results) -> Path:
+    """Write the page and return its path; it needs no network."""
+    import polars as pl
+
+    from knobwise.experiments.report import charts
+    from knobwise.experiments.report.page import Figure, Folded, render_page
+
+    shares = [
+        charts.dots_of_policies(ranked(results), metric, title)
+        for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)"))
+    ]
+    timeline = charts.timeline(pl.DataFrame(results["timeline"]))
+    sections = {
+        "Policies": [
+            Figure(
+                shares,
+                "Share of requests answered on time, and utility: the accuracy of an answer on "
+                "time, 0 for a late one; the best policy first, lines are 95% intervals.",
+            )
+        ],
+        "What the run shows": [verdict(results)],
+        "Latency against budget": [
+            Figure(
+                timeline,
+                "Each dot is a request of the first run that the controller served: above the "
+                "dashed line it was late. Below: latency here / latency predicted, as the tracker "
+                "estimates it before each decision.",
+                columns=1,
+            )
+        ],
+        "Tables": [
+            Folded("Every policy", [policies(results, replayed=False)]),
+            Folded(
+                "Run by run",
+                ["Utility of each run of the same requests.", _by_run(results)],
+            ),
+            Folded("The tracker", _tracker(results)),
+            Folded("Live and replay", _replay(results)) if results["agreement"] else None,
+        ],
+    }
+    machine = results["machine"]
+    facts = f"{machine['cpu']}, torch {machine['torch']}, one thread"
+    return render_page(
+        path,
+        "knobwise live run",
+        results["kind"],
+        sections,
+        facts=[f"{facts} · profile {results['profile']['name']}"],
+        tiles=_tiles(results),
+    )
+
+
+def _tiles(results: Results) -> list[tuple[str, str, str]]:
+    """Return the numbers to be seen first."""
+    rows = {row["policy"]: row for row in results["rows"]}
+    learned = rows[LEARNED]
+    static = rows[STATIC]
+    overhead = results["overhead"]
+    return [
+        (
+            f"{points(static['behind'])} points",
+            "of utility against static with the same tracker",
+            span(static["behind_ci95"]).strip(" ()"),
+        ),
+        (
+            number(learned["satisfaction"], ".1%"),
+            "on time",
+            f"static: {number(static['satisfaction'], '.1%')}",
+        ),
+        (
+            number(overhead["overhead_us"], ".0f", " µs"),
+            "added to each request",
+            number(overhead["share"], ".1%", " of the model's time"),
+        ),
+    ]
+
+
+def _by_run(results: Results) -> Table:
+    """Return the utility of every policy in each run."""
+    of_policy = {row["policy"]: row["utility_per_run"] for row in results["rows"]}
+    rows = []
+    for run in range(results["repeats"]):
+        utilities = [number(per_run[run], ".3f") for per_run in of_policy.values()]
+        gain = of_policy[LEARNED][run] - of_policy[STATIC][run]
+        rows.append([f"{run + 1}", *utilities, number(gain, "+.3f")])
+    return Table(["run", *map(policy_name, of_policy), "controller − static"], rows)
+
+
+def _tracker(results: Results) -> list[Any]:
+    ignored = f" Answers ignored: {results['ignored']}." if results["ignored"] else ""
+    text = (
+        "Latency here / latency predicted at the end of the run; “spread” is the factor on the "
+        f"predicted spread.{ignored}"
+    )
+    rows = [[part, number(factor, ".3f")] for part, factor in results["tracker"].items()]
+    return [text, Table(["part", "factor"], rows)]
+
+
+def _replay(results: Results) -> list[Any]:
+    """Return the numbers of the live run beside those of the replay."""
+    rows = []
+    before = ""
+    for row in results["agreement"]:
+        name = name_of(results, row["policy"])
+        sides = [number(row[side], ".3f") for side in ("live", "replay")]
+        low, high = row["ci95"]
+        difference = f"{row['difference']:+.4f}\n{low:+.4f} to {high:+.4f}"
+        agrees = "yes" if row["agrees"] else "no"
+        # the name stands in the first row of a policy
+        title = "" if name == before else name
+        rows.append([title, METRICS[row["what"]], *sides, difference, agrees])
+        before = name
+    text = (
+        "The same decisions, looked up in the profile, with latencies multiplied by the speed of "
+        "this machine. They agree if the replay lies in the 95% interval of what was served, and "
+        "for accuracy if every answer is the same. Below each paired difference is its interval."
+    )
+    return [text, Table(["policy", "metric", "live", "replay", "difference", "agree"], rows)]

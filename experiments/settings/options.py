@@ -149,16 +149,24 @@ class LiveConfig:
     too few."""
     fresh: bool = False
     """Serve samples that are not in the profile instead. They cannot be replayed."""
+    skip: int = 0
+    """With `fresh`: how many such samples to skip first, so that different calls serve different
+    samples."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
     clock: str = "wall"
     """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the
     same time."""
+    seed: int = 0
+    """Seed of budgets and orders."""
 
     def __post_init__(self) -> None:
-        for name in ("requests", "repeats"):
-            at_least(f"stream.{name}", getattr(self, name), 1)
+        for name, least in {"requests": 1, "repeats": 1, "skip": 0}.items():
+            at_least(f"stream.{name}", getattr(self, name), least)
+        a_seed("stream.seed", self.seed)
         one_of("stream.clock", self.clock, ("wall", "cpu"))
+        if self.skip and not self.fresh:
+            raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")
 
 
 @dataclass
@@ -212,6 +220,8 @@ class EvaluateRun:
     """With `live`: the simulated stream of requests."""
     json: str | None = None
     """Write the results to this file."""
+    html: str | None = None
+    """With `live`: write a page with charts of the results to this file."""
     threads: int = 1
     """Threads of torch."""
 

@@ -162,6 +162,7 @@ MISTAKES = {
     "train device=tpu": "device=tpu",
     "profile knobs.samples=-1": "samples",
     "evaluate split.seed=-1": "split.seed=-1",
+    "evaluate stream.seed=-1": "stream.seed=-1",
     "evaluate beams=files beams.path=b.json beams.split_seed=-1": "beams.split_seed=-1",
     "evaluate judged_shots=1,2": "judged_shots=1,2",
 }

@@ -226,6 +226,7 @@ MISTAKES = {
     "LIVE of_BUILTIN stream.requests=0": "stream.requests=0",
     "LIVE of_BUILTIN stream.clock=sun": "stream.clock='sun'",
     "LIVE of_BUILTIN budgets_ms=[]": "budgets_ms=[]",
+    "LIVE of_BUILTIN html=files/occupied/live.html": "files/occupied",
     "LIVE of_BUILTIN json=files": "json=files",
     "evaluate of_BUILTIN stream.requests=5": "stream: ",
     "profile model=files/model device=cpu out=out data=gone.jsonl": "gone.jsonl",

@@ -69,15 +69,10 @@ def checkpoint(case, tmp_path):
     return saved(tmp_path / "best.pt", case.controller, case.table, case.split)
 
 
-def run(
-    checkpoint,
-    table,
-    config,
-    model=None,
-    json_path=None,
-):
+def run(checkpoint, table, config, model=None, json_path=None, **page):
     model = model or ElasticAdaptive()
-    return live.run_live(checkpoint, table, model, ElasticRequests(), config, json_path=json_path)
+    files = {"json_path": json_path, **page}
+    return live.run_live(checkpoint, table, model, ElasticRequests(), config, **files)
 
 
 def server_of(case, config):
@@ -118,8 +113,10 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
 
 
 def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
-    config, path = replace(SHORT, repeats=2, clock="cpu"), str(tmp_path / "live.json")
-    results = run(checkpoint, case.table, config, json_path=path)
+    page, path = tmp_path / "live.html", str(tmp_path / "live.json")
+    config = replace(SHORT, repeats=2, clock="cpu")
+    results = run(checkpoint, case.table, config, json_path=path, page=str(page))
+    assert "Live and replay" in page.read_text()
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     printed = capsys.readouterr().out
     for words in ("10 requests × 2", "learned controller", "budget-aware static", "replay"):
@@ -306,9 +303,10 @@ def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
     assert results["infeasible"] is None
     assert len(results["timeline"]) == 10
     assert "replay" not in capsys.readouterr().out
-    stream = stream_of(case, config)
-    assert set(stream.rows.tolist()) == {-1}
-    assert sorted(map(int, stream.ids)) == list(range(2000, 2010))
+    for skip in (0, 10):
+        stream = stream_of(case, replace(config, skip=skip))
+        assert set(stream.rows.tolist()) == {-1}
+        assert sorted(map(int, stream.ids)) == list(range(2000 + skip, 2010 + skip))
 
 
 class Failing(ElasticAdaptive):
@@ -353,6 +351,6 @@ def test_what_cannot_be_served_is_refused(case, tmp_path):
     for word, (path, table) in cases.items():
         with pytest.raises(InputError, match=word):
             run(path, table, SHORT)
-    for wrong in ({"requests": 0}, {"repeats": 0}, {"clock": "sun"}):
+    for wrong in ({"requests": 0}, {"repeats": 0}, {"clock": "sun"}, {"skip": 5}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)
