@@ -28,7 +28,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
-from knobwise.common.processes import end_with
+from knobwise.common.processes import Process, end_with
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
 from knobwise.experiments.settings.selector_options import (
@@ -171,7 +171,7 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
-    launched_by = os.getpid()
+    launched_by = Process.this()
 
     def job(config: DictConfig) -> None:
         end_with(launched_by)

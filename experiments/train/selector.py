@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import stopped_by_signals
-from knobwise.common.processes import end_with
+from knobwise.common.processes import Process, end_with
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
@@ -96,7 +95,7 @@ class SelectorExperiment(Experiment):
         # with one job joblib calls the function in this process
         parallel = Parallel(jobs, backend="loky", return_as="generator_unordered")
         train = delayed(train_seed)
-        trained = parallel(train(self.config, seed, folder, os.getpid()) for seed in seeds)
+        trained = parallel(train(self.config, seed, folder, Process.this()) for seed in seeds)
         with progress("seeds", len(seeds)) as tick:
             for done, _ in enumerate(trained, 1):
                 tick(done, "")
@@ -176,8 +175,8 @@ def check(config: SelectorRun, data: SelectorData) -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: int) -> None:
-    """Train all unfinished stages of one seed; `launched_by` is the id of the process of the
+def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: Process) -> None:
+    """Train all unfinished stages of one seed; `launched_by` is the process of the
     run."""
     end_with(launched_by)
     set_up_torch()

@@ -37,6 +37,7 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
+from knobwise.common.processes import Process
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
@@ -397,3 +398,28 @@ def test_closed_streams_are_opened_for_libraries_and_other_processes():
     command = ["bash", "-c", '"$@" 0<&- 2>&-', "", sys.executable, "-c", lines]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["[True, True] True"]
+
+
+WORK = """
+import time
+from knobwise.common.processes import Process, end_with
+end_with(Process({host}, {process}))
+time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "is_gone", "status"),
+    [(None, True, 1), ("another machine", True, 0), (None, False, 0)],
+)
+def test_work_ends_where_the_process_that_began_it_is_gone(host, is_gone, status):
+    begun_by = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    if is_gone:
+        begun_by.kill()
+        begun_by.wait()
+    host = host or Process.this().host
+    seconds = 60 if status else 2
+    words = WORK.format(host=repr(host), process=begun_by.pid, seconds=seconds)
+    assert subprocess.run([sys.executable, "-c", words], timeout=50).returncode == status
+    begun_by.kill()
+    begun_by.wait()
