@@ -82,16 +82,7 @@ def read_exp5_exp6(
     joined = []
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        scores, _ = read_configurations(
-            exp5_dir,
-            "exp5_accuracy",
-            re.compile(rf"exp5_accuracy(_results)?_{SETTING}"),
-            dataset,
-            ["all_samples"],
-            {"accuracy": [(accuracy,)]},
-            notes,
-            accuracy_unit,
-        )
+        scores = _read_exp5(exp5_dir, dataset, accuracy, accuracy_unit, notes)
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         times = _broadcast(scores, times, means, broadcast_latency, notes)
         cells = _join(scores, times, dataset, notes)
@@ -106,6 +97,19 @@ def read_exp5_exp6(
         source=f"{exp5_dir} with {exp6_dir}",
         notes=notes,
     )
+
+
+def _read_exp5(
+    directory: str | Path, dataset: str, accuracy: str, accuracy_unit: str, notes: list[str]
+) -> pl.DataFrame:
+    """Return one row per score: ids, knobs, accuracy, file."""
+    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
+    columns = {"accuracy": [(accuracy,)]}
+    keys = ["all_samples"]
+    scores, _ = read_configurations(
+        directory, "exp5_accuracy", pattern, dataset, keys, columns, notes, accuracy_unit
+    )
+    return scores
 
 
 def _read_exp6(

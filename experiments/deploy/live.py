@@ -81,16 +81,14 @@ def run_live(
     requests: Requests,
     config: LiveConfig,
     budgets_ms: list[float] | None = None,
-    json_path: str | None = None,
-    page: str | None = None,
+    **files: str | None,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
         budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
             machine; None for five quantiles of the profile's latencies.
-        json_path: the file to write, if any.
-        page: the page with charts to write, if any.
+        files: where to write results, see `_show`.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; model or
@@ -111,10 +109,7 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
         # some cells of the profile are timed first: budgets are scaled by the speed of this machine
-        choices: list[int] = []
-        ratios: list[float] = []
-        if stream.timed:
-            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
+        choices, ratios = _timed(served, table, stream)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -133,16 +128,30 @@ def run_live(
     repeats = record["choice"].shape[2]
     results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
     results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    print_live(results, Console())
-    if json_path is not None:
-        write_text(json_path, json.dumps(results, indent=1))
-    if page is not None:
-        write_live_page(page, results)
+    _show(results, **files)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
+
+
+def _timed(
+    served: AdaptiveModel, table: ProfileTable, stream: Stream
+) -> tuple[list[int], list[float]]:
+    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
+    if not stream.timed:
+        return [], []
+    return served.timed_cells(table, stream.timed, CALIBRATION)
+
+
+def _show(results: dict[str, Any], json_path: str | None = None, page: str | None = None) -> None:
+    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
+    print_live(results, Console())
+    if json_path is not None:
+        write_text(json_path, json.dumps(results, indent=1))
+    if page is not None:
+        write_live_page(page, results)
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:

@@ -26,8 +26,8 @@ def end_with(starter: Process) -> None:
 
     Nothing happens in that process itself, or on another machine.
     """
-    here = Process.this()
-    if here.host == starter.host and here.id != starter.id:
+    this = Process.this()
+    if this.host == starter.host and this.id != starter.id:
         is_child = os.getppid() == starter.id
         threading.Thread(target=_watch, args=(starter.id, is_child), daemon=True).start()
 
