@@ -99,9 +99,8 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)
     requests = requests_of(items, config.knobs)
-    stream = config.stream, config.budgets_ms
     files = {"json_path": config.json, "page": config.html}
-    return run_live(checkpoint, table, model, requests, *stream, **files)
+    return run_live(checkpoint, table, model, requests, config.stream, config.budgets_ms, **files)
 
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
