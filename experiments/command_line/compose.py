@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,10 +171,15 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
+    from joblib.parallel import LokyBackend, register_parallel_backend
+
     launched_by = Process.this()
+    # the workers of joblib's launcher: one that never gets a job has to end with this process too
+    workers = partial(LokyBackend, initializer=end_with, initargs=(launched_by,))
+    register_parallel_backend("loky", workers)
 
     def job(config: DictConfig) -> None:
-        end_with(launched_by)
+        end_with(launched_by)  # for other launchers
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
         task(settings_of(config), list(HydraConfig.get().overrides.task))
 

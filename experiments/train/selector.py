@@ -93,9 +93,14 @@ class SelectorExperiment(Experiment):
         seeds = self.config.seeds
         jobs = min(self.config.jobs, len(seeds))
         # with one job joblib calls the function in this process
-        parallel = Parallel(jobs, backend="loky", return_as="generator_unordered")
-        train = delayed(train_seed)
-        trained = parallel(train(self.config, seed, folder, Process.this()) for seed in seeds)
+        parallel = Parallel(
+            jobs,
+            backend="loky",
+            return_as="generator_unordered",
+            initializer=end_with,
+            initargs=(Process.this(),),
+        )
+        trained = parallel(delayed(train_seed)(self.config, seed, folder) for seed in seeds)
         with progress("seeds", len(seeds)) as tick:
             for done, _ in enumerate(trained, 1):
                 tick(done, "")
@@ -175,10 +180,8 @@ def check(config: SelectorRun, data: SelectorData) -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-def train_seed(config: SelectorRun, seed: int, folder: Path, launched_by: Process) -> None:
-    """Train all unfinished stages of one seed; `launched_by` is the process of the
-    run."""
-    end_with(launched_by)
+def train_seed(config: SelectorRun, seed: int, folder: Path) -> None:
+    """Train all unfinished stages of one seed."""
     set_up_torch()
     with stopped_by_signals():
         SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
