@@ -67,7 +67,11 @@ class SingleStepEnv(EnvBase):
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Decide for the contexts in the tensordict."""
         self._take_contexts(tensordict)
-        return super().step(tensordict)
+        # TorchRL steps some of the contexts alone, or keeps parts of an outcome that are there
+        if "_step" in tensordict or "next" in tensordict:
+            return super().step(tensordict)
+        self._assert_tensordict_shape(tensordict)
+        return tensordict.set("next", self._decide(tensordict))
 
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
@@ -75,7 +79,15 @@ class SingleStepEnv(EnvBase):
         """A step and the contexts after it; every episode ends here, so there is no need to check
         `done`."""
         self._take_contexts(tensordict)
-        return tensordict.set("next", self._step(tensordict)), self._reset()
+        return tensordict.set("next", self._decide(tensordict)), self._reset()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._take_contexts(tensordict, wrapped=True)
+        return self._decide(tensordict)
+
+    @abstractmethod
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return what follows from the actions, for the contexts that were taken over."""
 
     def rollout(
         self, *args: Any, break_when_any_done: bool | None = None, **options: Any

@@ -116,37 +116,51 @@ class Replay:
                 for its sample.
         """
         by_knobs = self.action == "knobs"
-        self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
         configuration = self.find(action) if by_knobs else action
+        # values that no knob has are found as −1 too, so that most steps need this one look
+        lowest, highest = configuration.aminmax()
+        if lowest < 0 or highest >= self.table.num_configurations:
+            self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
         # cells differ in how many measurements they have, so draw a large number modulo that
         repeat = None
         if self.rewards.repeats_ms is not None:
             repeat = torch.randint(1 << 62, configuration.shape, generator=generator)
             repeat = repeat.to(configuration.device)
-        accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
-        # configurations that were never profiled at all are −1
-        missing = (configuration < 0) | accuracy.isnan()
-        at = missing.nonzero()[:, 0]  # the context of each missing action, [m]
-        if len(at):
-            if self.unprofiled == "error":
-                sample = self.table.sample_ids[int(rows[at[0]])]
-                raise InputError(
-                    f"{len(at)} of the actions were never profiled for their sample (the first: "
-                    f"sample {sample!r} of {self.table.name!r}); `mask` says which configurations "
-                    "were, and unprofiled=nearest replays the nearest of them"
-                )
-            # the steps of each missing action to every configuration, [m, C]
+        inside = configuration if lowest >= 0 else configuration.clamp_min(0)
+        accuracy, latency_ms = self.rewards.outcome(rows, inside, repeat)
+        # configurations that were never profiled at all are −1; a sum shows whether a cell is NaN
+        missing = None
+        if lowest < 0 or accuracy.sum().isnan():
+            missing = (configuration < 0) | accuracy.isnan()
             knobs = action if by_knobs else self.configurations[action]
-            steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
-            steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
-            configuration = configuration.masked_scatter(missing, steps.argmin(1))
+            nearest = self._nearest(rows, knobs, missing)
+            configuration = configuration.masked_scatter(missing, nearest)
             accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
         reward = self.rewards.reward_of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
-        if self.unprofiled == "penalty":
+        if missing is not None and self.unprofiled == "penalty":
+            at = missing.nonzero()[:, 0]
             accuracy = accuracy.masked_fill(missing, 0.0)
             profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)
             reward = reward.masked_scatter(missing, profiled.amin(1) - 1)
         return Outcome(configuration, reward, accuracy, latency_ms)
+
+    def _nearest(self, rows: Tensor, knobs: Tensor, missing: Tensor) -> Tensor:
+        """Find the profiled configuration nearest to each missing action, or under `error` refuse.
+
+        Rows int64 [P], actions int64 [P, G, K], missing bool [P, G] with m True → int64 [m].
+        """
+        at = missing.nonzero()[:, 0]  # the context of each missing action
+        if self.unprofiled == "error":
+            sample = self.table.sample_ids[int(rows[at[0]])]
+            raise InputError(
+                f"{len(at)} of the actions were never profiled for their sample (the first: "
+                f"sample {sample!r} of {self.table.name!r}); `mask` says which configurations "
+                "were, and unprofiled=nearest replays the nearest of them"
+            )
+        # the steps of each missing action to every configuration, [m, C]
+        steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
+        steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
+        return steps.argmin(1)
 
     def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
         """Stack the values of knobs that have their own keys, [*] each → [*, K].

@@ -234,8 +234,7 @@ class ConfigBandit(SingleStepEnv):
         elif not same:
             self._set_contexts(rows, limits)
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._take_contexts(tensordict, wrapped=True)
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self.current["row"]
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
         separate = bool(self.replay.knob_keys)

@@ -264,7 +264,7 @@ class DemonstrationBandit(SingleStepEnv):
         correct = self.observation_spec["vqa_correct"].zero()
         return self._context(self.observe(rows) | {"vqa_correct": correct})
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
         outcome = self.decide(rows, tensordict["action"])
         correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
