@@ -6,9 +6,9 @@ import json
 import polars as pl
 import pytest
 from commands import main, mistake
+from helpers import input_error
 from tiny_models import BLOCKS, TOP_K, picture, saved, tiny_model
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.importance import read_importance
 from knobwise.profiling.huggingface.loading import weights_digest
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -151,5 +151,5 @@ def test_the_format_is_a_number_for_each_block(file):
 def test_a_file_that_is_wrong_is_refused(file, text, fault):
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError, match=rf"importance\.json.*{fault}"):
+    with input_error(rf"importance\.json.*{fault}"):
         read_importance(file)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers import input_error
 from PIL import Image
 from tiny_models import (
     BLOCKS,
@@ -21,7 +22,6 @@ from tiny_models import (
     watched,
 )
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import INSTRUCTION
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import KNOBS, Request, clocked_by
@@ -241,7 +241,7 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
     monkeypatch.setattr(llava, "_devices", devices)
     llava._clock()
     assert set(waited) == devices - {torch.device("cpu")}
-    with clocked_by("cpu"), pytest.raises(InputError, match="clock=cpu: the model runs on a GPU"):
+    with clocked_by("cpu"), input_error("clock=cpu: the model runs on a GPU"):
         llava._clock()
 
 
@@ -362,7 +362,7 @@ def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
 
 def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     def refused(fault="cannot be loaded"):
-        with pytest.raises(InputError, match=fault):
+        with input_error(fault):
             HuggingFaceVLM.load(tmp_path)
 
     refused()
@@ -377,5 +377,5 @@ def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("image", "question"), [("a.png", "Why?"), (picture(0), 3)])
 def test_what_is_no_picture_or_no_text_is_said(llava, image, question):
-    with pytest.raises(InputError, match="PIL image and a text"):
+    with input_error("PIL image and a text"):
         llava.first_stage(Request(image, question))

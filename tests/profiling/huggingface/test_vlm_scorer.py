@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers import input_error
 from tiny_models import SCORERS, chat, picture, saved, tiny_model
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.scorer import VLMScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 
@@ -266,5 +266,5 @@ def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_wi
     ],
 )
 def test_rows_sizes_and_choices_that_make_no_sense_are_refused(llava, settings, prompts, fault):
-    with pytest.raises(InputError, match=fault):
+    with input_error(fault):
         VLMScorer(*llava, **{"data": DATA} | settings)(*rows(prompts))
