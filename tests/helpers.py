@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -340,6 +342,11 @@ def member_of(controller, number):
 def equal_states(first, second):
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def input_error(fault=""):
+    """A block in which a mistake of a user is refused, and what is at fault named."""
+    return pytest.raises(InputError, match=fault)
 
 
 class Harmful:

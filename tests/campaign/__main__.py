@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from campaign import children  # noqa: E402
 from campaign.formats import FORMATS, OUTCOMES, Mutations  # noqa: E402
-from campaign.kills import kill_trial, reference_of  # noqa: E402
+from campaign.kills import BY_NAME, kill_trial, reference_of  # noqa: E402
 from campaign.limits import LIMITS, limit_trial  # noqa: E402
 from campaign.workloads import WORKLOADS  # noqa: E402
 from knobwise.common.progress import progress  # noqa: E402
@@ -42,15 +42,16 @@ COLUMNS = {
     "refused": "refused in one line",
     "vague": "refused otherwise",
     "traceback": "tracebacks",
-}
-COLUMNS |= {
     "hang": "hangs",
     "wrong": "wrong accepts",
     "unlike": "unlike the unbroken run",
     "leftovers": "leftovers",
 }
-NOT_AT_ALL = ("vague", "traceback", "hang", "wrong", "unlike", "leftovers")
-Trial = tuple[str, int]
+NOT_AT_ALL = COLUMNS.keys() - {"fine", "refused"}
+
+
+def _lines(path):
+    return path.read_text().splitlines() if path.exists() else []
 
 
 class Campaign:
@@ -67,17 +68,16 @@ class Campaign:
         self._making = {workload.name: threading.Lock() for workload in WORKLOADS}
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
-        plan = {}
+        plan = Counter()
         for i in range(kills):
-            workload = WORKLOADS[i % len(WORKLOADS)].name
             kind = "torn" if i // len(WORKLOADS) % 3 == 2 else "kill"
-            plan[f"{kind}: {workload}"] = plan.get(f"{kind}: {workload}", 0) + 1
+            plan[f"{kind}: {WORKLOADS[i % len(WORKLOADS)].name}"] += 1
         for number, name in enumerate(FORMATS):
             plan[f"mutation: {name}"] = inputs // len(FORMATS) + (number < inputs % len(FORMATS))
         plan |= {f"limit: {name}": 1 for name in LIMITS}
         self.plan = {kind: count for kind, count in plan.items() if only in kind and count}
         self.made = {}
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+        for line in _lines(self.path):
             trial = json.loads(line)
             if trial["seed"] == seed and trial["number"] < self.plan.get(trial["kind"], 0):
                 self.made[trial["kind"], trial["number"]] = trial["outcome"], trial["note"]
@@ -92,10 +92,7 @@ class Campaign:
             futures = [pool.submit(work) for work in self._works()]
             while not all(future.done() for future in futures):
                 time.sleep(0.5)
-                tick(
-                    len(self.made),
-                    f"{sum(o in NOT_AT_ALL for o, _ in self.made.values())} not as promised",
-                )
+                tick(len(self.made), f"{len(self.broken())} not as promised")
             for future in futures:
                 future.result()
         shutil.rmtree(self.work, ignore_errors=True)
@@ -118,17 +115,14 @@ class Campaign:
 
     def _kill(self, kind, number):
         what, _, name = kind.partition(": ")
-        workload = next(workload for workload in WORKLOADS if workload.name == name)
+        workload = BY_NAME[name]
         with self._making[name]:
             if name not in self._references:
                 self._references[name] = reference_of(workload, self.work / f"reference {name}")
         folder = self.work / f"{kind} {number}".replace(": ", " ")
         draw = random.Random(f"{self.seed} {kind} {number}")
-        self._note(
-            kind,
-            number,
-            *kill_trial(workload, self._references[name], folder, draw, what == "torn"),
-        )
+        torn = what == "torn"
+        self._note(kind, number, *kill_trial(workload, self._references[name], folder, draw, torn))
         shutil.rmtree(folder, ignore_errors=True)
 
     def _limit(self, kind):
@@ -142,25 +136,17 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             end = children.run(
-                Mutations(kind.partition(": ")[2], self.seed, tuple(numbers)), folder, limit_s=1800
+                Mutations(kind.partition(": ")[2], self.seed, numbers), folder, limit_s=1800
             )
-            lines = (
-                (folder / "outcomes.jsonl").read_text().splitlines()
-                if (folder / "outcomes.jsonl").exists()
-                else []
-            )
+            lines = _lines(folder / "outcomes.jsonl")
             for line in lines:
                 self._note(kind, *json.loads(line))
             numbers = numbers[len(lines) :]
             if end.status == 1:
                 raise RuntimeError(f"{kind}: {end.err}")
             if numbers:
-                self._note(
-                    kind,
-                    numbers.pop(0),
-                    "traceback",
-                    f"the process ended with {end.status}: {end.err[-300:]}",
-                )
+                note = f"the process ended with {end.status}: {end.err[-300:]}"
+                self._note(kind, numbers.pop(0), "traceback", note)
             shutil.rmtree(folder)
 
     def _note(self, kind, number, outcome, note):
@@ -181,25 +167,17 @@ class Campaign:
         for (kind, _), (outcome, _) in sorted(self.made.items()):
             for row in (kind, f"**all: {kind.partition(':')[0]}**"):
                 counts[row][outcome] += 1
-        lines = [
-            f"| kind | trials | {' | '.join(COLUMNS.values())} |",
-            "|---" * (len(COLUMNS) + 2) + "|",
-        ]
-        for kind in [kind for kind in self.plan if kind in counts] + sorted(
-            k for k in counts if k[0] == "*"
-        ):
-            row = counts[kind]
-            lines.append(
-                f"| {kind} | {row.total()} | {' | '.join(str(row[name]) for name in COLUMNS)} |"
-            )
-        return "\n".join(lines)
+        rows = [["kind", "trials", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 2)]
+        for kind in [*self.plan, *sorted(k for k in counts if k[0] == "*")]:
+            if row := counts[kind]:
+                rows.append([kind, row.total(), *(row[name] for name in COLUMNS)])
+        return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
     def broken(self):
         """The trials that did not end as promised."""
-        made = sorted(self.made.items())
         return [
-            f"{k} {n}: {outcome}: {note}"
-            for (k, n), (outcome, note) in made
+            f"{kind} {number}: {outcome}: {note}"
+            for (kind, number), (outcome, note) in sorted(self.made.items())
             if outcome in NOT_AT_ALL
         ]
 
@@ -207,10 +185,8 @@ class Campaign:
 def main(words):
     given = dict(word.partition("=")[::2] for word in words)
     if unknown := given.keys() - DEFAULTS.keys():
-        print(
-            f"campaign: no option {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}",
-            file=sys.stderr,
-        )
+        known = ", ".join(DEFAULTS)
+        print(f"campaign: no option {', '.join(unknown)}; known are {known}", file=sys.stderr)
         return 2
     values = DEFAULTS | given
     children.prepare_server()
@@ -220,14 +196,12 @@ def main(words):
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
-    head = f"Commit {commit.stdout.strip() or 'unknown'}, seed {numbers['seed']}.\n\n"
-    (campaign.folder / "table.md").write_text(f"{head}{campaign.table()}\n")
-    (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in campaign.broken()))
-    print(
-        f"{head}{campaign.table()}\n\n{len(campaign.broken())} trials did not end as promised, "
-        "see broken.txt"
-    )
-    return 1 if campaign.broken() else 0
+    seen = f"Commit {commit.stdout.strip()}, seed {numbers['seed']}.\n\n{campaign.table()}\n"
+    broken = campaign.broken()
+    (campaign.folder / "table.md").write_text(seen)
+    (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in broken))
+    print(f"{seen}\n{len(broken)} trials did not end as promised, see broken.txt")
+    return bool(broken)
 
 
 assert {*OUTCOMES} <= {*COLUMNS}

@@ -1,48 +1,44 @@
 """Commands in processes of their own, forked from one that has imported everything, which die where
 a trial wants."""
 
-from __future__ import annotations
-
-import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from itertools import count, dropwhile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("campaign.workloads", "campaign.formats", "hydra.compose", "torch.utils.tensorboard")
-PRELOADED += tuple(
-    f"knobwise.experiments.{name}"
-    for name in ("train.controller", "train.selector", "compare.compare")
-)
-PRELOADED += ("torchrl.collectors", "torchrl.weight_update", "knobwise.experiments.deploy.update")
+PRELOADED = [
+    "campaign.workloads",
+    "campaign.formats",
+    "hydra.compose",
+    "torch.utils.tensorboard",
+    "torchrl.collectors",
+    "torchrl.weight_update",
+    "knobwise.experiments.train.controller",
+    "knobwise.experiments.train.selector",
+    "knobwise.experiments.compare.compare",
+    "knobwise.experiments.deploy.update",
+]
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "POLARS_MAX_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-CHANGES = (
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.mkdir",
-    "os.chmod",
-    "os.symlink",
-    "os.link",
-    "os.truncate",
-)
+CHANGES = re.compile(r"os\.(rename|remove|rmdir|mkdir|chmod|symlink|link|truncate)")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-LIMIT_S = 300.0
-ORPHANS_S = 60.0
+LIMIT_S = 300
+ORPHANS_S = 60
 """Processes that a killed command leaves must end by themselves within this time."""
 _starting = threading.Lock()
 
@@ -51,39 +47,29 @@ class Ended(NamedTuple):
     """A command that has ended. `status` is −9 if it was killed, None if it was still at work at
     its time limit."""
 
-    status: int | None
+    status: int
     out: str
     err: str
     seconds: float
-    writes: int
+    writes: int = 0
     """Changes of files below its folder; 0 for a process that did not come to its end."""
 
     @property
     def traceback(self):
-        return "Traceback (most recent call last)" in self.err or self.status not in (
-            0,
-            1,
-            2,
-            130,
-            143,
-            -9,
-            None,
-        )
+        expected = (0, 1, 2, 130, 143, -9, None)
+        return "Traceback (most recent call last)" in self.err or self.status not in expected
 
     @property
     def complaint(self):
         """The lines that say what was wrong."""
         lines = self.err.rstrip("\n").split("\n")
-        first = next(
-            (i for i, line in enumerate(lines) if line.startswith("knobwise: ")), len(lines)
-        )
-        return lines[first:]
+        return [*dropwhile(lambda line: not line.startswith("knobwise: "), lines)]
 
 
 def prepare_server():
     """Import everything once, in the process that the others are forked from."""
     os.environ |= VARIABLES | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def run(
@@ -111,13 +97,10 @@ def run(
     ]
     start = time.monotonic()
     process = _started(work, folder, printed, die_at, fresh)
-    assert process.pid is not None
     try:
         if die_after_s is not None and _status(process, die_after_s) is None:
-            _kill(
-                [process.pid] if alone or number != signal.SIGKILL else _session(process.pid),
-                number,
-            )
+            single = alone or number != signal.SIGKILL
+            _kill([process.pid] if single else _session(process.pid), number)
         status = _status(process, limit_s)
         if status is None or not alone:
             _kill(_session(process.pid))
@@ -133,9 +116,6 @@ def run(
     finally:
         for path in printed:
             path.unlink()
-
-
-Process = subprocess.Popen[bytes] | BaseProcess
 
 
 def _started(work, folder, printed, die_at, fresh):
@@ -194,7 +174,7 @@ def _work(work, folder, printed, die_at):
     import knobwise.__main__
 
     sys.modules["__main__"], sys.argv = knobwise.__main__, [str(knobwise.__main__.__file__)]
-    changes = itertools.count(1)
+    changes = count(1)
     die_at_change(changes, folder, die_at)
     status = 0
     try:
@@ -220,7 +200,7 @@ def die_at_change(changes, folder, number):
             path, flags = values[0], values[2]
             counted = isinstance(flags, int) and flags & WRITING
         else:
-            path, counted = (values or (None,))[0], event in CHANGES
+            path, counted = (values or (None,))[0], CHANGES.fullmatch(event)
         if counted and isinstance(path, str | bytes | os.PathLike):
             place = os.path.abspath(os.fsdecode(path))
             if place.startswith(folder + os.sep) and next(changes) == number:

@@ -1,24 +1,22 @@
 """Every format that the product reads: small files by its own writers, its reader, and who knows
 better."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
-from helpers import small_beams, small_table
+from helpers import arrays, small_beams, small_table
 from replayed import logging_model, serve_requests, small_stack
 from run_folders import write_run
 from safetensors.numpy import load as safetensors_load
@@ -57,17 +55,17 @@ read wrongly."""
 
 
 class Format(NamedTuple):
-    make: Callable[[], Any]
+    make: Callable
     """Writes the files into the working folder."""
     files: str
     """Pattern of those that are changed."""
-    read: Callable[[], Any]
+    read: Callable
     """The product reads them."""
-    judge: Callable[[Any, Mapping[str, bytes], Any, bool], str]
+    judge: Callable = lambda *_: ""
     """What is wrong with what it read: of that, the files, what it read of the whole ones, whether
     bytes were changed. Raises `oracle.Wrong` for files that had to be refused."""
-    refusals: tuple[type[Exception], ...] = (InputError,)
-    named: tuple[str, ...] = ()
+    refusals: tuple = (InputError,)
+    named: tuple = ()
     """What a refusal may name instead of the file."""
 
 
@@ -98,11 +96,9 @@ def _beams():
     write_rl_data(table, "rl.json")
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
     scores = table.fields["beam_score"].tolist()
-    lists = zip(table.query_ids, ids, scores, strict=True)
-    legacy = {
-        q: {"id_list": [[*row, int(q)] for row in rows], "score_list": score}
-        for q, rows, score in lists
-    }
+    legacy = {}
+    for q, rows, score in zip(table.query_ids, ids, scores, strict=True):
+        legacy[q] = {"id_list": [[*row, int(q)] for row in rows], "score_list": score}
     Path("legacy.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
@@ -138,22 +134,16 @@ def _restored(state):
 
 def _measured():
     times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
-    rows = [
-        {"sample_id": f"{i}", "content": f"c{i}", "repeat": 0, "max_crops": 2, **times}
-        for i in range(6)
-    ]
+    rows = {"sample_id": list("012345"), "content": list("abcdef")}
     Path("m").mkdir()
-    Path("m/measured-0.jsonl").write_text(
-        "".join(f"{json.dumps(row | {'text': 'a'})}\n" for row in rows)
-    )
+    frame = pl.DataFrame(rows | times | {"repeat": 0, "max_crops": 2, "text": "a"})
+    frame.write_ndjson("m/measured-0.jsonl")
 
 
 def _questions():
-    rows = [
-        {"id": i, "image": "i.png", "question": "what?", "answers": ["a", "b"]} for i in range(3)
-    ]
     Path("i.png").write_bytes(b"")
-    Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = {"image": "i.png", "question": "what?", "answers": [["a", "b"]] * 3}
+    pl.DataFrame({"id": range(3), **rows}).write_ndjson("q.jsonl")
 
 
 def _runs(checked=True):
@@ -172,22 +162,13 @@ def _compared():
 
 def _decided(path):
     loaded = NumpyController.load(path) if path.endswith("z") else load_checkpoint(path)
-    table = small_table(20)
-    limits = torch.linspace(5, 60, 20)
+    asked = arrays(small_table(20)), np.linspace(5, 60, 20, dtype=np.float32)
     if isinstance(loaded, NumpyController):
-        blocks = {name: block.numpy() for name, block in table.features.items()}
-        choice = loaded.choose(blocks, limits.numpy())
-        return [loaded.configuration(int(index)) for index in choice]
+        return [loaded.configuration(int(index)) for index in loaded.choose(*asked)]
     state = loaded.controller.state_dict()
-    broken = [
-        name for name, value in state.items() if value.is_floating_point() and value.isnan().any()
-    ]
-    blocks = {name: block.numpy() for name, block in table.features.items()}
-    chosen = loaded.controller.choose(blocks, limits.numpy())
+    broken = [name for name, value in state.items() if (value != value).any()]
+    chosen = loaded.controller.choose(*asked)
     return chosen.tolist(), {k: v.tolist() for k, v in state.items()}, broken
-
-
-Files = Mapping[str, bytes]
 
 
 def _same(result, files, whole, by_bytes):
@@ -215,10 +196,6 @@ def _logged(result, files, whole, by_bytes):
     return ""
 
 
-def _unjudged(*_):
-    return ""
-
-
 def _stored(result, files, whole, by_bytes):
     return "another table" if by_bytes and result.digest != whole.digest else ""
 
@@ -236,8 +213,8 @@ def _exp(core):
     return lambda result, files, whole, by_bytes: oracle.wrong_configurations(result, files, core)
 
 
-def _file(path, make, read, judge):
-    return Format(partial(make, path), path, partial(read, path), judge)
+def _file(path, make, read, *judge):
+    return Format(partial(make, path), path, partial(read, path), *judge)
 
 
 def _beam_file(path):
@@ -247,10 +224,6 @@ def _beam_file(path):
         lambda: read_beam_data(path, "c.safetensors", "q.safetensors"),
         _by(oracle.wrong_beams),
     )
-
-
-def _run_file(name):
-    return Format(_runs, f"r0/{name}", _compared, _unjudged)
 
 
 def _claimed(path):
@@ -301,36 +274,26 @@ FORMATS = {
     # one that was rewritten to expect other features does not fit those of the profile
     "checkpoint": _file("s.pt", _agent, _decided, _same)._replace(named=("features: block",)),
     "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
-    "run: results.json": _run_file("results.json"),
-    "run: results.json, old": Format(
-        partial(_runs, False), "r0/results.json", _compared, _unjudged
-    ),
-    "run: config.yaml": _run_file("config.yaml"),
-    "run: decisions.parquet": _run_file("decisions.parquet"),
-    "run: metrics.csv": _run_file("metrics.csv"),
+    "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
-    "labels": Format(_log, "log/labels-*", lambda: read_log("log"), _unjudged),
+    "labels": Format(_log, "log/labels-*", lambda: read_log("log")),
     "tracker state": Format(
-        _tracker, "tracker.json", _tracked, _unjudged, (InputError, oracle.Wrong), ("",)
+        _tracker, "tracker.json", _tracked, refusals=(InputError, oracle.Wrong), named=("",)
     ),
-    "profiler: measured": Format(
-        _measured, "m/measured-0.jsonl", lambda: read_logs("m"), _unjudged
-    ),
-    "profiler: config": _file("config.json", _claimed, _claimed, _unjudged),
-    "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl"), _unjudged),
+    "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m")),
+    "profiler: config": _file("config.json", _claimed, _claimed),
+    "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl")),
 }
+for name in ("results.json", "config.yaml", "decisions.parquet", "metrics.csv"):
+    FORMATS[f"run: {name}"] = Format(_runs, f"r0/{name}", _compared)
 
 
 def _arrays_changed(path, content, random):
-    tensors = path.suffix == ".pt"
+    file, tensors = io.BytesIO(content), path.suffix == ".pt"
     if tensors:
-        tree = torch.load(io.BytesIO(content), weights_only=True)
+        tree = torch.load(file, weights_only=True)
     else:
-        tree = (
-            dict(np.load(io.BytesIO(content)))
-            if path.suffix == ".npz"
-            else safetensors_load(content)
-        )
+        tree = dict(np.load(file)) if path.suffix == ".npz" else safetensors_load(content)
     heads = [] if tensors else [name for name in ("head", "header") if name in tree]
     if heads and random.random() < 0.5:
         head = mutate.json_changed(tree[heads[0]].tobytes(), random, [])
@@ -345,29 +308,26 @@ def _arrays_changed(path, content, random):
     elif path.suffix == ".npz":
         np.savez(out, allow_pickle=False, **tree)
     else:
-        words = (
-            {"sample_id": json.dumps(list(TABLE.sample_ids))} if "image_features" in tree else None
-        )
-        return bytes(
-            safetensors_save(
-                {n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}, words
-            )
-        )
+        ids = {"sample_id": json.dumps(TABLE.sample_ids)} if "image_features" in tree else None
+        whole = {n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}
+        return bytes(safetensors_save(whole, ids))
     return out.getvalue()
+
+
+CHANGES = {
+    ".csv": mutate.csv_changed,
+    ".json": mutate.json_changed,
+    ".jsonl": mutate.json_changed,
+    ".yaml": mutate.text_changed,
+}
 
 
 def _mutated(path, content, random, by_bytes, others):
     if by_bytes or not content:
         return mutate.damaged(content, random, others)
-    changes = {
-        ".csv": mutate.csv_changed,
-        ".json": mutate.json_changed,
-        ".jsonl": mutate.json_changed,
-    }
-    changes |= {".yaml": mutate.text_changed}
     try:
-        if path.suffix in changes:
-            return changes[path.suffix](content, random, others)
+        if path.suffix in CHANGES:
+            return CHANGES[path.suffix](content, random, others)
         if path.suffix == ".parquet":
             out = io.BytesIO()
             mutate.frame_changed(pl.read_parquet(io.BytesIO(content)), random).write_parquet(out)
@@ -403,7 +363,7 @@ class Mutations(NamedTuple):
 
     format: str
     seed: int
-    numbers: tuple[int, ...]
+    numbers: list
 
     def __call__(self):
         path = Path("outcomes.jsonl").absolute()
@@ -431,22 +391,13 @@ def _outcome(about, path, files, whole, by_bytes):
         return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")
     except TimeoutError:
         return "hang", ""
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         where = traceback.extract_tb(error.__traceback__)
-        ours = next(
-            (
-                f"{Path(f.filename).name}:{f.name}"
-                for f in reversed(where)
-                if "knobwise" in f.filename
-            ),
-            "",
-        )
-        return (
-            "traceback",
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]} in {ours}",
-        )
+        ours = [f"{f.filename}:{f.name}" for f in where if "knobwise" in f.filename][-1:]
+        line = str(error).partition("\n")[0][:120]
+        return "traceback", f"{type(error).__name__}: {line} in {ours}"
     finally:
         signal.alarm(0)
     try:

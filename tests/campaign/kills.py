@@ -1,9 +1,8 @@
 """kill −9 at a random moment or at the k-th change of a file, torn files, and the same command
 again."""
 
-from __future__ import annotations
-
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +11,17 @@ from campaign.state import State, difference, noise_of, state_of
 from campaign.workloads import WORKLOADS
 
 BLOCK = 4096
+
+
+def _whole_blocks(content):
+    return content[: (len(content) - 1) // BLOCK * BLOCK]
+
+
 TEARS = {
     "empty": lambda whole: b"",
     "half": lambda whole: whole[: len(whole) // 2],
-    "last block lost": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK],
-    "last block zero": lambda whole: whole[: (len(whole) - 1) // BLOCK * BLOCK].ljust(
-        len(whole), b"\0"
-    ),
+    "last block lost": _whole_blocks,
+    "last block zero": lambda whole: _whole_blocks(whole).ljust(len(whole), b"\0"),
 }
 OF_READERS = ("export", "evaluate", "compare")
 """They take an instant, so what they read is torn."""
@@ -30,68 +33,55 @@ class Reference(NamedTuple):
 
     prepared: Path
     state: State
-    noise: set[tuple[str, str]]
+    noise: set
     seconds: float
     writes: int
 
 
 def reference_of(workload, folder):
     """Run the command twice without a break."""
-    prepared, ends, states = folder / "prepared", [], []
+    prepared, states = folder / "prepared", []
     shutil.rmtree(folder, ignore_errors=True)
     prepared.mkdir(parents=True)
     if (end := run(workload.prepare, prepared)).status != 0:
         raise RuntimeError(f"{workload.name}: cannot be prepared: {end.err}")
     for name in ("first", "second"):
         shutil.copytree(prepared, folder / name, symlinks=True)
-        ends.append(end := run(workload.work, folder / name, fresh=workload.fresh))
+        end = run(workload.work, folder / name, fresh=workload.fresh)
         if end.status != 0:
             raise RuntimeError(f"{workload.name}: {end.status} {end.err}")
         states.append(state_of(folder / name))
         shutil.rmtree(folder / name)
-    reports = {
-        (name, "") for name in states[0] if name.endswith("report.html")
-    }  # they say when their run began
+    # reports say when their run began
+    reports = {(name, "") for name in states[0] if name.endswith("report.html")}
     noise = noise_of(*states) | {*workload.varies} | reports
-    return Reference(prepared, states[0], noise, min(end.seconds for end in ends), ends[0].writes)
+    return Reference(prepared, states[0], noise, end.seconds, end.writes)
 
 
 def kill_trial(workload, reference, folder, random, torn):
     """Kill it once or twice, tear a file if wanted, run it to its end. The outcome and a note."""
     shutil.copytree(reference.prepared, folder, symlinks=True)
     before, story = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, []
+    again = partial(run, workload.work, folder, fresh=workload.fresh)
     for _ in range(random.choice((1, 1, 2))):
         at_write, alone = random.random() < 0.6, random.random() < 0.3
-        number, moment = (
-            random.randint(1, max(1, reference.writes)),
-            random.uniform(0, reference.seconds),
-        )
-        killed = run(
-            workload.work,
-            folder,
-            die_at=number if at_write else 0,
-            die_after_s=None if at_write else moment,
-            alone=alone,
-            fresh=workload.fresh,
-        )
+        number = random.randint(1, max(1, reference.writes))
+        moment = random.uniform(0, reference.seconds)
+        death = {"die_at": number} if at_write else {"die_after_s": moment}
+        killed = again(**death, alone=alone)
         story.append(f"write {number}" if at_write else f"{moment:.2f} s")
         if killed.status != -9:
             story[-1] += f" (ended with {killed.status} before)"
         if killed.status == 0 or _complete(folder, reference):
             break  # the same command would begin another run
-        if killed.status != -9 and (
-            outcome := _bad_end(killed)
-        ):  # what it started may complain of its death
+        # what it started may complain of its death
+        if killed.status != -9 and (outcome := _bad_end(killed)):
             return outcome, f"{' + '.join(story)}: {_words(killed)}"
     complete = _complete(folder, reference)
     path = _tear(workload, folder, before, random, story) if torn else None
     if path is None and complete:
         return "fine", f"{' + '.join(story)}: after its last step"
-    end = (
-        killed
-        if killed.status == 0 and path is None
-        else run(workload.work, folder, fresh=workload.fresh)
-    )
+    end = killed if killed.status == 0 and path is None else again()
     if complete and end.status == 0:
         return "fine", f"{' + '.join(story)}: began another run"
     return _judged(workload, reference, folder, end, path, " + ".join(story))
@@ -102,12 +92,9 @@ def _complete(folder, reference):
 
 
 def _tear(workload, folder, before, random, story):
-    paths = [
-        path
-        for path in sorted(folder.glob(workload.torn))
-        if path.is_file() and not path.is_symlink()
-    ]
-    paths = [path for path in paths if "tensorboard" not in path.parts and path.stat().st_size]
+    paths = [path for path in sorted(folder.glob(workload.torn)) if path.is_file()]
+    paths = [path for path in paths if not path.is_symlink() and path.stat().st_size]
+    paths = [path for path in paths if "tensorboard" not in path.parts]
     if workload.name not in OF_READERS:
         paths = [path for path in paths if before.get(path) != path.read_bytes()]
     if not paths:
@@ -126,14 +113,7 @@ def _words(end):
     return f"{end.status} {end.err.strip()[-400:]!r}"
 
 
-def _judged(
-    workload,
-    reference,
-    folder,
-    end,
-    torn,
-    story,
-):
+def _judged(workload, reference, folder, end, torn, story):
     if outcome := _bad_end(end):
         return outcome, f"{story}: {_words(end)}"
     named = torn is not None and torn.name in end.out + end.err
@@ -143,17 +123,13 @@ def _judged(
     if workload.check is not None:
         checked = run(_Check(workload.name), folder)
         said = torn is not None and checked.status == 1  # what a tear took is counted by its reader
-        return (
-            "unlike" if checked.status and not said else "fine"
-        ), f"{story}: {checked.err.strip()[-300:]}"
+        wrong = checked.status and not said
+        return "unlike" if wrong else "fine", f"{story}: {checked.err.strip()[-300:]}"
     left = difference(state_of(folder), reference.state, reference.noise)
-    if torn is not None:  # a torn file that was only read stays as it is
-        same = str(torn.relative_to(folder))
-        left = left._replace(
-            unlike=[
-                place for place in left.unlike if not place.startswith(same) or torn.suffix == ""
-            ]
-        )
+    if torn is not None:
+        if torn.suffix:  # a torn file that was only read stays as it is
+            same = str(torn.relative_to(folder))
+            left = left._replace(unlike=[x for x in left.unlike if not x.startswith(same)])
         if named and any(left):
             return "fine", f"{story}: said"
     if left.unlike:
@@ -167,7 +143,5 @@ class _Check(NamedTuple):
     name: str
 
     def __call__(self):
-        check = BY_NAME[self.name].check
-        assert check is not None
-        if wrong := check():
+        if wrong := BY_NAME[self.name].check():
             raise SystemExit("; ".join(wrong))

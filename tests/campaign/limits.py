@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 from campaign.children import ROOT, VARIABLES, Ended, run
@@ -18,29 +17,39 @@ from campaign.workloads import LEAN, TABLE, Workload, write_table
 LIMIT_S = 300
 DROP_CAPABILITY, MAY_WRITE_ANYWHERE = 24, 1
 """PR_CAPBSET_DROP and CAP_DAC_OVERRIDE of Linux."""
-Outcome = tuple[str, str]
 INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(words, folder, before=lambda: None, **variables):
+def _command(words, folder, before=None, **variables):
+    try:
+        return _ended(_begun(words, folder, before, **variables))
+    except subprocess.TimeoutExpired:
+        return Ended(None, "", "", LIMIT_S)
+
+
+def _begun(words, folder, before=None, **variables):
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
-    start = time.monotonic()
-    command = [sys.executable, "-m", "knobwise", *words]
-    try:
-        end = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            preexec_fn=before,
-            capture_output=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return Ended(None, "", "", LIMIT_S, 0)
-    out, err = (text.decode(errors="replace") for text in (end.stdout, end.stderr))
-    return Ended(end.returncode, out, err, time.monotonic() - start, 0)
+    return subprocess.Popen(
+        [sys.executable, "-m", "knobwise", *words],
+        cwd=folder,
+        env=environment,
+        preexec_fn=before,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def _ended(process):
+    with process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    return Ended(process.returncode, out, err, 0.0)
 
 
 def _judged(end, statuses=(0, 1, 2), blames=""):
@@ -52,10 +61,9 @@ def _judged(end, statuses=(0, 1, 2), blames=""):
         return "traceback", note
     if end.status == 0:
         return ("fine", "") if 0 in statuses else ("wrong", note)
-    plain = (
-        len(end.complaint) == 1 and end.status in statuses and not (blames and blames in end.err)
-    )
-    return ("refused" if plain else "vague"), note
+    blamed = blames and blames in end.err
+    plain = len(end.complaint) == 1 and end.status in statuses and not blamed
+    return "refused" if plain else "vague", note
 
 
 def _limited(folder, words, blames="", **limits):
@@ -64,6 +72,14 @@ def _limited(folder, words, blames="", **limits):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
     return _judged(_command(words, folder, lower), blames=blames)
+
+
+def _fine(folder, **variables):
+    return _judged(_command(INSPECT, folder, **variables), (0,))
+
+
+def _refused(folder, words, lower=None):
+    return _judged(_command(words, folder, lower), (2,))
 
 
 def _removed(folder):
@@ -80,7 +96,7 @@ def _full_disk(folder):
     try:
         for name in ("t.parquet", "f.npz"):
             shutil.copy(folder / name, place)
-        return _judged(_command([*LEAN, "name=r"], place), (1,))
+        return _judged(_command(RUN.work, place), (1,))
     finally:
         subprocess.run(["umount", place], check=True)
 
@@ -88,32 +104,19 @@ def _full_disk(folder):
 def _read_only(folder):
     folder.chmod(0o555)
 
-    def lower():
-        ctypes.CDLL(None).prctl(
-            DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0
-        )  # root has it; others have none to drop
+    def lower():  # root has it; others have none to drop
+        ctypes.CDLL(None).prctl(DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0)
 
     try:
-        return _judged(_command([*LEAN, "name=r"], folder, lower), (2,))
+        return _refused(folder, RUN.work, lower)
     finally:
         folder.chmod(0o755)
 
 
 def _at_once(folder):
     """Two of the same command: both end well, as one after the other does."""
-    command = [sys.executable, "-m", "knobwise", *RUN.work]
-    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)}
-    both = [
-        subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    ends = []
-    for process in both:
-        out, err = process.communicate(timeout=LIMIT_S)
-        ends.append(Ended(process.returncode, out.decode(), err.decode(), 0.0, 0))
-    outcomes = [_judged(end) for end in ends]
+    both = [_begun(RUN.work, folder) for _ in range(2)]
+    outcomes = [_judged(_ended(process)) for process in both]
     if any(outcome != "fine" for outcome, _ in outcomes):
         return max(outcomes)
     states = [state_of(folder / "runs" / "lean" / name) for name in ("r", "r-2")]
@@ -147,26 +150,20 @@ def _stopped(folder, number, status, set_back_s=0.0):
 
 
 LIMITS = {
-    "file size": partial(_limited, words=[*LEAN, "name=r"], FSIZE=20_000),
+    "file size": partial(_limited, words=RUN.work, FSIZE=20_000),
     "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
     "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
-    "ASCII output": lambda folder: _judged(
-        _command(INSPECT, folder, PYTHONIOENCODING="ascii", LC_ALL="C"), (0,)
-    ),
+    "ASCII output": partial(_fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
     "removed working folder": _removed,
-    "no home": lambda folder: _judged(
-        _command(INSPECT, folder, HOME="(unset)", XDG_CACHE_HOME="(unset)"), (0,)
-    ),
+    "no home": partial(_fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
     "read-only folder": _read_only,
     "two at once": _at_once,
     "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
     "clock set back": partial(_stopped, number=signal.SIGINT, status=130, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
-    "long option": lambda folder: _judged(_command([*LEAN, f"name={'a' * 5000}"], folder), (2,)),
-    "long path": lambda folder: _judged(
-        _command([*INSPECT, f"profile.path={'a' * 5000}"], folder), (2,)
-    ),
-    "profile=0": lambda folder: _judged(_command(["inspect", "profile=0"], folder), (2,)),
+    "long option": partial(_refused, words=[*LEAN, f"name={'a' * 5000}"]),
+    "long path": partial(_refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
+    "profile=0": partial(_refused, words=["inspect", "profile=0"]),
 }
 if os.geteuid() == 0:  # who else may not mount
     LIMITS["full disk"] = _full_disk

@@ -9,48 +9,16 @@ import numpy as np
 import polars as pl
 
 DEEP = "[" * 100_000
-NUMBERS = [
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "-1",
-    "1e999",
-    "1e308",
-    "-0.0",
-    "123456789012345678901234567890",
-    "0.5",
-]
-WEIRD = [
-    *NUMBERS,
-    "null",
-    "true",
-    "false",
-    '""',
-    '"7"',
-    '"x"',
-    "[]",
-    "{}",
-    "[1,2]",
-    '"\\u0000"',
-    '"../.."',
-]
-CELLS = [
-    "",
-    "nan",
-    "inf",
-    "-1",
-    "1e999",
-    "true",
-    "x",
-    " 1 ",
-    "07",
-    "1_0",
-    '"',
-    "null",
-    "0x10",
-    "9" * 40,
-    "\u0663",
-]
+NUMBERS, WEIRD, CELLS = map(
+    str.split,
+    (
+        "NaN Infinity -Infinity -1 1e999 1e308 -0.0 123456789012345678901234567890 0.5",
+        r'null true false "" "7" "x" [] {} [1,2] "\u0000" "../.."',
+        'nan inf -1 1e999 true x 07 1_0 " null 0x10 \u0663',
+    ),
+)
+WEIRD += NUMBERS
+CELLS += ["", " 1 ", "9" * 40]
 
 
 class Raw(str):

@@ -1,12 +1,11 @@
 """Every verb that writes, as small as it gets: what it needs in its folder, the command, and what
 may be torn."""
 
-from __future__ import annotations
-
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,57 +22,33 @@ from knobwise.agents.predictors.regressors import FAMILIES
 QUICK = [*TABLE, *OPTIMISER, "seeds=[0]", "own_cost=false", "baselines=false", "policy.members=2"]
 CONTROLLER = ["train", "experiment=controller", *QUICK, "policy.experts=[ridge]"]
 LEAN = ["train", "experiment=lean", *QUICK]
-REPLAY = [
-    "train",
-    "experiment=selector_replay",
-    *BEAMS,
-    "beams.path=b.safetensors",
-    "sft.epochs=1",
-    "grpo.epochs=1",
-]
-REPLAY += ["variants.grpo_recorded.epochs=1", "variants.shuffled_recorded.epochs=1"]
-LIVE = [
-    "train",
-    "experiment=selector",
-    "selector.width=16",
-    "selector.heads=2",
-    "tracking=disabled",
-    "seeds=[0]",
-]
-LIVE += [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=64")]
-LIVE += [
-    f"variants.{name}=null"
-    for name in ("grpo_recorded", "grpo_rounds", "shuffled_live", "shuffled_recorded")
-]
-LIVE += ["variants.hidden_live=null", "variants.grpo_live.epochs=1", "judged_shots=[2]", "jobs=1"]
-SWEEP = [
-    "train",
-    "-m",
-    "experiment=lean",
-    "policy.hidden=8,16",
-    "hydra/launcher=joblib",
-    "hydra.launcher.n_jobs=2",
-]
+REPLAY = (
+    shlex.split(
+        "train experiment=selector_replay sft.epochs=1 grpo.epochs=1 "
+        "variants.grpo_recorded.epochs=1 variants.shuffled_recorded.epochs=1"
+    )
+    + BEAMS
+)
+LIVE = shlex.split(
+    "train experiment=selector selector.width=16 selector.heads=2 tracking=disabled seeds=[0] "
+    "sft.epochs=1 sft.queries=64 rce.epochs=1 rce.queries=64 grpo.epochs=1 grpo.queries=64 "
+    "variants.grpo_recorded=null variants.grpo_rounds=null variants.shuffled_live=null "
+    "variants.shuffled_recorded=null variants.hidden_live=null variants.grpo_live.epochs=1 "
+    "judged_shots=[2] jobs=1"
+)
+SWEEP = shlex.split(
+    "train -m experiment=lean policy.hidden=8,16 hydra/launcher=joblib hydra.launcher.n_jobs=2"
+)
 SWEEP += [word for word in QUICK if not word.startswith("policy.hidden")]
 LAST = (("runs/latest", "link"),)
-ELASTIC = [
-    "profile",
-    "model=elastic",
-    "out=p",
-    "knobs.samples=4",
-    "knobs.max_crops=[1,4]",
-    "knobs.top_k=[1,2]",
-]
-ELASTIC += ["knobs.num_active_blocks=[3]", "knobs.warm_up=0", "knobs.repeats=2"]
-UPDATE = [
-    "update",
-    "checkpoint=stack.pt",
-    "log=log",
-    "out=served",
-    "tracking=disabled",
-    "trained_on=table",
-]
-UPDATE += [f"trained_on.{word.removeprefix('profile.')}" for word in TABLE[1:]]
+ELASTIC = shlex.split(
+    "profile model=elastic out=p knobs.samples=4 knobs.max_crops=[1,4] knobs.top_k=[1,2] "
+    "knobs.num_active_blocks=[3] knobs.warm_up=0 knobs.repeats=2"
+)
+UPDATE = shlex.split(
+    "update checkpoint=stack.pt log=log out=served tracking=disabled trained_on=table "
+    "trained_on.path=t.parquet trained_on.features=f.npz"
+)
 EVALUATE = ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"]
 ACKNOWLEDGED = "acknowledged.txt"
 REQUESTS = 60
@@ -83,34 +58,25 @@ class Workload(NamedTuple):
     """A command, or a function that stands for the user's program."""
 
     name: str
-    prepare: Callable[[], Any]
+    prepare: Callable
     """Writes what it needs into the working folder."""
-    work: list[str] | Callable[[], Any]
+    work: list
     torn: str
     """Pattern of the files that may be torn: what it writes; for what only reads and writes in an
     instant, what it reads."""
-    check: Callable[[], list[str]] | None = None
+    check: Callable = None
     """What is wrong in the folder, instead of a comparison with the unbroken run."""
     fresh: bool = False
     """In a new interpreter."""
-    varies: tuple[tuple[str, str], ...] = ()
+    varies: tuple = ()
     """Files and places in them that differ from call to call."""
 
 
 def _stack():
     write_table()
     agent, table = small_stack(60)
-    save_checkpoint(
-        "stack.pt", agent, table, {f"{part}_rows": rows for part, rows in _parts(60).items()}
-    )
-
-
-def _parts(samples):
-    ends = (0, int(samples * 0.6), int(samples * 0.8), samples)
-    return {
-        part: torch.arange(*ends[i : i + 2])
-        for i, part in enumerate(("train", "validation", "test"))
-    }
+    parts = zip(("train", "validation", "test"), torch.arange(60).split([36, 12, 12]), strict=True)
+    save_checkpoint("stack.pt", agent, table, {f"{part}_rows": rows for part, rows in parts})
 
 
 def _nothing():
@@ -137,7 +103,6 @@ def serve():
     """A program that serves requests; it notes each request after the log has taken it."""
     agent, table = small_stack(60)
     model = logging_model(Path("log"), agent, table)
-    assert model.log is not None
     with open(ACKNOWLEDGED, "ab", buffering=0) as file:
         for result in serve_requests(model, table, REQUESTS):
             file.write(f"{result.request_id}\n".encode())
@@ -145,22 +110,15 @@ def serve():
 
 def every_acknowledged_request_is_logged():
     """What is wrong with the log that `serve` left, of which some processes were killed."""
-    read = read_log("log")
-    lines = Path(ACKNOWLEDGED).read_text().split("\n")[:-1] if Path(ACKNOWLEDGED).exists() else []
+    read, file, wrong = read_log("log"), Path(ACKNOWLEDGED), []
     ids = [row["id"] for row in read.rows]
-    wrong = [
-        f"{len(lost)} acknowledged requests are not in the log"
-        for lost in [set(lines) - set(ids)]
-        if lost
-    ]
-    files = len(list(Path("log").glob("*.jsonl")))
-    aside = sum(read.aside.values())
-    if (
-        len(set(ids)) < len(ids)
-        or aside > files
-        or set(read.aside) - {"the torn last line of a file"}
-    ):
-        wrong.append(f"log: {dict(read.aside)}, {len(ids) - len(set(ids))} twice")
+    # the last line may be torn
+    noted = file.read_text().split("\n")[:-1] if file.exists() else []
+    if lost := {*noted} - {*ids}:
+        wrong.append(f"{len(lost)} acknowledged requests are not in the log")
+    twice, torn = len(ids) - len({*ids}), read.aside["the torn last line of a file"]
+    if twice or torn < read.aside.total() or torn > len(list(Path("log").glob("*.jsonl"))):
+        wrong.append(f"log: {dict(read.aside)}, {twice} twice")
     return wrong
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from helpers import input_error
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.adapter import (
@@ -354,5 +354,5 @@ SQUARE = torch.zeros(1, 3, 16, 16)
     ],
 )
 def test_what_the_model_cannot_take_is_refused(tiny, image, question, fault):
-    with pytest.raises(InputError, match=fault):
+    with input_error(fault):
         tiny.first_stage(Request(image, question))

@@ -2,43 +2,37 @@
 download."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from helpers import input_error
 from tiny_models import SCORERS, chat, picture, saved, tiny_model
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.scorer import VLMScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 
 
 def item(seed, question, *answers, **more):
-    return VQAItem(
-        str(seed),
-        picture(seed, 8 + 4 * (seed % 3), 12),
-        question,
-        answers,
-        image_id=str(seed),
-        **more,
-    )
+    image = picture(seed, 8 + 4 * (seed % 3), 12)
+    return VQAItem(str(seed), image, question, answers, **more)
 
 
-DATA = VQAData(
-    queries=(
-        item(0, "How many dogs ?", "2", choices=("2", "3", "red", "red blue green")),
-        item(1, "What color is it ?", *["red"] * 5, *["blue"] * 3, *["green"] * 2),
-        item(2, "How many ?", "1", choices=("1", "2", "3")),
-    ),
-    bank=(
-        item(3, "How many cats ?", "3"),
-        item(4, "What color is it ?", "red blue"),
-        item(5, "How many dogs ?", "1"),
-        item(6, "What color is it ?", "green"),
-    ),
+QUERIES = (
+    item(0, "How many dogs ?", "2", choices=("2", "3", "red", "red blue green")),
+    item(1, "What color is it ?", *["red"] * 5, *["blue"] * 3, *["green"] * 2),
+    item(2, "How many ?", "1", choices=("1", "2", "3")),
 )
-LONELY = VQAData((item(0, "How many dogs ?", "2", choices=("2",)),), DATA.bank)
+BANK = (
+    item(3, "How many cats ?", "3"),
+    item(4, "What color is it ?", "red blue"),
+    item(5, "How many dogs ?", "1"),
+    item(6, "What color is it ?", "green"),
+)
+DATA = VQAData(QUERIES, BANK)
+LONELY = VQAData((replace(QUERIES[0], choices=("2",)),), BANK)
 MIXED = [(0, [0, 1]), (1, [3, 2, 0]), (2, []), (0, [1, 0]), (1, [1])]
 
 
@@ -75,16 +69,10 @@ def by_hand(model, processor, text, images, answer):
 
 def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
     scorer = VLMScorer(*llava, DATA)
-    text = (
-        "user :<image> How many cats ?\nAnswer with a single word or a short "
-        "phrase. <end>\nassistant : 3 <end>\n"
-    )
-    text += (
-        "user :<image> How many dogs ?\nAnswer with a single word or a "
-        "short phrase. <end>\nassistant :"
-    )
+    text = "user :<image> How many {} ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
+    text = f"{text.format('cats')} 3 <end>\n{text.format('dogs')}"
     (likelihoods,) = scorer.log_likelihoods([(0, [0])])
-    images = [DATA.bank[0].picture(), DATA.queries[0].picture()]
+    images = [BANK[0].picture(), QUERIES[0].picture()]
     assert scorer.answers(0) == ("2", "3", "red", "red blue green")
     wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in scorer.answers(0)]
     np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
@@ -93,12 +81,11 @@ def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
 def test_without_a_chat_template_the_prompt_is_plain(llava):
     model, processor = tiny_model("llava")
     processor.chat_template = None
-    scorer = VLMScorer(model, processor, DATA)
     text = (
         "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
     )
-    (likelihoods,) = scorer.log_likelihoods([(2, [3])])
-    images = [DATA.bank[3].picture(), DATA.queries[2].picture()]
+    (likelihoods,) = VLMScorer(model, processor, DATA).log_likelihoods([(2, [3])])
+    images = [BANK[3].picture(), QUERIES[2].picture()]
     wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
     np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
 
@@ -109,10 +96,9 @@ def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
     together = scorer.log_likelihoods(MIXED)
     assert scorer.reuse_prompt
     alone = [scorer.log_likelihoods([prompt])[0] for prompt in MIXED]
-    for a, b, c in zip(whole, together, alone, strict=True):
-        assert a.std() > 0.1
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-4)
-        torch.testing.assert_close(c, a, rtol=0, atol=1e-4)
+    assert all(values.std() > 0.1 for values in whole)
+    torch.testing.assert_close(together, whole, rtol=0, atol=1e-4)
+    torch.testing.assert_close(alone, whole, rtol=0, atol=1e-4)
 
 
 def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family):
@@ -141,9 +127,8 @@ def test_the_order_the_number_and_the_presence_of_demonstrations_matter(llava):
     prompts = [(0, [0, 1]), (0, [1, 0]), (0, [0]), (0, [])]
     scores = VLMScorer(*llava, DATA)(*rows(prompts))
     assert len(scores["logprob_score"].unique()) == 4
-    narrow = VLMScorer(*llava, DATA)(
-        torch.tensor([0]), torch.full((1, 1), -1)
-    )  # zero-shot, whatever the width
+    # zero-shot, whatever the width
+    narrow = VLMScorer(*llava, DATA)(torch.tensor([0]), torch.tensor([[-1]]))
     assert narrow["logprob_score"][0] == pytest.approx(float(scores["logprob_score"][3]), abs=1e-4)
 
 
@@ -151,7 +136,7 @@ def test_fields_follow_from_the_ranking(llava):
     words = ("1", "2", "3", "red")
 
     def with_answers(*answers):
-        return VQAData((item(0, "How many dogs ?", *answers, choices=words),), DATA.bank)
+        return VQAData((item(0, "How many dogs ?", *answers, choices=words),), BANK)
 
     (found,) = VLMScorer(*llava, with_answers("1")).log_likelihoods([(0, [0, 1])])
     order = found.argsort(descending=True).tolist()
@@ -161,11 +146,7 @@ def test_fields_follow_from_the_ranking(llava):
         (ranked[2],): (2, 0.0, 0.0),
         (*[ranked[0]] * 3, *[ranked[1]] * 7): (1, 1.0, 1.0),
         (*[ranked[0]] * 2, *[ranked[1]] * 8): (1, 2 / 3, 0.0),
-        (ranked[3], ranked[0]): (
-            0 if words.index(ranked[0]) < words.index(ranked[3]) else 3,
-            0.5,
-            1.0,
-        ),
+        (ranked[3], ranked[0]): (0 if order[0] < order[3] else 3, 0.5, 1.0),
     }
     for answers, (right, accuracy, correct) in cases.items():
         scores = VLMScorer(*llava, with_answers(*answers))(*rows([(0, [0, 1])]))
@@ -182,27 +163,21 @@ def test_fields_follow_from_the_ranking(llava):
 def test_a_vote_counts_the_demonstrations_own_answers(llava):
     answers = ("2", "Two.", "3", "3", "red")
     bank = tuple(item(10 + place, "How many ?", answer) for place, answer in enumerate(answers))
-    queries = (
-        item(0, "How many ?", "2"),
-        item(1, "How many ?", "3", "3", "3", "2", "2", "2", "2", "4"),
-    )
+    queries = item(0, "How many ?", "2"), item(1, "How many ?", *"33322224")
     scorer = VLMScorer(*llava, VQAData(queries, bank))
     shown = [
         ([0, 2, -1], 1, 1),  # a tie: the first counts, which is right for the first query
-        (
-            [2, 0, -1],
-            0,
-            1,
-        ),  # 3 is right for the second one too: three of its references are as good as four
+        # 3 is right for the second one too: three of its references are as good as four
+        ([2, 0, -1], 0, 1),
         ([2, 0, 1], 1, 1),  # 2 and "Two." are one answer
         ([4, 2, 3], 0, 1),
         ([4, -1, -1], 0, 0),
         ([-1, -1, -1], 0, 0),
     ]
-    demonstrations = torch.tensor([row for row, *_ in shown])
+    demonstrations, *right = map(torch.tensor, zip(*shown, strict=True))
     for query in (0, 1):
         found = scorer.vote(torch.full((len(shown),), query), demonstrations)
-        assert torch.equal(found, torch.tensor([float(right[query]) for _, *right in shown]))
+        assert torch.equal(found, right[query].float())
 
 
 @pytest.mark.parametrize("how", ["positions", "cache"])
@@ -240,7 +215,7 @@ def test_where_the_cache_does_not_serve_every_answer_is_computed_whole(llava, ho
 def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
     model, processor = tiny_model("llava")
     processor.chat_template = template
-    found = VLMScorer(model, processor, DATA)._answer_tokens(DATA.queries[0], "red blue")
+    found = VLMScorer(model, processor, DATA)._answer_tokens(QUERIES[0], "red blue")
     assert processor.tokenizer.convert_ids_to_tokens(found) == tokens
 
 
@@ -257,14 +232,16 @@ def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_wi
 
 
 @pytest.mark.parametrize(
-    ("settings", "prompts", "fault"),
+    ("query", "shown", "data", "size", "fault"),
     [
-        ({}, [(3, [0])], "query 3"),
-        ({}, [(0, [4])], "demonstration 4"),
-        ({"batch_size": 0}, MIXED, "batch_size"),
-        ({"data": LONELY}, [(0, [])], "'0' has one candidate"),
+        (3, [0], DATA, 1, "query 3"),
+        (0, [4], DATA, 1, "demonstration 4"),
+        (0, [], DATA, 0, "batch_size"),
+        (0, [], LONELY, 1, "'0'"),
     ],
 )
-def test_rows_sizes_and_choices_that_make_no_sense_are_refused(llava, settings, prompts, fault):
-    with pytest.raises(InputError, match=fault):
-        VLMScorer(*llava, **{"data": DATA} | settings)(*rows(prompts))
+def test_rows_sizes_and_choices_that_make_no_sense_are_refused(
+    llava, query, shown, data, size, fault
+):
+    with input_error(fault):
+        VLMScorer(*llava, data, batch_size=size)(*rows([(query, shown)]))

@@ -1,10 +1,10 @@
 """Every rule of every metric, by hand; and that an accuracy is one whatever a model says."""
 
 import pytest
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring import answer_metrics as metrics
 
 
@@ -51,6 +51,7 @@ def test_vqa_accuracy_leaves_each_of_ten_references_out_once(agreeing, accuracy)
         ("exact", "3-5", ["3 5"], 1), ("exact", "t-shirt", ["t shirt"], 1),  # no sign but a range
         ("anls", "Total:  12", ["total: 12"], 1), ("anls", "abcd", ["abce"], 0.75),
         ("anls", "abcdef", ["abcxyf", "zzz"], 1 - 2 / 6),
+        ("anls", "kitten", ["sitting"], 1 - 3 / 7), ("anls", "sitting", ["kitten"], 1 - 3 / 7),
         ("anls", "ab", ["ac"], 0),  # a distance of exactly half
         ("anls", "abcd", ["wxyz", "abcz"], 0.75),  # the best reference
     ],
@@ -114,14 +115,6 @@ def test_choices_that_marks_letters_or_pronouns_could_confuse_are_distinguished(
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "distance"),
-    [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("a", "b", 1)],
-)
-def test_levenshtein_distances(a, b, distance):
-    assert metrics.levenshtein(a, b) == metrics.levenshtein(b, a) == distance
-
-
-@pytest.mark.parametrize(
     ("answer", "reference", "right"),
     [
         ("105", "100", 1), ("95", "100", 1), ("105.1", "100", 0), ("94.9", "100", 0), ("1.05", "1", 1),
@@ -165,5 +158,5 @@ def test_normalising_again_changes_nothing_but_what_was_kept_whole(text):
 )
 def test_what_cannot_be_judged_is_refused(arguments):
     metric, *rest = arguments
-    with pytest.raises(InputError, match=metric):
+    with input_error(metric):
         metrics.answer_accuracy(metric, "a", *rest)

@@ -3,17 +3,15 @@
 import json
 
 import pytest
+from helpers import input_error
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.machine import claim
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"a": 1, "a": 2}', "[" * 100_000, "7"])
 def test_a_damaged_note_is_refused_in_a_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(
-        InputError, match=r"config\.json: is damaged .*; choose another out folder"
-    ) as refused:
+    with input_error(r"config\.json: is damaged .*; choose another out folder") as refused:
         claim(tmp_path / "config.json", {"a": 1})
     assert "\n" not in str(refused.value)
 
@@ -28,5 +26,5 @@ def test_a_note_that_a_power_cut_left_half_is_written_again(tmp_path, content):
 def test_a_folder_measures_one_thing(tmp_path):
     claim(tmp_path / "config.json", {"a": 1})
     claim(tmp_path / "config.json", {"a": 1})
-    with pytest.raises(InputError, match=r"other settings \(a: 1 → 2\)"):
+    with input_error(r"other settings \(a: 1 → 2\)"):
         claim(tmp_path / "config.json", {"a": 2})

@@ -9,10 +9,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from helpers import input_error
 from PIL import Image
 from safetensors.torch import save_file
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.questions import (
@@ -31,26 +31,26 @@ def png(colour):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "images").mkdir()
     for name, colour in (("a", "red"), ("b", "blue")):
-        (tmp_path / "images" / f"{name}.png").write_bytes(png(colour))
+        (tmp_path / f"{name}.png").write_bytes(png(colour))
     return tmp_path
 
 
 def row(name, image="a", **more):
-    known = {"id": name, "image": f"images/{image}.png", "question": f"Question {name}?"}
+    known = {"id": name, "image": f"{image}.png", "question": f"Question {name}?"}
     return known | {"answers": ["2"]} | more
 
 
 def written(path, rows):
-    if path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".jsonl":
-        path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
-    elif path.suffix == ".parquet":
-        pl.DataFrame(rows).write_parquet(path)
-    else:
-        pl.DataFrame(rows).with_columns(pl.col("answers").list.first()).write_csv(path)
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".jsonl":
+            path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        case ".parquet":
+            pl.DataFrame(rows).write_parquet(path)
+        case _:
+            pl.DataFrame(rows).with_columns(pl.col("answers").list.first()).write_csv(path)
     return path
 
 
@@ -58,10 +58,10 @@ def written(path, rows):
 def test_every_format_gives_the_same_items(folder, suffix):
     data = read_vqa_data(written(folder / f"vqa{suffix}", [row(7), row(8, "b")]))
     assert data.queries == data.bank
-    found = [(item.id, item.question, item.answers) for item in data.queries]
-    assert found == [("7", "Question 7?", ("2",)), ("8", "Question 8?", ("2",))]
     assert len({item.image_id for item in data.queries}) == 2
-    assert [item.picture().getpixel((0, 0)) for item in data.queries] == [(255, 0, 0), (0, 0, 255)]
+    for item, name, pixel in zip(data.queries, "78", ((255, 0, 0), (0, 0, 255)), strict=True):
+        assert (item.id, item.question, item.answers) == (name, f"Question {name}?", ("2",))
+        assert item.picture().getpixel((0, 0)) == pixel
 
 
 def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
@@ -75,7 +75,7 @@ def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
 
 
 def test_other_spellings_of_a_row(folder):
-    path = str(folder / "images" / "b.png")
+    path = str(folder / "b.png")
     other = {"question_id": "q", "image_path": path, "question": "?", "answer": "two\u2028x"}
     annotated = row(3) | {"answers": [{"answer": "yes", "answer_id": 1}, {"answer": 3}]}
     lines = [json.dumps(other, ensure_ascii=False), json.dumps(annotated)]
@@ -84,22 +84,17 @@ def test_other_spellings_of_a_row(folder):
     assert (first.id, first.answers, second.answers) == ("q", ("two\u2028x",), ("yes", "3"))
 
 
-def test_images_in_parquet_files_of_hugging_face_datasets(folder):
-    rows = [row(1) | {"image": {"bytes": png("lime"), "path": None}, "image_id": 4}]
-    (item,) = read_vqa_data(written(folder / "vqa.parquet", rows)).queries
-    assert item.picture().getpixel((1, 1)) == (0, 255, 0)
-    assert item.image_id == "4"
-
-
 def test_one_image_is_known_again_without_an_image_id(folder):
     (folder / "bank").mkdir()
-    bank = [row(1) | {"image": "../images/a.png"}, row(2) | {"image": "../images/b.png"}]
-    queries = written(folder / "q.json", [row(1)])
-    data = read_vqa_data(queries, written(folder / "bank" / "b.json", bank))
+    bank = written(folder / "bank" / "b.json", [row(1, "../a"), row(2, "../b")])
+    data = read_vqa_data(written(folder / "q.json", [row(1)]), bank)
     assert [item.image_id == data.queries[0].image_id for item in data.bank] == [True, False]
-    pictures = [row(n) | {"image": png(colour)} for n, colour in enumerate(("red", "blue", "red"))]
-    first, second, third = read_vqa_data(written(folder / "vqa.parquet", pictures)).queries
+    # as data sets of Hugging Face hold images
+    images = [{"bytes": png(colour), "path": None} for colour in ("lime", "blue", "lime")]
+    rows = [row(n) | {"image": image} for n, image in enumerate(images)]
+    first, second, third = read_vqa_data(written(folder / "vqa.parquet", rows)).queries
     assert first.image_id == third.image_id != second.image_id
+    assert first.picture().getpixel((1, 1)) == (0, 255, 0)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,6 @@ def test_one_image_is_known_again_without_an_image_id(folder):
         ([row(1), row(2) | {"question": None}], "row 2: .*question"),
         ([row(1), row(2, "c")], r"row 2: .*c\.png"),
         ([row(1) | {"image": None, "image_path": "x"}], "row 1: .*x"),
-        ([row(1, answers=[])], "row 1: .*answers"),
         ([row(1, answers=["2", ""])], "row 1: answers"),
         ([row(1, answers=[["2"]])], "row 1: answers"),
         ([row(1, choices=["3", "4"])], "row 1: .*choices"),
@@ -123,49 +117,47 @@ def test_one_image_is_known_again_without_an_image_id(folder):
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_row(folder, rows, fault):
-    with pytest.raises(InputError, match=rf"vqa\.json.*{fault}"):
+    with input_error(rf"vqa\.json.*{fault}"):
         read_vqa_data(written(folder / "vqa.json", rows))
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fault"),
+    ("name", "fault"),
     [
-        ("gone.jsonl", None, ""),
-        ("gone.parquet", None, ""),
-        ("broken.jsonl", '{"id": 1}\n{"id"', ", row 2"),
-        ("broken.json", "[", ""),
-        ("vqa.txt", "x", ""),
+        ("gone.jsonl", ""),
+        ("gone.parquet", ""),
+        ("broken.jsonl", ", row 2"),
+        ("broken.json", ""),
+        ("broken.txt", ""),
     ],
 )
-def test_files_that_cannot_be_read(folder, name, text, fault):
-    if text is not None:
-        (folder / name).write_text(text)
-    with pytest.raises(InputError, match=f"{name}{fault}: "):
+def test_files_that_cannot_be_read(folder, name, fault):
+    if "broken" in name:
+        (folder / name).write_text('{"id": 1}\n{"id"')
+    with input_error(f"{name}{fault}: "):
         read_vqa_data(folder / name)
 
 
 def test_a_bank_is_given_once(folder):
     both = written(folder / "both.json", {"queries": [row(1)], "bank": [row(2)]})
     for queries in (both, written(folder / "q.json", [row(1)])):
-        with pytest.raises(InputError, match=r"both\.json"):
+        with input_error(r"both\.json"):
             read_vqa_data(queries, both)
 
 
 def test_an_image_that_cannot_be_read(folder):
-    (folder / "images" / "a.png").write_text("not an image")
+    (folder / "a.png").write_text("not an image")
     (item,) = read_vqa_data(written(folder / "vqa.json", [row(1)])).queries
     for wrong, fault in ((item, r"'1'.*a\.png"), (VQAItem("x", b"", "?", ("yes",)), "'x'.*bytes")):
-        with pytest.raises(InputError, match=fault):
+        with input_error(fault):
             wrong.picture()
 
 
 @pytest.mark.parametrize(
     ("answer", "references", "accuracy"),
     [
-        ("red", ["red"] * 2 + ["blue"] * 8, 2 / 3),
         ("The red", ["red"] * 2 + ["Red!"] + ["blue"] * 7, 1),
         ("blue", ["red"] * 9 + ["blue"], 1 / 3),
-        ("green", ["red"] * 10, 0),
         ("red", ["red"], 1),
         ("blue", ["red", "blue"], 1 / 2),
     ],
@@ -190,21 +182,17 @@ def test_candidates_are_the_references_then_the_answers_to_alike_questions_then_
         item("What color is the sky?", "blue"),
         item("what color is the sun?", "yellow"),
         item("What color is the sea?", "Blue"),
-        *[item(f"Is it {n}?", "yes") for n in range(5)],
-        *[item(f"Is it not {n}?", "no") for n in range(3)],
+        *[item(f"Is it {n}?", "yes" if n < 5 else "no") for n in range(8)],
     ]
-    queries = (
-        item("What color is it?", "red", "yellow", "red"),
-        item("Is it?", "yes", choices=("no", "yes")),
-    )
-    data = VQAData(queries, tuple(bank))
+    query = item("What color is it?", "red", "yellow", "red")
+    data = VQAData((query, replace(query, choices=("no", "red"))), tuple(bank))
     assert [" ".join(data.candidates(0, most)) for most in (2, 3, 4, 9)] == [
         "red yellow",
         "blue red yellow",
         "blue red yellow yes",
         "blue no red yellow yes",
     ]
-    assert data.candidates(1, 9) == ("no", "yes")
+    assert data.candidates(1, 9) == ("no", "red")
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -253,7 +241,7 @@ def test_the_file_is_a_feature_file_in_the_order_of_the_samples(tmp_path):
 def test_what_was_added_before_a_kill_is_there_up_to_the_last_part(tmp_path):
     store = FeatureStore(tmp_path, KEYS, chunk=2)
     for key, item in zip(KEYS, ITEMS, strict=True):
-        store.add(key, take(item), item.id)
+        store.add(key, take(item), "")
     again = FeatureStore(tmp_path, KEYS, chunk=2)  # the first one was never flushed
     assert [key in again for key in KEYS] == [True] * 4 + [False]
     assert collected(again) == ["q4"]
@@ -263,8 +251,7 @@ def test_what_was_added_before_a_kill_is_there_up_to_the_last_part(tmp_path):
 def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
-    for half in (".000000-x1y2.safetensors", ".000001-x1y2.safetensors"):
-        (own / half).write_bytes(b"half")
+    (own / ".000000-x1y2.safetensors").write_bytes(b"half")
     store = FeatureStore(own, KEYS)
     store.add(KEYS[0], take(ITEMS[0]), "q0")
     store.flush()
@@ -318,19 +305,15 @@ def test_features_in_half_precision_are_taken_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("features", "fault"),
-    [
-        ({"image_features": np.zeros(4, np.float32)}, "q1: widths"),
-        ({"image_features": np.float32([np.nan])}, "q1: image_features"),
-        ({}, "q1: widths"),
-    ],
+    "features",
+    [{"image_features": np.zeros(4, np.float32)}, {"image_features": np.float32([np.nan])}, {}],
 )
-def test_features_of_other_names_widths_or_values_are_refused(tmp_path, features, fault):
+def test_features_of_other_names_widths_or_values_are_refused(tmp_path, features):
     store = FeatureStore(tmp_path / "parts", KEYS)
     store.add(KEYS[0], take(ITEMS[0]), "q0")
-    with pytest.raises(InputError, match=fault):
+    with input_error("q1: (widths|image_features)"):
         store.add(KEYS[1], features, "q1")
-    with pytest.raises(InputError, match="4 samples, such as q1"):
+    with input_error("4 samples, such as q1"):
         store.write(tmp_path / "f.safetensors", KEYS, IDS)
     assert not (tmp_path / "f.safetensors").exists()
 
@@ -338,7 +321,7 @@ def test_features_of_other_names_widths_or_values_are_refused(tmp_path, features
 def test_files_that_hold_no_features_or_no_image_are_named(tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no")
-    with pytest.raises(InputError, match="broken"):
+    with input_error("broken"):
         FeatureStore(tmp_path / "parts", KEYS, [broken])
-    with pytest.raises(InputError, match="gone"):
+    with input_error("gone"):
         image_digests([VQAItem("1", tmp_path / "gone.png", "?", ("a",))])

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.ocr.adapter import PASSES, SIDES, RapidOCRModel, box_features
 from knobwise.profiling.ocr.layout import Line, aspect_of, find_answer, reading_order, shapes
@@ -153,7 +153,7 @@ def test_a_picture_without_text_has_an_empty_answer(model):
     stage = model.first_stage(request)
     assert not stage.features["image_features"].any()
     assert model.answer([stage], {"side": SIDES[0]})[0].text == ""
-    with pytest.raises(InputError, match="float64"):
+    with input_error("float64"):
         model.first_stage(Request(np.zeros((200, 300)), "What is the total?"))
 
 
@@ -161,5 +161,5 @@ def test_without_its_packages_the_model_says_what_to_install(
     monkeypatch,
 ):
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(InputError, match=r"rapidocr .* pip install"):
+    with input_error(r"rapidocr .* pip install"):
         RapidOCRModel()
