@@ -231,8 +231,10 @@ class BudgetSampler:
         if self.config.strategy in ("quantiles", "uniform"):
             # between two neighbours of the grid
             position = torch.rand(n, generator=generator) * (len(numbers) - 1)
-            below = position.floor().long().clamp_max(len(numbers) - 2)
-            drawn = torch.lerp(numbers[below], numbers[below + 1], position - below)
+            below = position.long().clamp_max_(len(numbers) - 2)
+            low = numbers.index_select(0, below)
+            high = numbers[1:].index_select(0, below)
+            drawn = torch.lerp(low, high, position.sub_(below))
         else:
             drawn = numbers[torch.randint(len(numbers), (n,), generator=generator)]
         if self.config.strategy == "relative":

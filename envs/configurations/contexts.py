@@ -119,7 +119,7 @@ class ContextSampler:
             InputError: a chosen row is not among those to draw from.
         """
         self.before = self.generator.get_state()
-        turn = torch.arange(count) % len(self.counts)  # the list that each context is drawn from
+        turn = torch.arange(count) % len(self.rows)  # the list that each context is drawn from
         if self.weights is not None:
             per_list = math.ceil(count / len(self.rows))
             drawn = torch.multinomial(self.weights, per_list, True, generator=self.generator)
@@ -129,7 +129,7 @@ class ContextSampler:
         else:
             # a large number modulo the length, because the lists differ in length
             drawn = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
-        rows = self.rows[turn, drawn]
+        rows = self.rows.flatten().index_select(0, turn * self.rows.shape[1] + drawn)
         if chosen is not None:
             if not torch.isin(chosen, self.rows).all():
                 raise InputError(

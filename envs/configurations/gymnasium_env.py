@@ -183,9 +183,10 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         would then allow too much.
         """
         profiled = self.table.configurations.numpy()[mask]
-        columns = zip(profiled.T, self.table.knob_sizes, strict=True)
-        masks = tuple(np.isin(range(size), values).astype(np.int8) for values, size in columns)
-        if math.prod(int(knob.sum()) for knob in masks) != len(profiled):
+        masks = tuple(np.zeros(size, np.int8) for size in self.table.knob_sizes)
+        for knob, values in zip(masks, profiled.T, strict=True):
+            knob[values] = 1
+        if math.prod(map(np.count_nonzero, masks)) != len(profiled):
             return None
         names = self._batch.knob_keys
         return dict(zip(names, masks, strict=True)) if names else masks
@@ -233,6 +234,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             )
         budget = budget or BudgetConfig()
         self.table = table
+        self._configurations = table.configurations.numpy()
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
@@ -298,9 +300,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
-        for i in range(self.num_envs):
-            # arrays of shape (), not numbers, are what is in a Box of this shape
-            final_obs[i] = {name: values[i, ...] for name, values in last.items()}
+        final_obs[:] = _separate(last)
         # TorchRL looks for the parts of a Dict observation in final_info
         final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
         return observations, rewards, ended, ~ended, self._with_masks(infos | final)
@@ -361,18 +361,22 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             "oracle_": (best, *self._replay.rewards.outcome(rows, best)),
         }
         for who, outcome in outcomes.items():
-            choice, accuracy, latency_ms = (cells.squeeze(1) for cells in outcome)
-            info |= {f"{who}accuracy": accuracy.numpy(), f"{who}latency_ms": latency_ms.numpy()}
+            # NumPy has less overhead than torch for the few numbers of one environment
+            choice, accuracy, latency_ms = (cells.numpy()[:, 0] for cells in outcome)
+            info |= {f"{who}accuracy": accuracy, f"{who}latency_ms": latency_ms}
             if self.limit_key == "budget_ms":
-                info[f"{who}violation"] = (latency_ms > limits).numpy()
-            info[f"{who}configuration"] = self.table.configurations[choice].numpy()
+                info[f"{who}violation"] = latency_ms > observations["budget_ms"]
+            info[f"{who}configuration"] = self._configurations[choice]
         self._over[:] = True
         return observations, replayed.reward[:, 0].numpy(), info
 
     def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
         """Return the observations and the infos of contexts before a decision, in new arrays."""
-        observation = {name: block[rows].numpy() for name, block in self._features.items()}
-        mask = self.table.mask[rows].numpy().view(np.int8)
+        # twice as fast as block[rows]
+        observation = {
+            name: block.index_select(0, rows).numpy() for name, block in self._features.items()
+        }
+        mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
         info = {"row": rows.numpy().copy()}
         if self._replay.action == "configuration":
             info["action_mask"] = mask.copy()
@@ -389,6 +393,16 @@ def _builtin() -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile
 
     return builtin_profile()
+
+
+def _separate(observations: Observation) -> list[Observation]:
+    """Take a batch of observations apart into those of each environment."""
+    columns = [list(values) for values in observations.values()]
+    for column in columns:
+        if column[0].ndim == 0:
+            # arrays of shape (), not numbers, are what is in a Box of this shape
+            column[:] = map(np.asarray, column)
+    return [dict(zip(observations, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
 
 def _box(block: Tensor) -> spaces.Box:
@@ -414,12 +428,20 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     """
     # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
     # nothing it is the slowest
-    latency = rewards.latency_ms[rows].nan_to_num(torch.inf)
-    measured = latency.unsqueeze(-1) if rewards.repeats_ms is None else rewards.repeats_ms[rows]
-    accuracy = rewards.accuracy[rows]
+    latency = rewards.latency_ms.index_select(0, rows).nan_to_num_(torch.inf)
+    measured = latency.unsqueeze(-1)
+    if rewards.repeats_ms is not None:
+        measured = rewards.repeats_ms.index_select(0, rows)
+    accuracy = rewards.accuracy.index_select(0, rows)
     limits = limits.unsqueeze(1)
     if rewards.config.kind == "priced":
         gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
-        gain = expected_utility(accuracy, measured, limits)
-    return latency.masked_fill(gain < gain.amax(1, keepdim=True), torch.inf).argmin(1)
+        count = rewards.count
+        if isinstance(count, Tensor):
+            count = count.index_select(0, rows).clamp_min(1)
+        gain = expected_utility(accuracy, measured, limits, count)
+    beaten = (gain < gain.amax(1, keepdim=True)).to(latency.dtype)
+    slowest = torch.finfo(latency.dtype).max
+    # NumPy's argmin is five times as fast
+    return torch.from_numpy(latency.add_(beaten, alpha=slowest).numpy().argmin(1))

@@ -17,22 +17,32 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-def share_in_time(measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
+def share_in_time(
+    measurements_ms: Tensor, budget_ms: Tensor, count: Tensor | int | None = None
+) -> Tensor:
     """Compute the share of a cell's measurements that are within the budget; 0 if there are none.
 
-    Measurements [*, R], NaN for none, and budgets that broadcast with [*] → float [*].
+    Measurements [*, R], NaN for none, and budgets that broadcast with [*] → float [*]. `count` is
+    how many measurements the cells have, [*] and at least 1; None counts them.
     """
-    count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
+    if count is None:
+        count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
     in_time = (measurements_ms <= budget_ms.unsqueeze(-1)).sum(-1, dtype=torch.int32)
     return in_time.to(measurements_ms.dtype) / count
 
 
-def expected_utility(accuracy: Tensor, measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
+def expected_utility(
+    accuracy: Tensor,
+    measurements_ms: Tensor,
+    budget_ms: Tensor,
+    count: Tensor | int | None = None,
+) -> Tensor:
     """Compute accuracy · share in time: a policy is judged by accuracy on time, and 0 if late.
 
-    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0.
+    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
+    `count` see `share_in_time`.
     """
-    share = share_in_time(measurements_ms, budget_ms)
+    share = share_in_time(measurements_ms, budget_ms, count)
     return torch.where(share > 0, accuracy * share, 0.0)
 
 
