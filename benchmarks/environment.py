@@ -1,0 +1,197 @@
+"""The environments, beside raw indexing of tensors and a gymnasium environment as people write it.
+
+The raw way knows nothing but the table: it finds the configuration of each action, draws one of its
+measurements, and rewards it. All replay the built-in profile under the reward `utility`.
+
+    python benchmarks/environment.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from timing import Bench
+from torch import Tensor
+
+from knobwise.envs import (
+    ConfigBandit,
+    ConfigBanditEnv,
+    ConfigBanditVectorEnv,
+    RewardConfig,
+    builtin_profile,
+)
+
+TABLE = builtin_profile()
+MISS = 0.0
+"""What a late answer costs under RewardConfig(kind="utility")."""
+DRAWN = hasattr(TABLE, "repeats_ms")
+"""False in early versions, which `compare.py` may time: they replay median latencies alone."""
+
+
+def environment_of(contexts: int, group_size: int | None, repeats: str) -> tuple[Any, Any]:
+    """Return an environment and contexts with drawn actions."""
+    options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
+    if group_size is not None:
+        options["group_size"] = group_size
+    env = ConfigBandit(
+        TABLE,
+        batch_size=contexts,
+        reward=RewardConfig(kind="utility"),
+        lean=True,
+        seed=0,
+        **options,
+    )
+    return env, env.rand_action(env.reset())
+
+
+def step(env: Any, contexts: Any) -> None:
+    """Step an environment, and leave the contexts as they were."""
+    env.step(contexts)
+    del contexts["next"]
+
+
+def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tensor]:
+    """Return a function that rewards actions, int64 [P, G, K], by indexing alone."""
+    rows = contexts["row"]
+    budgets_ms = contexts["budget_ms"].unsqueeze(-1)
+    sizes = torch.tensor([len(knob.values) for knob in TABLE.knobs])
+    strides = sizes.flip(0).cumprod(0).flip(0) // sizes
+    by_code = torch.full((int(sizes.prod()),), -1)
+    by_code[(TABLE.configurations * strides).sum(1)] = torch.arange(len(TABLE.configurations))
+    accuracy = TABLE.accuracy.flatten()
+    latency_ms = TABLE.latency_ms.flatten()
+    measured_ms = TABLE.measurements_ms.flatten()
+    measurements = TABLE.measurements_ms.shape[-1]
+
+    def reward() -> Tensor:
+        code = actions[..., 0] * strides[0]
+        for knob in range(1, len(sizes)):
+            code = code + actions[..., knob] * strides[knob]
+        cells = rows.unsqueeze(-1) * TABLE.accuracy.shape[1] + by_code.take(code)
+        if repeats == "draw":
+            which = torch.randint(measurements, cells.shape)
+            took_ms = measured_ms.take(cells * measurements + which)
+        else:
+            took_ms = latency_ms.take(cells)
+        return torch.where(took_ms <= budgets_ms, accuracy.take(cells), -MISS)
+
+    return reward
+
+
+class PlainEnv(gymnasium.Env[Any, Any]):
+    """A profile as a gymnasium environment, with nothing but what an agent needs."""
+
+    def __init__(self) -> None:
+        self.features = {name: block.numpy() for name, block in TABLE.features.items()}
+        self.accuracy = TABLE.accuracy.numpy()
+        self.measured_ms = TABLE.measurements_ms.numpy()
+        self.configurations = TABLE.configurations.numpy()
+        self.budgets_ms = np.quantile(TABLE.latency_ms.numpy(), np.linspace(0.03, 0.97, 1025))
+        self.action_space = spaces.MultiDiscrete([len(knob.values) for knob in TABLE.knobs])
+        boxes: dict[str, Any] = {}
+        for name, block in self.features.items():
+            boxes[name] = spaces.Box(float(block.min()), float(block.max()), block.shape[1:])
+        boxes["budget_ms"] = spaces.Box(0.0, np.inf, ())
+        self.observation_space = spaces.Dict(boxes)
+
+    def _observe(self) -> dict[str, Any]:
+        observation = {name: block[self.row].copy() for name, block in self.features.items()}
+        return observation | {"budget_ms": np.float32(self.budget_ms)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        super().reset(seed=seed)
+        self.row = int(self.np_random.integers(len(self.accuracy)))
+        self.budget_ms = float(self.np_random.choice(self.budgets_ms))
+        return self._observe(), {"row": self.row}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Any]:
+        configuration = int((self.configurations == action).all(1).nonzero()[0][0])
+        took_ms = self.np_random.choice(self.measured_ms[self.row, configuration])
+        accuracy = float(self.accuracy[self.row, configuration])
+        info = {"accuracy": accuracy, "latency_ms": took_ms}
+        return self._observe(), accuracy if took_ms <= self.budget_ms else -MISS, True, False, info
+
+
+def episode(env: gymnasium.Env[Any, Any], action: Any) -> None:
+    """Reset an environment and make a decision."""
+    env.reset()
+    env.step(action)
+
+
+def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str) -> None:
+    """Time steps of many contexts, or of groups of draws for each."""
+    env, drawn = environment_of(contexts, group_size, repeats)
+    actions = drawn["action"].reshape(contexts, group_size or 1, -1)
+    peers = {}
+    if not bench.ours:
+        peers["raw indexing"] = indexing(drawn, actions, repeats)
+        if repeats == "median":
+            rewards = env.step(drawn)["next", "reward"].view(actions.shape[:2])
+            torch.testing.assert_close(peers["raw indexing"](), rewards)
+    size = f"{contexts:,}" if group_size is None else f"{contexts:,} × {group_size}"
+    bench.line(
+        f"ConfigBandit.step, {size}, {repeats}",
+        "ns a draw",
+        functools.partial(step, env, drawn),
+        peers,
+        per=actions[..., 0].numel(),
+        target="≤ 20 ns",
+    )
+
+
+def time_vector(bench: Bench, size: int) -> None:
+    """Time a vector of environments, beside gymnasium's own where there are few."""
+    vector = ConfigBanditVectorEnv(size, TABLE)
+    vector.reset(seed=0)
+    actions = vector.action_space.sample()
+    peers = {}
+    if size < 100 and not bench.ours:
+        plain = SyncVectorEnv([PlainEnv] * size, autoreset_mode=AutoresetMode.SAME_STEP)
+        plain.reset(seed=0)
+        peers["SyncVectorEnv of plain environments"] = functools.partial(plain.step, actions)
+    bench.line(
+        f"gymnasium vector environment, {size:,}",
+        "µs a decision",
+        functools.partial(vector.step, actions),
+        peers,
+        per=size,
+        target="≤ 1.67 µs" if size > 1000 else "",
+    )
+
+
+def time_single(bench: Bench) -> None:
+    """Time a single environment."""
+    env = ConfigBanditEnv(TABLE)
+    env.reset(seed=0)
+    action = env.action_space.sample()
+    peers = {}
+    if not bench.ours:
+        plain = PlainEnv()
+        plain.reset(seed=0)
+        peers["a plain environment"] = functools.partial(episode, plain, action)
+    bench.line(
+        "gymnasium environment, reset and step",
+        "µs",
+        functools.partial(episode, env, action),
+        peers,
+        target="≤ 200 µs",
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    BENCH = Bench()
+    time_steps(BENCH, 16_384, None, "median")
+    time_steps(BENCH, 2_048, 8, "median")
+    if DRAWN:
+        time_steps(BENCH, 16_384, None, "draw")
+    time_vector(BENCH, 4096)
+    time_vector(BENCH, 64)
+    time_single(BENCH)

@@ -1,0 +1,219 @@
+"""An iteration of each stage of training, beside the same mathematics in plain torch.
+
+The stages are those of the default run on the built-in profile: the teacher's regression, the
+heads' imitation, and GRPO. Both ways have the same networks, draw as many contexts, take as many
+steps of AdamW, and clip the gradient. The plain way has no environment, no TensorDict, no replay
+buffer and no settings. Nothing is logged. Their losses on a batch are the same.
+
+    python benchmarks/loop.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from timing import Bench
+from torch import Tensor, nn
+from torch.nn import functional
+
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.envs import builtin_profile
+from knobwise.losses.settings import LossConfig
+
+TABLE = builtin_profile()
+POLICY = PolicyConfig(teacher=True, members=5, hidden=64, dropout=0.0, drift=0.3)
+LOSS = LossConfig(objective="sampled", group_size=16)
+BETA = 0.1
+EPSILON = 0.2
+CONTEXTS = 256
+MINIBATCH = 128
+EPOCHS = 2
+LONG = 10**6
+STAGES = {
+    "regression": {"teacher_iterations": LONG, "warmup_iterations": 1},
+    "imitation": {"teacher_iterations": 0, "warmup_iterations": LONG},
+    "GRPO": {"teacher_iterations": 0, "warmup_iterations": 0, "iterations": LONG},
+}
+Losses = Callable[[], Iterator[Tensor]]
+"""Draws contexts, and returns the loss of each minibatch."""
+
+
+def trainer_of(stage: str) -> ControllerTrainer:
+    """Return a trainer that begins with this stage; nothing is judged or logged."""
+    lengths: dict[str, Any] = {"iterations": 1, **STAGES[stage]}
+    optimiser = OptimiserConfig(
+        contexts=CONTEXTS, minibatch=MINIBATCH, epochs=EPOCHS, evaluate_every=LONG, **lengths
+    )
+    trainer = ControllerTrainer(TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser)
+    trainer.iteration = 1
+    return trainer
+
+
+def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -> Losses:
+    """Return plain GRPO over drawn actions."""
+    env = trainer.env
+    table = env.table
+    networks = trainer.networks
+    x = trainer.all_features
+    offsets = trainer.actor.module[0].module.offsets
+
+    def losses() -> Iterator[Tensor]:
+        with torch.no_grad():
+            rows, limits = env.contexts(CONTEXTS * networks)
+            rows = rows.view(CONTEXTS, networks).T
+            limits = limits.view(CONTEXTS, networks).T
+            inputs = x[rows % len(x)], limits, None, offsets[rows]
+            old = network(*inputs)
+            drawn = torch.multinomial(old.exp().flatten(0, 1), 16, replacement=True)
+            drawn = drawn.view(networks, CONTEXTS, 16)
+            cells = rows.unsqueeze(-1) * table.num_configurations + drawn
+            measurement = torch.randint(table.repeats_ms.shape[-1], cells.shape)
+            latency = table.repeats_ms.take(cells * table.repeats_ms.shape[-1] + measurement)
+            on_time = latency <= limits.unsqueeze(-1)
+            reward = torch.where(on_time, table.accuracy.take(cells), -0.2)
+            known = reference(*inputs).gather(-1, drawn)
+            old = old.gather(-1, drawn)
+        for _ in range(EPOCHS):
+            for batch in torch.randperm(CONTEXTS).split(MINIBATCH):
+                features, limit, _, offset = inputs
+                log_probs = network(features[:, batch], limit[:, batch], None, offset[:, batch])
+                yield grpo_loss(
+                    log_probs.gather(-1, drawn[:, batch]),
+                    old[:, batch],
+                    known[:, batch],
+                    reward[:, batch],
+                )
+
+    return losses
+
+
+def grpo_loss(log_prob: Tensor, old: Tensor, known: Tensor, reward: Tensor) -> Tensor:
+    """Return GRPO's loss with a KL to the reference, [*, G] each."""
+    advantage = reward - reward.mean(-1, keepdim=True)
+    ratio = (log_prob - old).exp()
+    cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    log_ratio = known - log_prob
+    kl = log_ratio.exp() - 1 - log_ratio
+    return (BETA * kl - torch.minimum(ratio * advantage, cut * advantage)).mean()
+
+
+def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
+    """Return the plain cross-entropy to the teacher's policy."""
+    lessons = trainer.lessons
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
+            x, limits, worths, offset = lessons.draw(MINIBATCH)
+            target = (POLICY.sharpness * worths).softmax(-1)
+            yield -(target * network(x, limits, None, offset)).sum(-1).mean()
+
+    return losses
+
+
+def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
+    """Return the plain regression on measured accuracies and latencies."""
+    accuracy = TABLE.accuracy
+    log_latency = trainer.log_latency
+    variance = trainer.variance
+    members = POLICY.members
+
+    def losses() -> Iterator[Tensor]:
+        rows, _ = trainer.env.contexts(CONTEXTS * trainer.networks)
+        rows = rows.view(CONTEXTS, trainer.networks)[:, :members].T % len(accuracy)
+        for _ in range(EPOCHS):
+            for batch in torch.randperm(CONTEXTS).split(MINIBATCH):
+                row = rows[:, batch]
+                outcomes = network(trainer.all_features[row])
+                yield regression_loss(outcomes, accuracy[row], log_latency[row], variance[row])
+
+    return losses
+
+
+def regression_loss(outcomes: Any, accuracy: Tensor, log_ms: Tensor, variance: Tensor) -> Tensor:
+    """Return the loss of predicted outcomes, [*, C] each."""
+    logits, mean, spread = outcomes
+    square = (log_ms - mean).square() + variance
+    likelihood = 0.5 * square / spread.square() + spread.log()
+    return functional.binary_cross_entropy_with_logits(logits, accuracy) + likelihood.mean()
+
+
+def learn(losses: Losses, learned: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    """Take a step for each minibatch."""
+    learned.train()
+    for loss in losses():
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+        optimiser.step()
+
+
+def check(trainer: ControllerTrainer, stage: str) -> None:
+    """Fail unless the plain loss of a collected minibatch is the trainer's."""
+    data = trainer.buffer[:]
+    if stage == "GRPO":
+        network = trainer.agent.controller.network
+        row = data["row"].T
+        offsets = trainer.actor.module[0].module.offsets[row]
+        x = trainer.all_features[row % TABLE.num_samples]
+        log_probs = network(x, data["budget_ms"].T, None, offsets)
+        drawn = data["configuration"].transpose(0, 1)
+        parts = [
+            data[key].transpose(0, 1)
+            for key in ("action_log_prob", "reference_log_prob", ("next", "reward"))
+        ]
+        expected = grpo_loss(log_probs.gather(-1, drawn), *parts)
+    elif stage == "regression":
+        row = data["row"][:, : POLICY.members].T % TABLE.num_samples
+        expected = regression_loss(
+            trainer.agent.teacher.network(trainer.all_features[row]),
+            TABLE.accuracy[row],
+            trainer.log_latency[row],
+            trainer.variance[row],
+        )
+    else:
+        return  # random lessons, which are no part of what was collected
+    out = trainer.stage.loss(data)
+    total: Any = sum(value for value in out.values() if value.requires_grad)
+    torch.testing.assert_close(total, expected)
+
+
+def time_stage(bench: Bench, stage: str) -> None:
+    """Time iterations of a stage."""
+    trainer = trainer_of(stage)
+    stream = iter(trainer.collector)
+
+    def iterate() -> None:
+        trainer.iterate(stream)
+        trainer.iteration += 1
+
+    iterate()
+    peers = {}
+    if not bench.ours:
+        check(trainer, stage)
+        agent = copy.deepcopy(trainer.agent)
+        learned = agent.controller.network
+        if stage == "GRPO":
+            losses = grpo(trainer, learned, copy.deepcopy(learned))
+        elif stage == "imitation":
+            losses = imitation(trainer, learned)
+        else:
+            learned = agent.teacher.network
+            losses = regression(trainer, learned)
+        optimiser = torch.optim.AdamW(learned.parameters(), lr=1e-4, fused=True)
+        peers["plain torch"] = functools.partial(learn, losses, learned, optimiser)
+    at_most = 1.10 if stage == "regression" else 1.05
+    target = f"≤ {at_most:.2f} × plain torch"
+    bench.line(f"training, {stage}, an iteration", "ms", iterate, peers, target=target)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    BENCH = Bench()
+    for name in STAGES:
+        time_stage(BENCH, name)

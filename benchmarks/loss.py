@@ -1,0 +1,138 @@
+"""GRPOLoss beside the same formula as a bare function, forward and backward.
+
+A batch is 128 contexts × 6 networks of the built-in controller, with 16 draws each, or with every
+configuration.
+
+    python benchmarks/loss.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from timing import Bench
+from torch import Tensor
+
+from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.envs import ConfigBandit, builtin_profile
+from knobwise.losses import GRPOLoss
+
+TABLE = builtin_profile()
+BETA = 0.1
+EPSILON = 0.2
+CONTEXTS = 128 * 6
+GROUP_SIZE = 16
+
+
+def sampled(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
+    """Return GRPO's loss over draws, with a KL to the reference."""
+    log_prob = network().gather(-1, batch["configuration"])
+    reward = batch["next", "reward"]
+    advantage = reward - reward.mean(-1, keepdim=True)
+    ratio = (log_prob - batch["action_log_prob"]).exp()
+    cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    log_ratio = batch["reference_log_prob"] - log_prob
+    kl = log_ratio.exp() - 1 - log_ratio
+    return (BETA * kl - torch.minimum(ratio * advantage, cut * advantage)).mean()
+
+
+def exact(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
+    """Return GRPO's loss in expectation over every configuration."""
+    log_prob = network()
+    reward = batch["reward_per_configuration"]
+    weight = batch["behaviour_log_probs"].exp()
+    advantage = reward - (weight * reward).sum(-1, keepdim=True)
+    ratio = (log_prob - batch["behaviour_log_probs"]).exp()
+    cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    log_ratio = batch["reference_log_probs"] - log_prob
+    kl = log_ratio.exp() - 1 - log_ratio
+    objective = torch.minimum(ratio * advantage, cut * advantage)
+    return (weight * (BETA * kl - objective)).sum(-1).mean()
+
+
+def batch_of(controller: Controller) -> TensorDict:
+    """Return contexts with drawn actions, all that either objective reads."""
+    env = ConfigBandit(
+        TABLE, batch_size=CONTEXTS, group_size=GROUP_SIZE, reward="utility", lean=True, seed=0
+    )
+    actor = make_actor(controller, TABLE, GROUP_SIZE)
+    with torch.no_grad():
+        contexts = env.reset()
+        dist = actor.get_dist(contexts)
+        contexts["configuration"] = dist.sample_index()
+        contexts["action"] = controller.configurations[contexts["configuration"]]
+        contexts = env.step(contexts)
+        contexts["behaviour_log_probs"] = dist.log_probs
+        # a reference somewhere else
+        contexts["reference_log_probs"] = (1.1 * dist.log_probs).log_softmax(-1)
+        for policy, log_prob in (("behaviour", "action"), ("reference", "reference")):
+            drawn = contexts[f"{policy}_log_probs"].gather(-1, contexts["configuration"])
+            contexts[f"{log_prob}_log_prob"] = drawn
+    rewards = env.rewards.all(contexts["row"], contexts["budget_ms"])
+    contexts["reward_per_configuration"] = rewards
+    return contexts
+
+
+def learn(loss: Callable[[], Tensor], controller: Controller) -> None:
+    """Compute a loss and its gradient."""
+    controller.zero_grad()
+    loss().backward()
+
+
+def gradient(loss: Callable[[], Tensor], controller: Controller) -> Tensor:
+    """Return the gradient of a loss, flattened."""
+    learn(loss, controller)
+    return torch.cat([p.grad.flatten() for p in controller.parameters() if p.grad is not None])
+
+
+def main() -> None:
+    """Time both objectives."""
+    bench = Bench()
+    torch.manual_seed(0)
+    rows = torch.arange(TABLE.num_samples)
+    controller = Controller.for_table(TABLE, rows, PolicyConfig(hidden=64)).eval()
+    batch = batch_of(controller)
+    x = controller.features(TABLE.features, TABLE.num_samples)[batch["row"]]
+
+    def network() -> Tensor:
+        return controller(x, batch["budget_ms"])
+
+    actor = make_actor(controller, TABLE, GROUP_SIZE)
+    for objective, bare in (("sampled", sampled), ("exact", exact)):
+        module = GRPOLoss(
+            actor,
+            objective=objective,
+            kl_to_ref_coeff=BETA,
+            clip_epsilon=EPSILON,
+            advantage="centred",
+            functional=False,
+        )
+        module.diagnostics = False
+
+        def ours(module: GRPOLoss = module) -> Tensor:
+            out = module(batch)
+            return out["loss_objective"] + out["loss_kl_to_ref"]
+
+        peers = {}
+        if not bench.ours:
+            function = functools.partial(bare, network, batch)
+            expected = gradient(function, controller)
+            torch.testing.assert_close(gradient(ours, controller), expected)
+            peers["a bare function"] = functools.partial(learn, function, controller)
+        bench.line(
+            f"GRPOLoss, {objective}, forward and backward",
+            "ms",
+            functools.partial(learn, ours, controller),
+            peers,
+            target="≤ 1.3 × a bare function",
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

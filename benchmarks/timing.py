@@ -1,0 +1,142 @@
+"""Timing ways to do the same thing, in turn, in CPU time on one thread.
+
+Other work on a machine makes times longer, by an amount that changes from second to second. So the
+ways take turns, a round of each after the other, and a line of a benchmark is a ratio: the median
+over rounds of our time / theirs, with the quartiles.
+
+A benchmark is a script of `Bench.line`s. Run it alone, or all of them by `make bench`:
+
+    python benchmarks/environment.py [--json] [--ours] [--rounds=9]
+
+With `--ours` nothing else is timed, as `benchmarks/compare.py` needs it; `--json` prints a line of
+JSON for each line. One round shows that a script works, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# before NumPy and torch are imported: idle threads wait, and their waiting counts as CPU time
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
+    os.environ[name] = "1"
+
+Way = Callable[[], object]
+LEAST_SECONDS = 0.05
+"""A round of a way lasts at least as long, by many calls if they are short."""
+CALLS_ALONE = 20
+"""Calls in a round where something runs before each."""
+UNITS = {"ns": 1e9, "µs": 1e6, "ms": 1e3, "s": 1.0}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of the processes that it waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def seconds_of(
+    ways: Mapping[str, Way], rounds: int, before: Way | None = None
+) -> dict[str, list[float]]:
+    """Return the CPU seconds of a call of each way, one number a round.
+
+    What runs `before` each call is not timed.
+    """
+    calls = {}
+    for name, way in ways.items():
+        way()
+        start = time.perf_counter()
+        way()
+        calls[name] = max(1, round(LEAST_SECONDS / (time.perf_counter() - start)))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            if before is not None:
+                alone = [_after(before, way) for _ in range(CALLS_ALONE)]
+                seconds[name].append(statistics.median(alone))
+                continue
+            start = cpu_seconds()
+            for _ in range(calls[name]):
+                way()
+            seconds[name].append((cpu_seconds() - start) / calls[name])
+    return seconds
+
+
+def _after(before: Way, way: Way) -> float:
+    before()
+    start = time.process_time()
+    way()
+    return time.process_time() - start
+
+
+class Bench:
+    """The lines of a benchmark, printed as they come.
+
+    Args:
+        arguments: of the command line; None for those of this process.
+    """
+
+    def __init__(self, arguments: list[str] | None = None) -> None:
+        parser = argparse.ArgumentParser(description="Time one part of knobwise beside its peers.")
+        parser.add_argument("--json", action="store_true", help="a line of JSON for each line")
+        parser.add_argument("--ours", action="store_true", help="time nothing else")
+        parser.add_argument("--rounds", type=int, default=9)
+        options = parser.parse_args(arguments)
+        self.json: bool = options.json
+        self.ours: bool = options.ours
+        self.rounds: int = options.rounds
+
+    def line(
+        self,
+        what: str,
+        unit: str,
+        ours: Way,
+        peers: Mapping[str, Way] | None = None,
+        *,
+        per: int = 1,
+        target: str = "",
+        before: Way | None = None,
+    ) -> None:
+        """Time our way beside what people would use instead.
+
+        Args:
+            what: what is done.
+            unit: of the time, from ns to s, and of what: `ns a draw`.
+            peers: other ways by their names.
+            per: how many of the unit's things a call does.
+            target: what the time, or the ratio to the first peer, should be.
+            before: what runs before each call, untimed.
+        """
+        ways = {"": ours} if self.ours else {"": ours, **(peers or {})}
+        seconds = seconds_of(ways, self.rounds, before)
+        scale = UNITS[unit.split()[0]] / per
+        mine = seconds.pop("")
+        more = {"target": target} if target else {}
+        self.tell(what, unit, statistics.median(mine) * scale, **more)
+        for name, theirs in seconds.items():
+            ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+            value = statistics.median(theirs) * scale
+            self.tell(what, unit, value, peer=name, ratio=quartiles(ratios))
+
+    def tell(self, what: str, unit: str, value: float, **more: Any) -> None:
+        """Print a number with its unit, and what else belongs to it."""
+        value = float(f"{value:.4g}")
+        if self.json:
+            print(json.dumps({"what": what, "unit": unit, "value": value, **more}), flush=True)
+        elif "peer" in more:
+            low, ratio, high = more["ratio"]
+            print(f"  {more['peer']}: {value:g} {unit}; ratio {ratio} [{low}, {high}]", flush=True)
+        else:
+            print(f"{what}: {value:g} {unit}  {more.get('target', '')}", flush=True)
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the three quartiles of values, to three digits."""
+    parts = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    return [float(f"{part:.3g}") for part in parts]
