@@ -21,7 +21,7 @@ from pathlib import Path
 
 from timing import quartiles
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 SCRIPTS = ("environment", "loss", "loop", "decision", "selector")
 NOISE = 0.03
 Times = dict[str, list[float]]
@@ -29,7 +29,7 @@ Times = dict[str, list[float]]
 
 def checked_out(commit: str, folder: Path) -> Path:
     """Check a commit out into a new folder."""
-    git = ["git", "-C", str(HERE), "worktree", "add", "--quiet", "--detach"]
+    git = ["git", "-C", str(FOLDER), "worktree", "add", "--quiet", "--detach"]
     done = subprocess.run([*git, str(folder), commit], check=False)
     if done.returncode:
         sys.exit(f"{commit}: git cannot check it out")
@@ -38,7 +38,7 @@ def checked_out(commit: str, folder: Path) -> Path:
 
 def add_times(script: str, tree: Path, times: Times) -> str:
     """Run a script on the code in a folder, add its times by line, and return what went wrong."""
-    words = [sys.executable, str(HERE / f"{script}.py"), "--ours", "--json", "--rounds=3"]
+    words = [sys.executable, str(FOLDER / f"{script}.py"), "--ours", "--json", "--rounds=3"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(
         words, cwd=tree, env=environment, capture_output=True, text=True, check=False
@@ -95,7 +95,7 @@ def main() -> int:
                     print(line, flush=True)
         finally:
             for tree in trees.values():
-                remove = ["git", "-C", str(HERE), "worktree", "remove", "--force", str(tree)]
+                remove = ["git", "-C", str(FOLDER), "worktree", "remove", "--force", str(tree)]
                 subprocess.run(remove, check=False)
     return min(slower, 1)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,7 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
     """Return plain GRPO over drawn actions."""
     env = trainer.env
     table = env.table
+    measured_ms = table.measurements_ms
     networks = trainer.networks
     x = trainer.all_features
     offsets = trainer.actor.module[0].module.offsets
@@ -73,8 +75,8 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
             drawn = torch.multinomial(old.exp().flatten(0, 1), 16, replacement=True)
             drawn = drawn.view(networks, CONTEXTS, 16)
             cells = rows.unsqueeze(-1) * table.num_configurations + drawn
-            measurement = torch.randint(table.repeats_ms.shape[-1], cells.shape)
-            latency = table.repeats_ms.take(cells * table.repeats_ms.shape[-1] + measurement)
+            measurement = torch.randint(measured_ms.shape[-1], cells.shape)
+            latency = measured_ms.take(cells * measured_ms.shape[-1] + measurement)
             on_time = latency <= limits.unsqueeze(-1)
             reward = torch.where(on_time, table.accuracy.take(cells), -0.2)
             known = reference(*inputs).gather(-1, drawn)
@@ -214,6 +216,7 @@ def time_stage(bench: Bench, stage: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     BENCH = Bench()
     for name in STAGES:
         time_stage(BENCH, name)
