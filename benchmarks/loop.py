@@ -111,11 +111,15 @@ def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            x, limits, worths, offset = lessons.draw(MINIBATCH)
-            target = (POLICY.sharpness * worths).softmax(-1)
-            yield -(target * network(x, limits, None, offset)).sum(-1).mean()
+            yield imitation_loss(network, *lessons.draw(MINIBATCH))
 
     return losses
+
+
+def imitation_loss(network: nn.Module, x: Tensor, limit: Tensor, worth: Tensor, offset: Any) -> Any:
+    """Return the cross-entropy to the policy that the teacher's expected worths make."""
+    target = (POLICY.sharpness * worth).softmax(-1)
+    return -(target * network(x, limit, None, offset)).sum(-1).mean()
 
 
 def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
@@ -156,30 +160,28 @@ def learn(losses: Losses, learned: nn.Module, optimiser: torch.optim.Optimizer) 
 
 
 def check(trainer: ControllerTrainer, stage: str) -> None:
-    """Fail unless the plain loss of a collected minibatch is the trainer's."""
-    data = trainer.buffer[:]
-    if stage == "GRPO":
-        network = trainer.agent.controller.network
+    """Fail unless the plain loss of a minibatch is the trainer's."""
+    network = trainer.agent.controller.network
+    if stage == "imitation":
+        data = trainer.stage.draw(MINIBATCH)
+        inputs = [data[key] for key in ("x", "limit", "worth", "offset")]
+        expected = imitation_loss(network, *inputs)
+    elif stage == "GRPO":
+        data = trainer.buffer[:]
         row = data["row"].T
         offsets = trainer.actor.module[0].module.offsets[row]
         x = trainer.all_features[row % TABLE.num_samples]
         log_probs = network(x, data["budget_ms"].T, None, offsets)
         drawn = data["configuration"].transpose(0, 1)
-        parts = [
-            data[key].transpose(0, 1)
-            for key in ("action_log_prob", "reference_log_prob", ("next", "reward"))
-        ]
+        keys = "action_log_prob", "reference_log_prob", ("next", "reward")
+        parts = [data[key].transpose(0, 1) for key in keys]
         expected = grpo_loss(log_probs.gather(-1, drawn), *parts)
-    elif stage == "regression":
-        row = data["row"][:, : POLICY.members].T % TABLE.num_samples
-        expected = regression_loss(
-            trainer.agent.teacher.network(trainer.all_features[row]),
-            TABLE.accuracy[row],
-            trainer.log_latency[row],
-            trainer.variance[row],
-        )
     else:
-        return  # random lessons, which are no part of what was collected
+        data = trainer.buffer[:]
+        row = data["row"][:, : POLICY.members].T % TABLE.num_samples
+        outcomes = trainer.agent.teacher.network(trainer.all_features[row])
+        measured = TABLE.accuracy[row], trainer.log_latency[row], trainer.variance[row]
+        expected = regression_loss(outcomes, *measured)
     out = trainer.stage.loss(data)
     total: Any = sum(value for value in out.values() if value.requires_grad)
     torch.testing.assert_close(total, expected)

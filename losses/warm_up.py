@@ -156,23 +156,26 @@ class RegressionLoss(LossModule):
             predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
         accuracy = tensordict.get(self.tensor_keys.accuracy)
         log_latency = tensordict.get(self.tensor_keys.log_latency)
-        # cells that were measured, and how many each context has
-        profiled = ~accuracy.isnan()
-        count = profiled.sum(-1).clamp_min(1)
-        # finite numbers in the place of NaN, which are left out below
-        wrong = functional.binary_cross_entropy_with_logits(
-            predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
-        )
         variance = tensordict.get(self.tensor_keys.variance, None)
         if variance is not None:
             variance = variance.nan_to_num()
-        off = gaussian_nll(
-            log_latency.nan_to_num(),
-            predicted.get("log_latency"),
-            predicted.get("spread"),
-            variance,
+        # cells that were measured; finite numbers in the place of NaN, which is left out below
+        profiled = ~accuracy.isnan()
+        complete = bool(profiled.all())
+        if not complete:
+            accuracy = accuracy.nan_to_num()
+            log_latency = log_latency.nan_to_num()
+        wrong = functional.binary_cross_entropy_with_logits(
+            predicted.get("accuracy_logits"), accuracy, reduction="none"
         )
-        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
+        off = gaussian_nll(
+            log_latency, predicted.get("log_latency"), predicted.get("spread"), variance
+        )
+        if complete:
+            means = [loss.mean(-1) for loss in (wrong, off)]
+        else:
+            count = profiled.sum(-1).clamp_min(1)
+            means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         # not `out_keys`, which `select_out_keys` shortens
         return TensorDict(

@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
+from torch.nn import functional
 from torchrl.objectives import ClipPPOLoss
 
 from knobwise.agents.checkpoint import load_checkpoint, started_from
@@ -258,6 +259,7 @@ class ControllerTrainer(JudgedTrainer):
         if agent.teacher is not None:
             warm_up.name = "imitation"
             warm_up.loss = self._imitate
+            warm_up.draw = self._draw_lessons
             warm_up.begin = self._begin_imitation
         last = Stage(
             "GRPO",
@@ -365,25 +367,31 @@ class ControllerTrainer(JudgedTrainer):
         rewards = self.env.rewards
         row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
         row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
+        predicted = self.agent.teacher.network(functional.embedding(row, self.all_features))
         measured = {
-            "x": self.all_features[row],
-            "accuracy_per_configuration": rewards.accuracy[row],
-            "log_latency_per_configuration": self.log_latency[row],
-            "log_latency_variance": self.variance[row],
+            **predicted._asdict(),
+            "accuracy_per_configuration": functional.embedding(row, rewards.accuracy),
+            "log_latency_per_configuration": functional.embedding(row, self.log_latency),
+            "log_latency_variance": functional.embedding(row, self.variance),
         }
         return self.regression(TensorDict(measured, row.shape))
 
-    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the heads' cross-entropy to the teacher on random lessons.
+    def _draw_lessons(self, contexts: int) -> TensorDictBase:
+        """Draw random lessons, [M, n], in the place of collected contexts."""
+        names = "x", "limit", "worth", "offset"
+        parts = zip(names, self.lessons.draw(contexts, self.device), strict=True)
+        drawn = {name: part for name, part in parts if part is not None}
+        return TensorDict(drawn, [self.networks, contexts])
 
-        The target is softmax(sharpness · the teacher's expected worths). There are as many lessons
-        as the minibatch has contexts.
+    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the heads' cross-entropy to the teacher on lessons.
+
+        The target is softmax(sharpness · the teacher's expected worths).
         """
-        x, limits, worths, offset = self.lessons.draw(len(minibatch), self.device)
-        log_probs = self.agent.controller.network(x, limits, None, offset)
-        mask = torch.ones_like(worths, dtype=torch.bool)
-        temperature = torch.tensor(1 / self.policy.sharpness)
-        loss = reward_weighted_cross_entropy(log_probs, worths, temperature, mask)
+        inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("offset", None)
+        log_probs = self.agent.controller.network(*inputs)
+        temperature = 1 / self.policy.sharpness
+        loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
         return TensorDict({"loss_imitation": loss.mean()})
 
     def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., Any]:

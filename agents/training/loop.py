@@ -59,6 +59,7 @@ class Trainer(ABC):
 
     Attributes:
         iteration: the number of iterations that are done, or left out where a stage ended early.
+        actions: how many were drawn since the speed was last logged.
         finished: True at the end; then nothing is learned any more.
         best: score, iteration, weights (`state`) and metrics of the best evaluation.
         scores: iteration and score of every evaluation.
@@ -73,6 +74,7 @@ class Trainer(ABC):
     table: ProfileTable | BeamTable
     iteration = 0
     finished = False
+    actions = 0
     saved: int | None = None
 
     def __init__(
@@ -225,7 +227,7 @@ class Trainer(ABC):
         # only the main process prints the notice, however many train
         notice = STOPPING if multiprocessing.parent_process() is None else ""
         stream = iter(self.collector)
-        actions = 0
+        self.actions = 0
         seconds = 0.0
         try:
             with (
@@ -252,12 +254,11 @@ class Trainer(ABC):
                     start = time.perf_counter()
                     metrics = self.iterate(stream)
                     seconds += time.perf_counter() - start
-                    actions += self.buffer[:]["next", "reward"].numel()
 
                     # logging, with the speed since the last time
                     if metrics:
-                        self._note(metrics, {"Train/Actions_Per_Second": actions / seconds})
-                        actions = 0
+                        self._note(metrics, {"Train/Actions_Per_Second": self.actions / seconds})
+                        self.actions = 0
                         seconds = 0.0
                     note = self.stage.name
                     if self.best["state"] is not None:  # none yet where the heads have just begun
@@ -281,29 +282,45 @@ class Trainer(ABC):
         decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
         self.optimiser = adamw(self.learned, decay)
 
+    def _minibatches(self) -> Iterator[TensorDictBase]:
+        """Return the minibatches of an epoch."""
+        size = self.settings.minibatch
+        if self.stage.draw is None:
+            yield from self.buffer.sample().split(size)
+            return
+        contexts = self.settings.contexts
+        for first in range(0, contexts, size):
+            yield self.stage.draw(min(size, contexts - first))
+
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
         self.stage.prepare(self._share(), self._watched)
-        self.buffer.empty()
-        next(stream)
-        return self._learn(self.buffer[:])
+        data = None
+        if self.stage.draw is None or self._watched:
+            self.buffer.empty()
+            next(stream)
+            data = self.buffer[:]
+            self.actions += data["next", "reward"].numel()
+        return self._learn(data)
 
-    def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
-        """Learn from freshly collected contexts, and return the metrics to log."""
+    def _learn(self, data: TensorDictBase | None) -> Mapping[str, float]:
+        """Learn from freshly collected contexts, or from drawn ones, and return the metrics to
+        log."""
         stage = self.stage
         clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate()
+        parameters = [*self.learned.parameters()]
         self.agent.train(stage.dropout)
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
-            for minibatch in self.buffer.sample().split(self.settings.minibatch):
+            for minibatch in self._minibatches():
                 # outputs without a gradient are diagnostics; the others add up to the loss
                 out = stage.loss(minibatch)
                 total: Any = sum(value for value in out.values() if value.requires_grad)
                 self.optimiser.zero_grad()
                 total.backward()
-                norm = nn.utils.clip_grad_norm_(self.learned.parameters(), clip)
+                norm = nn.utils.clip_grad_norm_(parameters, clip)
                 self.optimiser.step()
                 if self._watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
@@ -311,7 +328,9 @@ class Trainer(ABC):
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
-        metrics = self._metrics(data, mean) if self._logged else {}
+        metrics: Mapping[str, float] = {}
+        if self._logged and data is not None:
+            metrics = self._metrics(data, mean)
         # coefficients follow the KL of this iteration
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))

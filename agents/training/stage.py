@@ -36,6 +36,9 @@ class Stage:
     """Called when the stage begins. The optimiser always starts anew."""
     kl_controls: list[KLControl] = field(default_factory=list)
     """Coefficients that follow the KL to the reference policy, after each iteration."""
+    draw: Callable[[int], TensorDictBase] | None = None
+    """Draws a minibatch of so many contexts, for a stage that learns from something else than what
+    is collected. It collects only where diagnostics are read."""
     dropout: bool = False
     """True if the network learns in train mode. GRPO learns in eval mode: the old log-probs are
     drawn without dropout, so the new ones are computed without it, and the ratio is 1 at the first

@@ -144,7 +144,7 @@ def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     torch.manual_seed(0)
     x, limits, worths, _ = student.lessons.draw(7)
     torch.manual_seed(0)
-    loss = student._imitate(torch.zeros(7))["loss_imitation"]
+    loss = student._imitate(student._draw_lessons(7))["loss_imitation"]
     target = (student.policy.sharpness * worths).softmax(-1)
     log_probs = student.agent.controller.network(x, limits)
     torch.testing.assert_close(loss, -(target * log_probs).sum(-1).mean())
