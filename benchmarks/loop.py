@@ -130,13 +130,11 @@ def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
     members = POLICY.members
 
     def losses() -> Iterator[Tensor]:
-        rows, _ = trainer.env.contexts(CONTEXTS * trainer.networks)
-        rows = rows.view(CONTEXTS, trainer.networks)[:, :members].T % len(accuracy)
-        for _ in range(EPOCHS):
-            for batch in torch.randperm(CONTEXTS).split(MINIBATCH):
-                row = rows[:, batch]
-                outcomes = network(trainer.all_features[row])
-                yield regression_loss(outcomes, accuracy[row], log_latency[row], variance[row])
+        for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
+            rows = trainer.env.contexts.draw_rows(MINIBATCH * trainer.networks)
+            row = rows.view(MINIBATCH, -1)[:, :members].T % len(accuracy)
+            outcomes = network(trainer.all_features[row])
+            yield regression_loss(outcomes, accuracy[row], log_latency[row], variance[row])
 
     return losses
 
@@ -177,7 +175,7 @@ def check(trainer: ControllerTrainer, stage: str) -> None:
         parts = [data[key].transpose(0, 1) for key in keys]
         expected = grpo_loss(log_probs.gather(-1, drawn), *parts)
     else:
-        data = trainer.buffer[:]
+        data = trainer.stage.draw(MINIBATCH)
         row = data["row"][:, : POLICY.members].T % TABLE.num_samples
         outcomes = trainer.agent.teacher.network(trainer.all_features[row])
         measured = TABLE.accuracy[row], trainer.log_latency[row], trainer.variance[row]

@@ -292,6 +292,7 @@ class ControllerTrainer(JudgedTrainer):
             self.settings.teacher_iterations,
             TEACHER_LR,
             self._prepare_warm_up,
+            draw=self._draw_rows,
             dropout=True,
             patience=TEACHER_PATIENCE,
             weight_decay=TEACHER_DECAY,
@@ -361,6 +362,11 @@ class ControllerTrainer(JudgedTrainer):
         self.behaviour.drawing = watched or self.loss.objective != "exact"
 
     # -- losses of a minibatch ---------------------------------------------------------------------
+
+    def _draw_rows(self, contexts: int) -> TensorDictBase:
+        """Draw rows of the networks' samples, [n, M], in the place of collected contexts."""
+        rows = self.env.contexts.draw_rows(contexts * self.networks).to(self.device)
+        return TensorDict({"row": rows.view(contexts, self.networks)}, [contexts])
 
     def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the regression's loss on the measurements of the drawn samples."""

@@ -119,17 +119,7 @@ class ContextSampler:
             InputError: a chosen row is not among those to draw from.
         """
         self.before = self.generator.get_state()
-        turn = torch.arange(count) % len(self.rows)  # the list that each context is drawn from
-        if self.weights is not None:
-            per_list = math.ceil(count / len(self.rows))
-            drawn = torch.multinomial(self.weights, per_list, True, generator=self.generator)
-            drawn = drawn.T.flatten()[:count]
-        elif len(self.rows) == 1:
-            drawn = torch.randint(self.rows.shape[1], (count,), generator=self.generator)
-        else:
-            # a large number modulo the length, because the lists differ in length
-            drawn = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
-        rows = self.rows.flatten().index_select(0, turn * self.rows.shape[1] + drawn)
+        rows = self.draw_rows(count, self.generator)
         if chosen is not None:
             if not torch.isin(chosen, self.rows).all():
                 raise InputError(
@@ -138,6 +128,20 @@ class ContextSampler:
                 )
             rows = chosen
         return rows, self.budgets(rows, self.generator)
+
+    def draw_rows(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw rows alone, int64 [count]; without a generator by torch's own."""
+        turn = torch.arange(count) % len(self.rows)  # the list that each context is drawn from
+        if self.weights is not None:
+            per_list = math.ceil(count / len(self.rows))
+            drawn = torch.multinomial(self.weights, per_list, True, generator=generator)
+            drawn = drawn.T.flatten()[:count]
+        elif len(self.rows) == 1:
+            drawn = torch.randint(self.rows.shape[1], (count,), generator=generator)
+        else:
+            # a large number modulo the length, because the lists differ in length
+            drawn = torch.randint(1 << 62, (count,), generator=generator) % self.counts[turn]
+        return self.rows.flatten().index_select(0, turn * self.rows.shape[1] + drawn)
 
     def set_back(self, before: Tensor) -> None:
         """Return to an earlier value of `before`; the contexts drawn after it come again."""
