@@ -280,60 +280,47 @@ class GRPOLoss(ActorLoss):
         if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
-        # the KL to the reference policy
-        group = self._with_reference(group, penalised)
+        # the KL to the reference policy; without one the policy itself, or NaN under a penalty
+        own = group.log_prob.detach()
+        reference = own if group.reference is None else group.reference.detach()
         if penalised:
-            kl = self._kl_penalty(group)
+            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
+            if group.reference is None:
+                reference = torch.where(self.kl_to_ref_coeff == 0, own, torch.nan)
+            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, own, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
-                out |= self._diagnostics(group, advantage, used, cut)
+                out |= self._diagnostics(group, reference, advantage, used, cut)
         return TensorDict(out, batch_size=[])
 
-    def _with_reference(self, group: _Group, penalised: bool) -> _Group:
-        """Put the policy itself in the place of a missing reference; NaN if that has a penalty."""
-        if group.reference is not None:
-            return group
-        reference = group.log_prob.detach()
-        if penalised:
-            reference = torch.where(self.kl_to_ref_coeff == 0, reference, torch.nan)
-        return group._replace(reference=reference)
-
-    def _kl_penalty(self, group: _Group) -> Tensor:
-        """Compute the KL to the reference policy of each context, [P]."""
-        # also computed where it is not known whether β is 0; no ∞ of a far reference may meet the 0
-        assert group.reference is not None
-        towards = torch.where(
-            self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
-        )
-        return expected_k3(group.log_prob, towards, self._behaviour(group), group.weight)
-
-    def _behaviour(self, group: _Group) -> Tensor | None:
-        """Return ln of the weights, where they are the behaviour policy's probabilities."""
-        return group.old.detach() if self.objective == "exact" else None
+    def _kl(self, group: _Group, reference: Tensor) -> Tensor:
+        """Compute the KL to a reference policy of each context, [P]."""
+        # the weights of `exact` are the behaviour policy's probabilities
+        behaviour = group.old.detach() if self.objective == "exact" else None
+        return expected_k3(group.log_prob, reference, behaviour, group.weight)
 
     def _diagnostics(
-        self, group: _Group, advantage: Tensor, used: Tensor, cut: Tensor
+        self, group: _Group, reference: Tensor, advantage: Tensor, used: Tensor, cut: Tensor
     ) -> dict[str, Tensor]:
         """Return the diagnostics of a batch.
 
         Args:
-            group: with a reference.
+            group: the batch.
+            reference: [P, J], ln π_ref.
             advantage: [P, J].
             used: [P, J], the advantages that are learned from, else 0.
             cut: bool [P, J], where the clip cut the gradient off.
         """
-        assert group.reference is not None
         weight = group.weight
         log_ratio = group.log_prob - group.old
         mean = expectation(advantage, weight).mean()
         square = expectation(advantage.square(), weight).mean()
-        kl = expected_k3(group.log_prob, group.reference, self._behaviour(group), weight)
         idle = (used.abs() < 1e-6).all(-1)
         return {
             "entropy": self._entropy(group.distribution).mean(),
-            "kl_to_ref": kl.mean(),
+            "kl_to_ref": self._kl(group, reference).mean(),
             "kl_approx": -expectation(log_ratio, weight).mean(),
             "clip_fraction": expectation(cut.to(log_ratio.dtype), weight).mean(),
             "ESS": effective_sample_size(log_ratio, weight),

@@ -171,13 +171,11 @@ class RegressionLoss(LossModule):
         off = gaussian_nll(
             log_latency, predicted.get("log_latency"), predicted.get("spread"), variance
         )
-        if complete:
-            means = [loss.mean(-1) for loss in (wrong, off)]
-        else:
-            count = profiled.sum(-1).clamp_min(1)
-            means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
-        reduced = [self._reduce_loss(mean, tensordict) for mean in means]
-        # not `out_keys`, which `select_out_keys` shortens
-        return TensorDict(
-            dict(zip(("loss_accuracy", "loss_latency"), reduced, strict=True)), batch_size=[]
-        )
+        out = {}
+        for name, loss in (("loss_accuracy", wrong), ("loss_latency", off)):
+            if complete:
+                mean = loss.mean(-1)
+            else:
+                mean = torch.where(profiled, loss, 0.0).sum(-1) / profiled.sum(-1).clamp_min(1)
+            out[name] = self._reduce_loss(mean, tensordict)
+        return TensorDict(out, batch_size=[])

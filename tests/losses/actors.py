@@ -36,12 +36,6 @@ def certain_actor(probabilities, group_size=2):
     return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
 
 
-def expected_reward(actor, data):
-    """Mean over contexts; what was not profiled counts nothing."""
-    probabilities = actor.get_dist(data.clone()).log_probs.detach().exp()
-    return (probabilities * data["reward_per_configuration"].nan_to_num()).sum(-1).mean().item()
-
-
 def real_actor(holes, group_size=None):
     table = small_table(holes=holes)
     torch.manual_seed(0)

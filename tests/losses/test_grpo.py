@@ -13,7 +13,7 @@ from tensordict.nn import (
     TensorDictModule,
     set_composite_lp_aggregate,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
@@ -49,8 +49,7 @@ def drawn(actor, contexts, group_size, seed=0):
 
 
 def total(loss, data):
-    out = loss(data)
-    return out["loss_objective"] + out["loss_entropy"] + out["loss_kl_to_ref"]
+    return sum(value for name, value in loss(data).items() if name.startswith("loss_"))
 
 
 def gradient(loss, data):
@@ -94,14 +93,15 @@ def test_sampled_by_hand():
         "loss_entropy": -0.01 * entropy,
         "loss_kl_to_ref": 0.5 * k3,
         "entropy": entropy,
-    }
-    wanted |= {
         "kl_to_ref": k3,
         "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2,
         "clip_fraction": 1.0,
+        "ESS": 1 / 1.04,
+        "ratio_mean": 1.0,
+        "zero_advantage_fraction": 0.0,
+        "advantage_mean": 0.0,
+        "advantage_std": 0.5,
     }
-    wanted |= {"ESS": 1 / 1.04, "ratio_mean": 1.0, "zero_advantage_fraction": 0.0}
-    wanted |= {"advantage_mean": 0.0, "advantage_std": 0.5}
     assert set(loss(data).keys()) == set(wanted) == set(loss.out_keys)
     check(loss(data), **wanted)
 
@@ -132,16 +132,9 @@ def test_groups_that_teach_nothing_are_counted():
     )  # what was not profiled does not count as a lesson
 
 
-@pytest.mark.parametrize(
-    ("settings", "advantage"),
-    [
-        ({"advantage": "zscore"}, 1.0),  # ±½ / ½
-        ({"advantage": "centred", "advantage_clip": 0.2}, 0.2),
-    ],
-)
-def test_settings_of_the_advantage_arrive(settings, advantage):
-    out = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(two_draws())
-    check(out, loss_objective=-(1.2 - 0.8) / 2 * advantage)
+def test_the_clip_of_the_advantage_arrives():
+    loss = GRPOLoss(certain_actor([0.6, 0.4]), advantage="centred", advantage_clip=0.2)
+    check(loss(two_draws()), loss_objective=-(1.2 - 0.8) / 2 * 0.2)
 
 
 @pytest.mark.parametrize("advantage", ["zscore", "centred"])
@@ -153,12 +146,15 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
     stock = ClipPPOLoss(
         linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False
     )
-    flat = TensorDict({"observation": data["observation"].repeat_interleave(5, 0)}, [80])
-    flat["action"], flat["action_log_prob"] = (
-        data["action"].flatten(0, 1),
-        data["action_log_prob"].flatten(),
+    flat = TensorDict(
+        {
+            "observation": data["observation"].repeat_interleave(5, 0),
+            "action": data["action"].flatten(0, 1),
+            "action_log_prob": data["action_log_prob"].flatten(),
+            "advantage": grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1),
+        },
+        [80],
     )
-    flat["advantage"] = grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1)
     group, wanted = ours(data), stock(flat)
     assert 0 < group["clip_fraction"] < 1
     for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx"):
@@ -230,16 +226,6 @@ def test_what_was_not_profiled_gives_no_nan(objective, advantage):
     assert 0 < out["ESS"] < 1
 
 
-def test_what_stands_where_nothing_was_profiled_does_not_matter():
-    loss, data = played("exact", holes=0.6)
-    before, slope = loss(data), gradient(loss, data)
-    for nonsense in (0.0, 1e9):
-        data["reward_per_configuration"] = data["reward_per_configuration"].nan_to_num(nonsense)
-        after = loss(data)
-        assert all(torch.equal(before[name], after[name]) for name in loss.out_keys)
-        assert torch.equal(gradient(loss, data), slope)
-
-
 def test_the_index_of_a_draw_may_stand_in_for_its_action():
     loss, data = played("sampled", holes=0.3)
     wanted, slope = loss(data), gradient(loss, data)
@@ -283,9 +269,6 @@ def test_coefficients_may_be_set_between_steps():
     assert "reference_log_prob" in loss.in_keys
     before = loss(data)
     loss.clip_epsilon, loss.kl_to_ref_coeff, loss.entropy_coeff = 0.05, 0.7, 0.3
-    assert {
-        type(loss._buffers[n]) for n in ("clip_epsilon", "kl_to_ref_coeff", "entropy_coeff")
-    } == {Tensor}
     after = loss(data)
     assert after["clip_fraction"] > before["clip_fraction"]
     torch.testing.assert_close(after["loss_kl_to_ref"].detach(), 0.7 * before["kl_to_ref"])
@@ -300,12 +283,9 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud():
         assert loss(data)["loss_kl_to_ref"].isnan()
 
 
-@pytest.mark.parametrize(
-    "settings", [{"objective": "all"}, {"advantage": "gae"}], ids=lambda settings: str(*settings)
-)
+@pytest.mark.parametrize("settings", [{"objective": "all"}, {"advantage": "gae"}])
 def test_other_settings_are_refused(settings):
-    (value,) = settings.values()
-    with pytest.raises(ValueError, match=value):
+    with pytest.raises(ValueError, match=str(*settings)):
         GRPOLoss(linear_actor(4), **settings)
 
 
@@ -318,9 +298,7 @@ def test_the_example_in_the_docstring_runs():
 def test_rewards_without_the_group_of_the_draws_are_refused():
     data = drawn(linear_actor(4), 5, 4)
     data["next", "reward"] = data["next", "reward"][:, :1]
-    with pytest.raises(
-        ValueError, match=r"rewards are \(5, 1\) and log-probs of draws \(5, 4\).*group_size"
-    ):
+    with pytest.raises(ValueError, match="group_size"):
         GRPOLoss(linear_actor(4))(data)
 
 
@@ -334,10 +312,9 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient():
         "action_log_prob": torch.full((1, 2), -200.0),
         "reference_log_prob": torch.full((1, 2), -1.0),
     }
-    out = loss(TensorDict({**data, "next": {"reward": torch.rand(1, 2)}}, [1]))
-    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
-    assert out["loss_kl_to_ref"] == 0
-    assert all(p.grad.isfinite().all() for p in actor.parameters())
+    data = TensorDict({**data, "next": {"reward": torch.rand(1, 2)}}, [1])
+    assert loss(data)["loss_kl_to_ref"] == 0
+    assert gradient(loss, data).isfinite().all()
 
 
 # -- parts of an action under keys of their own ----------------------------------------------------
@@ -388,27 +365,8 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
             assert {*KNOBS, *wanted_keys} <= set(loss.in_keys)
             loss.set_keys(action=KNOBS[::-1])  # names say which is which, not their order
         wanted, out = whole(data.clone()), loss(parts.clone())
-    gradients = []
-    for module, outcome in ((whole, wanted), (loss, out)):
-        summed = sum(value for name, value in outcome.items() if name.startswith("loss_"))
-        gradients.append(
-            torch.cat([g.flatten() for g in torch.autograd.grad(summed, list(module.parameters()))])
-        )
-    for name, value in wanted.items():
-        torch.testing.assert_close(out[name], value)
-    torch.testing.assert_close(*gradients)
-
-
-class Heads(nn.Module):
-    """Logits of two knobs for each draw."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 5).double()
-
-    def forward(self, observation):
-        return self.linear(observation).split([3, 2], -1)
+        torch.testing.assert_close(out.to_dict(), wanted.to_dict())
+        torch.testing.assert_close(gradient(loss, parts), gradient(whole, data))
 
 
 def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
@@ -419,10 +377,11 @@ def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
         distribution_kwargs={"distribution_map": dict.fromkeys(nested, Categorical)},
         return_log_prob=True,
     )
-    heads = TensorDictModule(
-        Heads(), ["observation"], [("params", *name, "logits") for name in nested]
-    )
-    actor = ProbabilisticTensorDictSequential(heads, draw)
+    torch.manual_seed(0)
+    logits = TensorDictModule(nn.Linear(3, 5).double(), ["observation"], ["logits"])
+    of_knobs = [("params", *name, "logits") for name in nested]
+    split = TensorDictModule(lambda logits: logits.split([3, 2], -1), ["logits"], of_knobs)
+    actor = ProbabilisticTensorDictSequential(logits, split, draw)
     flat = TensorDict({"observation": torch.randn(12, 3, dtype=torch.float64)}, [12])
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
         flat = actor(flat)
@@ -437,7 +396,7 @@ def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
     wanted, out = stock(flat), ours(groups)
     for name in ("loss_objective", "loss_entropy"):
         torch.testing.assert_close(out[name], wanted[name])
-    with pytest.raises(InputError, match="CompositeDistribution: its configurations are not known"):
+    with pytest.raises(InputError, match="CompositeDistribution"):
         RCELoss(actor)(groups.set("reward_per_configuration", torch.rand(4, 6)))
     with pytest.raises(KeyError, match="crops"):
         ours(groups.exclude(("knobs", "crops")))

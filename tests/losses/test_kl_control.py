@@ -4,7 +4,7 @@ other way."""
 import pytest
 import torch
 
-from knobwise.losses.kl_control import KLControl, temperature_control, weight_control
+from knobwise.losses.kl_control import temperature_control, weight_control
 
 BAND = (0.01, 0.1)
 
@@ -26,9 +26,7 @@ BAND = (0.01, 0.1)
 )
 def test_a_coefficient_follows_the_kl(make, kls, wanted):
     coefficient = torch.tensor(1.0)
-    assert callable(make)
     control = make(coefficient, BAND)
-    assert isinstance(control, KLControl)
     for kl in kls:
         control.step(kl)
     assert float(coefficient) == pytest.approx(wanted)
