@@ -25,7 +25,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import log_measured
-from knobwise.envs.configurations.drift import Drift
+from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -263,8 +263,8 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     requests = x[torch.randint(len(x), (8 * CONTEXTS,), generator=generator)]
     share = torch.rand(len(requests), 1, generator=generator)
     limits = torch.exp(low + (high - low) * share)
-    drift = Drift(controller.configurations, controller.config.drift)
-    offsets = drift.draw((len(requests), 1), generator)
+    shape = (len(requests), 1)
+    offsets = drawn_drift(controller.configurations, controller.config.drift, shape, generator)
     worths = teacher.teach(requests, limits, offsets)
     # on the first requests: has anything changed?
     first_offsets = None if offsets is None else offsets[:CONTEXTS]

@@ -13,7 +13,7 @@ from torch import Tensor
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.teacher import Fitted
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.drift import Drift
+from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 REQUESTS = 8192
@@ -52,13 +52,12 @@ class Lessons:
         cells = len(teachers) * LIMITS * table.num_configurations
         count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
         lessons = []
-        drift = Drift(table.configurations, size)
         with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
             for finished, (teacher, held_out) in enumerate(teachers, 1):
                 rows = _rows_without(fitted.rows, held_out)
                 x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
                 limits = drawn_limits(judged, (count, LIMITS), generator)
-                offsets = drift.draw((count, LIMITS), generator)
+                offsets = drawn_drift(table.configurations, size, (count, LIMITS), generator)
                 lesson = x, limits, teacher.teach(x, limits, offsets), offsets
                 lessons.append([part for part in lesson if part is not None])
                 tick(finished, "teachers")

@@ -25,7 +25,9 @@ BY_ITSELF = 0.5
 """How much a knob value drifts by itself, relative to the slope over the knob's values."""
 
 
-class Drift:
+def drawn_drift(
+    configurations: Tensor, size: float, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor | None:
     """Draw how much slower configurations are than in the profile, beyond their common level.
 
     Half of the machines are as profiled. On the others each knob has a slope over its values, and
@@ -34,33 +36,30 @@ class Drift:
     Args:
         configurations: int64 [C, K], value indices.
         size: the largest size, in ln ms; 0 for no drift.
+        shape: of the machines.
+
+    Returns:
+        offsets of ln ms, float [*shape, C], whose mean over configurations is 0; None without
+        drift.
     """
-
-    def __init__(self, configurations: Tensor, size: float) -> None:
-        self.configurations = configurations
-        self.size = size
-
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-        """Return offsets of ln ms, float [*shape, C], whose mean over configurations is 0; None
-        without drift."""
-        if not self.size:
-            return None
-        count, knobs = self.configurations.shape
-        # the size for each knob, evenly in logarithm; 0 for half of the machines
-        even = torch.rand((*shape, knobs, 1), generator=generator)
-        drifts = torch.rand((*shape, 1, 1), generator=generator) < 0.5
-        sizes = self.size * torch.exp(-RANGE * even) * drifts  # [*shape, K, 1]
-        offset = torch.zeros(*shape, count)
-        for k, column in enumerate(self.configurations.T):
-            values = int(column.max()) + 1
-            position = torch.linspace(0, 1, values)
-            slope = torch.randn((*shape, 1), generator=generator)
-            by_itself = BY_ITSELF * torch.randn((*shape, values), generator=generator)
-            # the effect of each value, then of each configuration by its value
-            effect = sizes[..., k, :] * (slope * position + by_itself)
-            offset += effect[..., column]
-        # the mean is the level, which is not drawn here
-        return offset - offset.mean(-1, keepdim=True)
+    if not size:
+        return None
+    count, knobs = configurations.shape
+    # the size for each knob, evenly in logarithm; 0 for half of the machines
+    even = torch.rand((*shape, knobs, 1), generator=generator)
+    drifts = torch.rand((*shape, 1, 1), generator=generator) < 0.5
+    sizes = size * torch.exp(-RANGE * even) * drifts  # [*shape, K, 1]
+    offset = torch.zeros(*shape, count)
+    for k, column in enumerate(configurations.T):
+        values = int(column.max()) + 1
+        position = torch.linspace(0, 1, values)
+        slope = torch.randn((*shape, 1), generator=generator)
+        by_itself = BY_ITSELF * torch.randn((*shape, values), generator=generator)
+        # the effect of each value, then of each configuration by its value
+        effect = sizes[..., k, :] * (slope * position + by_itself)
+        offset += effect[..., column]
+    # the mean is the level, which is not drawn here
+    return offset - offset.mean(-1, keepdim=True)
 
 
 def drifted_copies(
@@ -77,19 +76,16 @@ def drifted_copies(
     if not size or count < 1:
         return table, None
     generator = torch.Generator().manual_seed(seed)
-    drift = Drift(table.configurations, size)
-    offsets = [torch.zeros(table.latency_ms.shape)]  # the table itself does not drift
+    offset = torch.zeros(table.latency_ms.shape)  # the table itself does not drift
     for _ in range(count):
-        drawn = drift.draw((table.num_samples,), generator)
+        drawn = drawn_drift(table.configurations, size, (table.num_samples,), generator)
         assert drawn is not None
-        offsets.append(drawn)
-    offset = torch.cat(offsets)
-    return _repeated(table, offset.exp()), offset
+        offset = torch.cat([offset, drawn])
+    return _repeated(table, offset.exp(), 1 + count), offset
 
 
-def _repeated(table: ProfileTable, factors: Tensor) -> ProfileTable:
+def _repeated(table: ProfileTable, factors: Tensor, copies: int) -> ProfileTable:
     """Return copies of a table below each other, latencies times factors [N·copies, C]."""
-    copies = len(factors) // table.num_samples
     changed: dict[str, Any] = {"features": {}}
     for name in ("accuracy", "latency_ms", "mask", *ProfileTable.OPTIONAL):
         values = getattr(table, name)
@@ -101,8 +97,7 @@ def _repeated(table: ProfileTable, factors: Tensor) -> ProfileTable:
     for name in ProfileTable.WORDS:
         changed[name] = getattr(table, name) * copies
     names = (f"{name} {k}" for k in range(copies) for name in table.sample_ids)
-    changed["sample_ids"] = tuple(names)
-    return replace(table, **changed)
+    return replace(table, **changed | {"sample_ids": tuple(names)})
 
 
 def rows_of_copies(rows: Tensor, table: ProfileTable, drifted: ProfileTable) -> Tensor:

@@ -14,7 +14,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies, rows_of_copies
+from knobwise.envs.configurations.drift import COPIES, drawn_drift, drifted_copies, rows_of_copies
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.losses.settings import LossConfig
 
@@ -27,7 +27,7 @@ def generator():
 
 
 def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
-    offsets = Drift(GRID, 0.4).draw((2000,), generator())
+    offsets = drawn_drift(GRID, 0.4, (2000,), generator())
     assert offsets is not None
     assert offsets.shape == (2000, 12)
     torch.testing.assert_close(offsets.mean(1), torch.zeros(2000), atol=1e-6, rtol=0)
@@ -42,7 +42,7 @@ def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
     spread = drifted.std(1)
     assert spread.quantile(0.95) > 5 * spread.quantile(0.05)
     assert 0.05 < float(spread.mean()) < 0.4
-    assert Drift(GRID, 0.0).draw((3,), generator()) is None
+    assert drawn_drift(GRID, 0.0, (3,), generator()) is None
 
 
 @pytest.mark.parametrize("several", [False, True])
