@@ -281,13 +281,15 @@ class GRPOLoss(ActorLoss):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
-        own = group.log_prob.detach()
-        reference = own if group.reference is None else group.reference.detach()
+        current = group.log_prob.detach()
+        reference = current
+        if group.reference is not None:
+            reference = group.reference.detach()
+        elif penalised:
+            reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
         if penalised:
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-            if group.reference is None:
-                reference = torch.where(self.kl_to_ref_coeff == 0, own, torch.nan)
-            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, own, reference))
+            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)

@@ -175,10 +175,9 @@ def chosen_context(
     if by_id:
         rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
     float32 = torch.finfo(torch.float32)
-    limits = options.get(limit_key)
     return (
         _checked("row", rows, np.int64, 0, table.num_samples - 1, count),
-        _checked(limit_key, limits, np.float32, float32.tiny, float32.max, count),
+        _checked(limit_key, options.get(limit_key), np.float32, float32.tiny, float32.max, count),
     )
 
 
@@ -222,8 +221,7 @@ def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> Rew
         InputError: the reward does not go with the sense of the budget.
     """
     priced = budget.sense != "deadline"
-    if reward is None:
-        reward = "priced" if priced else TRAINING_REWARD
+    reward = reward or ("priced" if priced else TRAINING_REWARD.kind)
     if isinstance(reward, str):
         reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
     if (reward.kind == "priced") != priced:

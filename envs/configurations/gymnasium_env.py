@@ -348,11 +348,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             )
         # actions as [n, 1, K] or [n, 1]
         rows, limits = self._context
-        if self.knob_keys:
-            knobs = self._replay.side_by_side(actions)
-        else:
-            knobs = torch.from_numpy(np.array(actions))
-        grouped = self._replay.grouped(knobs, self.num_envs)
+        if not self.knob_keys:
+            actions = np.array(actions)  # faster than torch for lists and tuples
+        grouped = self._replay.grouped(actions, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         best = oracle(self._replay.rewards, rows, limits).unsqueeze(1)
         observations, info = self._observe(rows, limits)

@@ -5,7 +5,6 @@ The TorchRL and the gymnasium environments share this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -93,12 +92,10 @@ class Replay:
         self.rewards = RewardTable(table, config, device, repeats, cost_ms)
         self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
-        self.names = ["the configuration"]
-        sizes = [table.num_configurations]
+        # how many values there are of each part of an action
+        self.sizes = {"the configuration": table.num_configurations}
         if action == "knobs":
-            self.names = [f"knob {knob.name}" for knob in table.knobs]
-            sizes = table.knob_sizes
-        self.sizes = torch.tensor(sizes, device=device)
+            self.sizes = {f"knob {knob.name}": len(knob.values) for knob in table.knobs}
 
     def __call__(
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
@@ -162,44 +159,40 @@ class Replay:
         steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
         return steps.argmin(1)
 
-    def side_by_side(self, actions: Mapping[str, Any] | Any) -> Tensor:
-        """Stack the values of knobs that have their own keys, [*] each → [*, K].
-
-        Raises:
-            InputError: not every knob has a value, or their shapes differ.
-        """
-        try:
-            return torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
-        except (IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise InputError(
-                f"action: must have {', '.join(self.knob_keys)}, all of one shape; {error}"
-            ) from error
-
-    def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
+    def grouped(self, actions: Any, contexts: int, group: int = 1) -> Tensor:
         """Return actions with all axes that decisions have; axes of length 1 may be missing.
 
+        Knobs that have their own keys, [*] each, are put side by side, [*, K].
+
         Raises:
-            InputError: actions of another shape, or that are not whole numbers.
+            InputError: actions of another shape, or that are not whole numbers; or a knob is
+                missing.
         """
+        try:
+            if self.knob_keys:
+                actions = torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
+            action = torch.as_tensor(actions)
+        except (IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise InputError(
+                f"action: must have {', '.join(self.sizes)}, all of one shape; {error}"
+            ) from error
         shape = [contexts, group]
         if self.action == "knobs":
-            shape.append(len(self.names))
+            shape.append(len(self.sizes))
         same = [size for size in action.shape if size != 1] == [size for size in shape if size != 1]
         if not same or action.dtype == torch.bool or action.is_floating_point():
             raise InputError(
                 f"action: is {action.dtype} {[*action.shape]}; must be int64 {shape}: the index of "
-                f"{' and of '.join(self.names)}, for each of {contexts} × {group} decisions"
+                f"{' and of '.join(self.sizes)}, for each of {contexts} × {group} decisions"
             )
         # axes of length 1 come back
         return action.long().reshape(shape)
 
     def _refuse_outside(self, indices: Tensor) -> None:
         """Refuse indices that no value has, int64 [P, G, K], or no configuration, [P, G, 1]."""
-        outside = (indices < 0) | (indices >= self.sizes)
-        if outside.any():
-            where = outside.nonzero()[0]
-            k = int(where[-1])
-            raise InputError(
-                f"action: {self.names[k]} has no index {int(indices[*where])}; its indices are 0 "
-                f"to {int(self.sizes[k]) - 1}"
-            )
+        for values, (name, size) in zip(indices.unbind(-1), self.sizes.items(), strict=True):
+            outside = values[(values < 0) | (values >= size)].tolist()
+            if outside:
+                raise InputError(
+                    f"action: {name} has no index {outside[0]}; its indices are 0 to {size - 1}"
+                )

@@ -156,11 +156,11 @@ class RewardFunction:
             )
         bad = profiled & ~rewards.isfinite()
         if bad.any():
-            right, took, limit = (float(values[bad][0]) for values in cells[:3])
+            first = [values[bad][0].item() for values in (rewards, *cells[:3])]
             raise InputError(
-                f"{self.key}: returns {float(rewards[bad][0])} in {int(bad.sum())} of "
-                f"{int(profiled.sum())} profiled cells, the first with accuracy {right:g}, latency "
-                f"{took:g} ms, budget {limit:g} ms; must be finite"
+                f"{self.key}: returns {first[0]} in {int(bad.sum())} of {int(profiled.sum())} "
+                f"profiled cells, the first with accuracy, latency and budget {first[1:]}; must be "
+                "finite"
             )
         return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
 
@@ -188,9 +188,7 @@ class RewardTable:
     ) -> None:
         self.config = config
         self.complexity = complexity(table).to(device)
-        self.function: RewardFunction | None = None
-        if config.function is not None:
-            self.function = RewardFunction(config.function, table, device)
+        self.function = config.function and RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device).contiguous()
         self.latency_ms = table.latency_ms.to(device).contiguous()
         self.repeats_ms: Tensor | None = None
@@ -212,11 +210,10 @@ class RewardTable:
         Rewards are means over the measurements of a cell, and NaN where it was not profiled.
         """
         everything = torch.arange(len(self.complexity), device=rows.device)
-        accuracy = self.accuracy[rows]
-        budgets_ms = budgets_ms.unsqueeze(-1)
-        if self.repeats_ms is None:
-            return self.reward_of(accuracy, self.latency_ms[rows], budgets_ms, everything)
-        return self._mean(accuracy, self.repeats_ms[rows], budgets_ms, everything)
+        measured = self.latency_ms
+        if self.repeats_ms is not None:
+            measured = self.repeats_ms
+        return self._mean(self.accuracy[rows], measured[rows], budgets_ms, everything)
 
     def outcome(
         self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
@@ -246,26 +243,26 @@ class RewardTable:
 
         Rows int64 [n], configurations int64 [n, G], budgets float [n] → float32 [n, G].
         """
-        accuracy, latency_ms = self.outcome(rows, configurations)
-        budgets_ms = budgets_ms.unsqueeze(-1)
-        if self.repeats_ms is None:
-            return self.reward_of(accuracy, latency_ms, budgets_ms, configurations)
-        measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
+        accuracy, measured = self.outcome(rows, configurations)
+        if self.repeats_ms is not None:
+            measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
         return self._mean(accuracy, measured, budgets_ms, configurations)
 
     def _mean(
         self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return mean rewards over the measurements of cells, the last axis of `measured`."""
-        others = (cells.unsqueeze(-1) for cells in (accuracy, budgets_ms, configurations))
-        accuracy, budgets_ms, configurations = others
-        return self.reward_of(accuracy, measured, budgets_ms, configurations).nanmean(-1)
+        """Return the rewards of cells, means over their measurements if these are an axis more."""
+        budgets_ms = budgets_ms.unsqueeze(-1)
+        if measured.ndim == accuracy.ndim:
+            return self.reward_of(accuracy, measured, budgets_ms, configurations)
+        others = (cells.unsqueeze(-1) for cells in (budgets_ms, configurations))
+        return self.reward_of(accuracy.unsqueeze(-1), measured, *others).nanmean(-1)
 
     def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
         """Return the reward of each outcome; int64 configurations and the others broadcast."""
-        if self.function is not None:
+        if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0
         if self.config.kind == "shaped":

@@ -109,9 +109,9 @@ class ConfigBandit(SingleStepEnv):
         self.decisions = (batch_size, group_size or 1)
         self.outcome_shape = self.decisions if group_size else (batch_size,)
         self._set_outcome_specs(*self.decisions)
-        self.action_spec = self._actions()
+        self.action_spec = self._actions().to(self.device)
         specs = self._observations()
-        self.observation_spec = Composite(specs, shape=(batch_size,), device=device)
+        self.observation_spec = Composite(specs, shape=(batch_size,)).to(self.device)
         if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(
                 f"action_keys=knobs: knob {min(taken)} is called like another key; use "
@@ -120,35 +120,30 @@ class ConfigBandit(SingleStepEnv):
 
     def _actions(self) -> TensorSpec:
         """Return the spec of the actions."""
-        table = self.table
+        sizes = self.table.knob_sizes
         shape = self.outcome_shape
-        whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         if self.replay.knob_keys:
-            knobs = zip(self.replay.knob_keys, table.knob_sizes, strict=True)
-            specs = {name: Categorical(size, shape=shape, **whole) for name, size in knobs}
-            return Composite(specs, shape=shape[:1], device=self.device)
+            knobs = zip(self.replay.knob_keys, sizes, strict=True)
+            specs = {name: Categorical(size, shape) for name, size in knobs}
+            return Composite(specs, shape=shape[:1])
         if self.replay.action == "knobs":
-            sizes = torch.tensor(table.knob_sizes)
-            shape = (*shape, len(sizes))
-            return MultiCategorical(sizes, shape=shape, remove_singleton=False, **whole)
-        return Categorical(table.num_configurations, shape=shape, **whole)
+            return MultiCategorical(sizes, (*shape, len(sizes)), remove_singleton=False)
+        return Categorical(self.table.num_configurations, shape)
 
     def _observations(self) -> dict[str, TensorSpec]:
         """Return the spec of each part of an observation."""
         p = self.decisions[0]
         c = self.table.num_configurations
-        row = Categorical(self.table.num_samples, shape=(p,), dtype=torch.int64, device=self.device)
+        specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, (p,))}
         # what is a float, by its shape
         shapes: dict[str, tuple[int, ...]] = {self.limit_key: (p,)}
         if self.full_information:
             shapes["reward_per_configuration"] = (p, c)
-        specs: dict[str, TensorSpec] = {"row": row}
         if not self.lean:
             shapes |= {name: (p, block.shape[1]) for name, block in self.table.features.items()}
             shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape)
-            specs["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=self.device)
-        floats = {name: Unbounded(shape, device=self.device) for name, shape in shapes.items()}
-        return specs | floats
+            specs["mask"] = Binary(c, (p, c), dtype=torch.bool)
+        return specs | {name: Unbounded(shape) for name, shape in shapes.items()}
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
@@ -237,9 +232,8 @@ class ConfigBandit(SingleStepEnv):
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self.current["row"]
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
-        separate = bool(self.replay.knob_keys)
-        action = self.replay.side_by_side(tensordict) if separate else tensordict["action"]
-        action = self.replay.grouped(action, *self.decisions)
+        actions = tensordict if self.replay.knob_keys else tensordict["action"]
+        action = self.replay.grouped(actions, *self.decisions)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()

@@ -108,10 +108,10 @@ def test_worths_are_drawn_evenly_in_logarithm():
     [
         ({"sense": "median"}, "budget.sense"),
         ({"strategy": "best"}, "budget.strategy"),
-        ({"strategy": "fixed"}, "values_ms"),
-        ({"strategy": "fixed", "values_ms": (1.0, 0.0)}, "values_ms"),
-        ({"strategy": "fixed", "values_ms": (1.0, math.nan)}, "values_ms"),
-        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms"),
+        *[
+            ({"strategy": "fixed", "values_ms": values}, "values_ms")
+            for values in ((), (1.0, 0.0), (1.0, math.nan), (math.inf,))
+        ],
     ],
 )
 def test_numbers_that_cannot_be_used_are_refused(settings, fault):
@@ -255,9 +255,7 @@ def test_nothing_to_balance_is_refused(by):
 
 
 @pytest.mark.parametrize("lists", [[torch.tensor([4, 8, 15, 16])], LISTS])
-def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(
-    lists,
-):
+def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(lists):
     contexts = sampler(lists)
     contexts(4)  # no whole round: whose turn it is does not depend on what was drawn before
     rows, budgets = contexts(9000)
@@ -269,9 +267,7 @@ def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(
         torch.testing.assert_close(shares, torch.full((len(own),), 1 / len(own)), atol=0.03, rtol=0)
 
 
-def test_budgets_are_those_of_the_rows_of_all_lists_together(
-    monkeypatch,
-):
+def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
     monkeypatch.setattr(budgets, "RANGE", (0.0, 1.0))
     table = small_table()
     table.latency_ms[[0, 2, 4]] = 5.0
@@ -303,10 +299,6 @@ def test_equal_seeds_draw_what_they_always_drew():
 
 
 def test_nothing_to_draw_from_is_refused():
-    for rows in (
-        torch.tensor([], dtype=torch.int64),
-        [],
-        [torch.arange(3), torch.tensor([], dtype=torch.int64)],
-    ):
+    for rows in (torch.arange(0), [], [torch.arange(3), torch.arange(0)]):
         with pytest.raises(InputError, match="no samples to draw from"):
             sampler(rows)

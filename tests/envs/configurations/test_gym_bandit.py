@@ -55,22 +55,16 @@ def profiled_action(table, mask, number=0):
 
 @pytest.mark.parametrize("budget", [None, WORTH], ids=["deadline", "mean"])
 @pytest.mark.parametrize(("table", "action"), FORMS)
-def test_gymnasium_checks_it(table, action, budget):
-    env = gymnasium.make(ID, table=TABLES[table], action=action, budget=budget)
-    check_env(env.unwrapped, skip_render_check=True)
-
-
-# TorchRL takes no MultiDiscrete of one number
-@pytest.mark.parametrize(("table", "action"), FORMS[:-2])
-def test_torchrl_checks_it(table, action):
-    arguments = {"table": TABLES[table], "action": action}
+def test_gymnasium_and_torchrl_check_it(table, action, budget):
+    arguments = {"table": TABLES[table], "action": action, "budget": budget}
+    check_env(ConfigBanditEnv(**arguments), skip_render_check=True)
+    if table == "one knob":
+        return  # TorchRL takes no MultiDiscrete of one number
     check_env_specs(GymWrapper(gymnasium.make(ID, **arguments)))
     env = GymEnv(ID, **arguments, categorical_action_encoding=True)
     check_env_specs(env)
     played = env.rollout(5, break_when_any_done=False)
     assert played["action"].shape == ((5, 3) if action == "knobs" else (5,))
-    # TorchRL has no numbers: it reads a Box of shape () as [1]
-    assert played["budget_ms"].shape == (5, 1)
     assert played["mask"].shape == (5, 12)
 
 
@@ -102,9 +96,6 @@ def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(make, mode, tabl
         assert torch.equal(played["mask"].bool(), profile.mask[played["row"]])
         for name, block in profile.features.items():
             assert torch.equal(played[name], block[played["row"]])
-    many.reset(seed=0)
-    infos = many.step(many.action_space.sample())[-1]
-    assert all(values.dtype != object for values in infos.get("final_info", infos).values())
 
 
 # -- contexts, rewards and infos -------------------------------------------------------------------
@@ -126,33 +117,33 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(budget, rewar
     options = {"budget": budget, "reward": reward, "repeats": repeats or "draw"}
     limit = "worth_ms" if budget is WORTH else "budget_ms"
     one = ConfigBanditEnv(table, **options)
-    many = ConfigBanditVectorEnv(1, table, **options)
+    many = ConfigBanditVectorEnv(1, table, autoreset_mode="Disabled", **options)
     native = ConfigBandit(table, seed=5, **options)
-    seen, info = one.reset(seed=5)
-    seen_by_many, infos = many.reset(seed=5)
     medians = []
     for step in range(8):
+        seed = 5 if step == 0 else None
         context = native.reset()
-        action = profiled_action(table, info["mask"], step % int(info["mask"].sum()))
+        seen, info = one.reset(seed=seed)
+        seen_by_many, infos = many.reset(seed=seed)
         assert info["row"] == infos["row"][0] == context["row"].item()
         assert info["sample_id"] == table.sample_ids[info["row"]]
-        assert info[limit] == seen[limit] == seen_by_many[limit][0] == context[limit].item()
-        for name in ("image_features", "language_features", "mask"):
+        assert info[limit] == seen[limit]
+        for name in (limit, "image_features", "language_features", "mask"):
             wanted = context[name][0].tolist()
             assert seen[name].tolist() == seen_by_many[name][0].tolist() == wanted
+        action = profiled_action(table, info["mask"], step % int(info["mask"].sum()))
         out = native.step(context.set("action", torch.from_numpy(action)[None]))["next"]
         _, got, _, _, told = one.step(action)
-        seen_by_many, rewards, _, _, infos = many.step(action[None])
+        _, rewards, _, _, outcomes = many.step(action[None])
         assert got == rewards[0] == out["reward"].item()
         took = told["latency_ms"]
-        assert took == infos["final_info"]["latency_ms"][0] == out["latency_ms"].item()
+        assert took == outcomes["latency_ms"][0] == out["latency_ms"].item()
         medians.append(took == table.latency_ms[info["row"], table.find(torch.tensor(action))])
         if limit == "worth_ms":
             assert got == pytest.approx(told["accuracy"] - took / told[limit], rel=1e-6)
             assert not {"budget_ms", "violation"} & {*info, *infos, *told, *context.keys()}
         else:
             assert told["violation"] == (took > told[limit])
-        seen, info = one.reset()
     assert all(medians) == (repeats != "draw")
     observed, infos = ConfigBanditVectorEnv(7, table, **options).reset(seed=3)
     context = ConfigBandit(table, batch_size=7, seed=3, **options).reset()
@@ -205,24 +196,16 @@ PRICED = RewardConfig(kind="priced")
         (OFTEN, 0, PRICED, "draw", [4.0], [1]),  # mean latencies 4, 3, 1.67: -.4, .25, .083
     ],
 )
-def test_the_oracle_by_hand(
-    table,
-    row,
-    config,
-    repeats,
-    limits,
-    wanted,
-):
+def test_the_oracle_by_hand(table, row, config, repeats, limits, wanted):
     rewards = RewardTable(table, config, repeats=repeats)
     rows = torch.full((len(limits),), row)
     assert oracle(rewards, rows, torch.tensor(limits)).tolist() == wanted
 
 
-@pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
 @pytest.mark.parametrize(("budget", "kind"), [(WORTH, "utility"), (None, "priced")])
-def test_a_reward_of_another_sense_is_refused(make, budget, kind):
+def test_a_reward_of_another_sense_is_refused(budget, kind):
     with pytest.raises(InputError, match=f"reward.kind={kind}"):
-        make(TABLE, budget=budget, reward=RewardConfig(kind=kind))
+        ConfigBandit(TABLE, budget=budget, reward=kind)
 
 
 # -- actions ---------------------------------------------------------------------------------------
@@ -241,17 +224,14 @@ def test_a_reward_of_another_sense_is_refused(make, budget, kind):
     ],
 )
 def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(action, wrong, fault):
-    env = ConfigBanditEnv(TABLE, action=action)
-    many = ConfigBanditVectorEnv(1, TABLE, action=action)
-    for needed in (env, many):
-        with pytest.raises(gymnasium.error.ResetNeeded):
-            needed.step(needed.action_space.sample())
-        needed.reset(seed=0)
-    with pytest.raises(InputError, match=f"action: .*{fault}"):
-        env.step(wrong)
-    env.step(env.action_space.sample())
-    with pytest.raises(InputError, match="action: "):
-        many.step(np.asarray(wrong)[None])
+    for env, actions in (
+        (ConfigBanditEnv(TABLE, action=action), wrong),
+        (ConfigBanditVectorEnv(1, TABLE, action=action), np.asarray(wrong)[None]),
+    ):
+        env.reset(seed=0)
+        with pytest.raises(InputError, match=f"action: .*{fault}"):
+            env.step(actions)
+        env.step(env.action_space.sample())
 
 
 def test_action_masks_draw_profiled_actions_only():
@@ -279,12 +259,12 @@ def test_action_masks_draw_profiled_actions_only():
 def test_under_knobs_there_is_a_mask_where_the_profiled_configurations_are_a_product(
     profiled, masks
 ):
-    mask = TABLE.mask.clone()
-    mask[0] = False
-    mask[0, TABLE.find(torch.tensor(profiled))] = True
-    cells = {name: getattr(TABLE, name).where(mask, NAN) for name in ("accuracy", "latency_ms")}
-    env = ConfigBanditEnv(replace(TABLE, mask=mask, **cells))
-    _, info = env.reset(options={"row": 0})
+    cells = torch.ones(2, 12)
+    cells[0] = NAN
+    cells[0, TABLE.find(torch.tensor(profiled))] = 1.0
+    table = replace(table_of(cells, cells), knobs=TABLE.knobs, configurations=TABLE.configurations)
+    env = ConfigBanditEnv(table, rows=[0])
+    _, info = env.reset()
     if masks is None:
         assert info["action_mask"] is None
         return
@@ -294,13 +274,11 @@ def test_under_knobs_there_is_a_mask_where_the_profiled_configurations_are_a_pro
 
 
 def test_knobs_under_their_own_keys_are_a_dict_of_actions():
-    env = gymnasium.make(ID, table=TABLE, action_keys="knobs")
+    env = ConfigBanditEnv(TABLE, action_keys="knobs")
     sizes = {knob.name: spaces.Discrete(len(knob.values)) for knob in TABLE.knobs}
     assert env.action_space == spaces.Dict(sizes)
-    check_env(env.unwrapped, skip_render_check=True)
-    wrapped = GymWrapper(env, categorical_action_encoding=True)
-    check_env_specs(wrapped)
-    assert wrapped.action_keys == sorted(sizes)
+    check_env(env, skip_render_check=True)
+    check_env_specs(GymWrapper(env, categorical_action_encoding=True))
     _, info = env.reset(seed=0)
     chosen = env.action_space.sample(info["action_mask"])
     *_, info = env.step(chosen)
@@ -308,8 +286,8 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions():
     assert info["configuration"] == wanted
     env.reset()
     for wrong in ([0, 0, 0], {"max_crops": 0}, {**chosen, "top_k": [0, 1]}):
-        with pytest.raises(InputError, match="max_crops, top_k, num_active_blocks"):
-            env.unwrapped.step(wrong)
+        with pytest.raises(InputError, match=r"max_crops.*top_k.*num_active_blocks"):
+            env.step(wrong)
     many = ConfigBanditVectorEnv(3, TABLE, action_keys="knobs")
     many.reset(seed=0)
     actions = many.action_space.sample()
@@ -323,8 +301,7 @@ def test_knobs_under_their_own_keys_are_a_dict_of_actions():
 
 def test_observations_share_no_memory():
     first, info = ConfigBanditEnv(TABLE).reset(seed=0)
-    for value in first.values():
-        value[...] = 7.0
+    first["image_features"][...] = 7.0
     info["mask"][:] = False
     assert TABLE.mask.all()
     assert not (TABLE.features["image_features"] == 7).any()
@@ -352,7 +329,6 @@ def test_the_observation_space_fits_on_a_screen_and_holds_what_is_observed():
     assert len(str(space)) < 800
     assert list(space) == ["budget_ms", "image_features", "language_features", "mask"]
     assert space["budget_ms"].shape == ()
-    assert space["budget_ms"].is_bounded()
     features = env.unwrapped.table.features["image_features"]
     assert space["image_features"].low.max() == features.min()
     assert space["image_features"].high.min() == features.max()
@@ -375,19 +351,17 @@ def test_every_reset_mode_goes_as_gymnasium_goes(mode):
     stock = SyncVectorEnv(one * 4, autoreset_mode=mode)
     ours = ConfigBanditVectorEnv(4, TABLE, TWELVE, rows=rows, autoreset_mode=mode.value)
     assert ours.metadata["autoreset_mode"] == ours.autoreset_mode == mode
-    results = {}
     actions = np.array([[0, 0, 0], [2, 1, 1], [1, 0, 1], [0, 1, 0]])
+    results = []
     for env in (stock, ours):
-        results[env] = [env.reset(seed=0)]
+        told = [env.reset(seed=0)]
         for _ in range(3):
-            results[env].append(env.step(actions))
+            told.append(env.step(actions))
             if mode == AutoresetMode.DISABLED:
-                with pytest.raises((AssertionError, gymnasium.error.ResetNeeded)):
-                    env.step(actions)
                 mask = np.array([True, False, True, True])
-                results[env].append(env.reset(options={"reset_mask": mask}))
-                results[env].append(env.reset(options={"reset_mask": ~mask}))
-    for theirs, mine in zip(results[stock], results[ours], strict=True):
+                told += [env.reset(options={"reset_mask": m}) for m in (mask, ~mask)]
+        results.append(told)
+    for theirs, mine in zip(*results, strict=True):
         compare(theirs[0], mine[0])
         for expected, got in zip(theirs[1:-1], mine[1:-1], strict=True):
             np.testing.assert_array_equal(got, expected.astype(got.dtype))
@@ -459,8 +433,8 @@ def test_with_reset_mode_disabled_no_context_is_decided_twice():
 
 @pytest.mark.parametrize("rows", [[3, 5], np.array([3, 5])])
 def test_rows_may_be_any_whole_numbers(rows):
-    env = gymnasium.make(ID, table=TABLE, rows=rows)
-    assert {env.reset(seed=seed)[1]["row"] for seed in range(20)} == {3, 5}
+    env = ConfigBanditEnv(TABLE, rows=rows)
+    assert {env.reset()[1]["row"] for _ in range(20)} == {3, 5}
     with pytest.raises(InputError, match="row="):
         env.reset(options={"row": 4})
 
@@ -480,12 +454,9 @@ def test_make_vec_takes_every_reset_mode(mode, vectorization):
         ID, num_envs=2, vectorization_mode=vectorization, table=TABLE, **arguments
     )
     assert env.metadata["autoreset_mode"] == mode
-    statistics = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
-    observations, _ = statistics.reset(seed=0)
+    observations, _ = env.reset(seed=0)
     assert env.observation_space.contains(observations)
-    observations, rewards, *_, infos = statistics.step(env.action_space.sample())
-    assert env.observation_space.contains(observations)
-    assert infos["episode"]["r"].tolist() == pytest.approx(rewards.tolist())
+    assert env.observation_space.contains(env.step(env.action_space.sample())[0])
 
 
 FORKED = """

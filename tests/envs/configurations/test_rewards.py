@@ -5,7 +5,6 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
@@ -51,8 +50,6 @@ def sigmoid(x):
         (replace(NOTHING, delta=3.0), 150.0, 0.0),
         (replace(NOTHING, delta=3.0), 25.0, 2.25),
         (replace(NOTHING, epsilon=3.0), 150.0, -1.2),
-        (RewardConfig(), 150.0, 0.8 - 0.5 * sigmoid(5) - 10 * 0.5**2 - 0.05 * 0.4),
-        (RewardConfig(), 80.0, 0.8 - 0.5 * sigmoid(-2) - 0.05 * 0.4 + 0.1 * 0.2),
         (UTILITY, 100.0, 1.6),
         (UTILITY, 100.1, -0.3),
         (RewardConfig(kind="priced"), 150.0, 0.8 - 1.5),
@@ -151,10 +148,6 @@ def test_the_median_is_rewarded_like_a_single_measurement():
 # -- functions of the user's -----------------------------------------------------------------------
 
 NUMBERS = itertools.count()
-
-
-class Write(Protocol):
-    def __call__(self, returned, before=""): ...
 
 
 @pytest.fixture
