@@ -179,11 +179,11 @@ def _padded(rows: list[list[int]]) -> Tensor:
 def _check_rows(path: Path, queries: list[Query], features: int, bank: int) -> None:
     """Raise InputError if an id has no embedding."""
     for query in queries:
-        ids = {"query": ([query.id], features), "candidate": (query.pool, bank)}
-        for what, (numbers, rows) in ids.items():
-            if (largest := max(numbers, default=-1)) >= rows:
+        largest = max(query.pool, default=-1)
+        for what, number, rows in (("query", query.id, features), ("candidate", largest, bank)):
+            if number >= rows:
                 raise InputError(
-                    f"{path}: query {query.id}: {what} id {largest} is beyond the {rows} rows of "
+                    f"{path}: query {query.id}: {what} id {number} is beyond the {rows} rows of "
                     f"the {what} embeddings; an id is a row number, so give the embeddings of the "
                     "whole data set that it counts in"
                 )
@@ -312,25 +312,23 @@ def write_rl_data(
 
 def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]]:
     """Return the `pointer_candidates` of each query: an object for each of its beams."""
-    # as decimals that are as short as a float32 allows
-    fields = {k: x.numpy().astype(str).astype(np.float64).tolist() for k, x in table.fields.items()}
-    methods = table.found_by.tolist()
-    rounds = table.round.tolist()
-    sequences = table.sequences.tolist()
+    columns = {name: values.tolist() for name, values in table.beams.items()}
+    for name, values in table.fields.items():
+        # as decimals that are as short as a float32 allows
+        columns[name] = values.numpy().astype(str).astype(np.float64).tolist()
     rows: list[list[Record]] = [[] for _ in pools]
     # an object for each beam
     for q, b in table.beam_mask.nonzero().tolist():
-        places = [place for place in sequences[q][b] if place >= 0]
+        beam = {name: values[q][b] for name, values in columns.items()}
+        places = [place for place in beam.pop("sequences") if place >= 0]
         row: Record = {
             "pointer": places,
             "pointer_global": [pools[q][place] for place in places],
-            "gen_method": METHODS[methods[q][b]],
+            "gen_method": METHODS[beam.pop("found_by")],
         }
-        if rounds[q][b]:
-            row["round"] = rounds[q][b]
-        outcomes = {name: values[q][b] for name, values in fields.items()}
-        row |= {name: value for name, value in outcomes.items() if not math.isnan(value)}
-        rows[q].append(row)
+        # only draws of a policy have a round
+        beam["round"] = beam["round"] or math.nan
+        rows[q].append(row | {name: x for name, x in beam.items() if not math.isnan(x)})
     return rows
 
 

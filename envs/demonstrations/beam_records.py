@@ -83,27 +83,18 @@ def read_queries(path: Path, counts: Counter[str]) -> tuple[list[Query], Any]:
     """
     content = read_json(path)
     meta = None
+    records: list[tuple[Any, Any]] = []
     # a list of records, or an object by query
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
-        keys = _keys_of(path, content, counts)
-        records = list(zip(keys, content, strict=True))
+        records += zip(_keys_of(path, content, counts), content, strict=True)
     elif isinstance(content, dict):
         meta = content.pop("_meta", None)
-        records = list(content.items())
-    else:
-        records = []
+        records += content.items()
     if not records:
         raise InputError(
             f"{path}: holds no queries; expected {{query id: {{…}}}}, or a list with query_id"
         )
-    # read one query after the other, of either format
-    queries = []
-    for key, record in records:
-        where = f"{path}: query {key}"
-        query = whole_numbers(where, "its key", [key])[0]
-        if isinstance(record, dict) and "id_list" in record:
-            record = _as_rl_data(where, query, record, counts)
-        queries.append(_read_query(where, query, record, counts))
+    queries = [_read_query(f"{path}: query {key}", key, record, counts) for key, record in records]
     # JSON keys 7 and 07 are different, but the same row
     number, times = Counter(query.id for query in queries).most_common(1)[0]
     if times > 1:
@@ -154,7 +145,8 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
     # anything but a list is wrong as a whole
     wrong = [values]
     if isinstance(values, list):
-        wrong = [value for value in values if not _is_whole(value)]
+        whole = [type(x) in (int, str) and NUMERAL.fullmatch(str(x)) for x in values]
+        wrong = [x for x, fits in zip(values, whole, strict=True) if not fits]
     if wrong:
         raise InputError(
             f"{where}: {what} holds {wrong[0]!r}, expected a list of ids, whole numbers ≥ 0"
@@ -162,24 +154,14 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
     return [*map(int, values)]
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) in (int, str) and NUMERAL.fullmatch(str(value)) is not None
+def _legacy_rows(
+    where: str, query: int, lists: list[Any], scores: list[Any], counts: Counter[str]
+) -> list[Record]:
+    """Convert the beams of a legacy record to rows of RL data.
 
-
-def _as_rl_data(where: str, query: int, record: Record, counts: Counter[str]) -> Record:
-    """Convert the legacy record of a query to RL data without a pool.
-
-    Raises InputError if a list is missing, lengths differ, an id is not valid, or a score is null.
+    Raises InputError if an id is not valid, or a score is null.
     """
-    # both lists, as long as each other
-    match record:
-        case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
-            rows = []
-        case _:
-            raise InputError(
-                f"{where}: expected id_list and score_list, two lists with an entry per beam"
-            )
-    # a row of RL data for every beam
+    rows = []
     for number, (values, score) in enumerate(zip(lists, scores, strict=True)):
         ids = whole_numbers(where, f"row {number} of id_list", values)
         if score is None:
@@ -189,23 +171,30 @@ def _as_rl_data(where: str, query: int, record: Record, counts: Counter[str]) ->
             ids.pop()
             counts["rows end with the query's own id, which is no demonstration"] += 1
         rows.append({"pointer": ids, "gen_method": "beam", "beam_score": score})
-    return {"pointer_candidates": rows}
+    return rows
 
 
-def _read_query(where: str, number: int, record: Any, counts: Counter[str]) -> Query:
-    """Read a query in RL data, keeping the valid rows and counting the dropped ones."""
+def _read_query(where: str, key: Any, record: Any, counts: Counter[str]) -> Query:
+    """Read a query of either format, keeping the valid rows and counting the dropped ones."""
+    number = whole_numbers(where, "its key", [key])[0]
     # the rows, and what is said of the query
-    query = image = None
     match record:
+        case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
+            rows = _legacy_rows(where, number, lists, scores, counts)
+            record = {}
         case {"pointer_candidates": list(rows)} if all(isinstance(row, dict) for row in rows):
-            query = record.get("query") or {}
-    if isinstance(query, dict):
-        image = query.get("image_id")
-    if not isinstance(query, dict) or type(image) not in (int, str, type(None)):
+            pass
+        case _:
+            raise InputError(
+                f"{where}: expected id_list and score_list, two lists with an entry per beam, or "
+                "pointer_candidates, a list of objects"
+            )
+    query = record.get("query") or {}
+    if not isinstance(query, dict) or type(query.get("image_id")) not in (int, str, type(None)):
         raise InputError(
-            f"{where}: expected an object with pointer_candidates, a list of objects (or []), and "
-            "query, an object in which image_id is a name or a whole number"
+            f"{where}: query must be an object in which image_id is a name or a whole number"
         )
+    image = query.get("image_id")
     # the pool, and the candidates of every row
     pool = record.get("candidate_pool_ids")
     if pool is not None:

@@ -175,14 +175,14 @@ class BeamTable:
         """
         if not self.query_images or not self.candidate_images:
             return torch.zeros_like(self.pool_mask)
-        images = np.array([*self.query_images, *self.candidate_images], dtype=object)
-        # equal images have equal codes
-        codes = torch.from_numpy(np.unique(images, return_inverse=True)[1])
-        codes[torch.from_numpy(images == "")] = -1
-        query = codes[: self.num_queries, None]
-        candidates = codes[self.num_queries :]
-        same = candidates[self.pool.clamp(0, len(candidates) - 1)] == query
-        return same & (query >= 0) & self.pool_mask
+        # a number for each image, the same for equal ones
+        codes = {image: i for i, image in enumerate(self.candidate_images) if image}
+        of_queries = torch.tensor([codes.get(image, -2) for image in self.query_images])
+        images = (*self.candidate_images, "")
+        of_candidates = torch.tensor([codes.get(image, -1) for image in images])
+        # the last one stands for padding, −1
+        rows = self.pool.clamp(-1, len(self.candidates) - 1)
+        return of_candidates[rows] == of_queries.unsqueeze(1)
 
     def __repr__(self) -> str:
         return (
@@ -227,8 +227,10 @@ class BeamTable:
         b = int(self.beam_mask.sum(1).max())
         n = int(self.pool_mask.sum(1).max())
         t = int(self.lengths.max()) if b else 0
-        fields = {name: self.fields[name] for name in FIELDS if name in self.fields}
-        fields = {name: field[:, :b] for name, field in fields.items() if not field.isnan().all()}
+        fields = {}
+        for name in FIELDS:
+            if name in self.fields and not self.fields[name].isnan().all():
+                fields[name] = self.fields[name][:, :b]
         sha = hashlib.sha256()
         named = (self.query_images, self.candidate_images)
         images = [images if any(images) else () for images in named]
@@ -314,9 +316,8 @@ class BeamTable:
         leave a part empty.
         """
         images = self.query_images or ("",) * self.num_queries
-        groups = [image or (query,) for image, query in zip(images, self.query_ids, strict=True)]
         return split_groups(
-            groups,
+            [image or (query,) for image, query in zip(images, self.query_ids, strict=True)],
             train,
             validation,
             seed,
@@ -340,7 +341,7 @@ class BeamTable:
         def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> BeamTable:
             parts: dict[str, Any] = {name: tuple(head[name]) for name in WORDS}
             parts |= {name: tensors[name].long() for name in INTEGERS}
-            parts |= {name: tensors[name].float() for name in EMBEDDINGS}
+            parts |= {name: tensors[name] for name in EMBEDDINGS}
             blocks = {name: (start, stop) for name, (start, stop) in head["blocks"].items()}
             return cls(
                 name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from knobwise.common.checks import at_least, one_of, share
@@ -26,33 +25,21 @@ GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "bea
 """Methods of a group, by its name. `without_beams`: found without looking at the answer; `own`:
 draws of a policy only."""
 
-MODES: dict[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
-    "legacy": lambda w: {"information": w["alpha"], "vqa_correct": w["beta"]},
-    "hard_plus_soft": lambda w: {
-        "vqa_correct": w["hard_weight"],
-        "vqa_acc_score": w["soft_weight"],
-    },
-    "hard_plus_soft_v2": lambda w: {
-        "vqa_correct": w["hard_weight"],
-        "vqa_acc_score": w["soft_weight"],
-    },
-    "hybrid": lambda w: {
-        "capped_information": w["alpha"],
-        "vqa_correct": (1 - w["alpha"]) * w["hard_weight"],
-        "vqa_acc_score": (1 - w["alpha"]) * w["soft_weight"],
-    },
-    "multi_level": lambda w: {
-        "information": w["beam_weight"],
-        "coherence": w["coherence_weight"],
-        "diversity": w["diversity_weight"],
-        "vqa_acc_score": w["task_weight"],
-    },
+SIGNALS = {
+    "alpha": "information",
+    "beta": "vqa_correct",
+    "hard_weight": "vqa_correct",
+    "soft_weight": "vqa_acc_score",
+    "beam_weight": "information",
+    "coherence_weight": "coherence",
+    "diversity_weight": "diversity",
+    "task_weight": "vqa_acc_score",
 }
-"""Functions from a mode's weights to its signals, which it adds up, and their factors.
+"""The signal that each weight is for.
 
 A signal is a name in `FIELDS` or one of those that `knobwise.envs.demonstrations.reward`
 computes."""
-WEIGHTS: dict[str, dict[str, float]] = {
+MODES: dict[str, dict[str, float]] = {
     "legacy": {"alpha": 1.0, "beta": 0.0},
     "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
     "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
@@ -65,8 +52,6 @@ WEIGHTS: dict[str, dict[str, float]] = {
     },
 }
 """The weights that each mode has, with their defaults."""
-EVERY_WEIGHT = tuple(dict.fromkeys(chain.from_iterable(WEIGHTS.values())))
-"""The names of all weights."""
 LEVELS = ("coherence", "diversity")
 """Signals that are computed from the embeddings of a sequence."""
 AUTO = "auto"
@@ -79,7 +64,7 @@ USUAL = "hard_plus_soft_v2"
 class DemonstrationRewardConfig:
     """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, i = information.
 
-    A weight of None takes the default of the mode, in `WEIGHTS`. A weight that the mode does not
+    A weight of None takes the default of the mode, in `MODES`. A weight that the mode does not
     have is refused.
     """
 
@@ -121,10 +106,7 @@ class DemonstrationRewardConfig:
     def __post_init__(self) -> None:
         one_of("reward.mode", self.mode, (AUTO, *MODES))
         one_of("reward.information", self.information, FIELDS)
-        named = {
-            name: getattr(self, name) for name in EVERY_WEIGHT if getattr(self, name) is not None
-        }
-        self._check_weights("reward", named)
+        self._check_weights("reward", self._weights)
         for shots, weights in self.by_shots.items():
             key = f"reward.by_shots.{shots}"
             if not (isinstance(shots, int) and shots >= 1):
@@ -139,7 +121,7 @@ class DemonstrationRewardConfig:
             raise InputError(
                 f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"
             )
-        known = WEIGHTS[self._mode]
+        known = MODES[self._mode]
         for name, weight in weights.items():
             if not isinstance(weight, int | float):
                 raise InputError(f"{key}.{name}={weight!r}: must be a number")
@@ -154,6 +136,12 @@ class DemonstrationRewardConfig:
             raise InputError(
                 f"{key}: all weights of mode {self.mode} are 0; give one that is above 0"
             )
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """The weights that are set, whatever the mode."""
+        values = {name: getattr(self, name) for name in SIGNALS}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def _mode(self) -> str:
@@ -174,14 +162,13 @@ class DemonstrationRewardConfig:
 
         `shots` is the number of its demonstrations, None for any without weights of its own.
         """
-        weights = dict(WEIGHTS[self._mode])
-        for name in weights:
-            value = getattr(self, name)
-            if value is not None:
-                weights[name] = value
-        if shots is not None:
-            weights |= self.by_shots.get(shots, {})
-        return MODES[self._mode](weights)
+        weights = MODES[self._mode] | self._weights | self.by_shots.get(shots, {})
+        if self._mode != "hybrid":
+            return {SIGNALS[name]: weight for name, weight in weights.items()}
+        # α shares out between the information and the answer
+        alpha = weights.pop("alpha")
+        answer = {SIGNALS[name]: (1 - alpha) * weight for name, weight in weights.items()}
+        return {"capped_information": alpha, **answer}
 
     @property
     def signal_names(self) -> tuple[str, ...]:
@@ -212,14 +199,12 @@ class GroupConfig:
     """Keep draws of a policy from only this many latest rounds; None keeps all."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.methods, str) and self.methods in GROUPS:
-            self.methods = GROUPS[self.methods]
-        is_text = isinstance(self.methods, str)
-        if not self.methods or is_text or not set(self.methods) <= set(METHODS):
+        methods = GROUPS.get(str(self.methods), self.methods)
+        if not methods or isinstance(methods, str) or not set(methods) <= set(METHODS):
             raise InputError(
                 f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of "
                 f"{', '.join(METHODS)}"
             )
-        self.methods = tuple(self.methods)
-        if self.rounds is not None and self.rounds < 1:
-            raise InputError(f"groups.rounds={self.rounds}: must be ≥ 1, or null for all rounds")
+        self.methods = tuple(methods)
+        if self.rounds is not None:
+            at_least("groups.rounds", self.rounds, 1)

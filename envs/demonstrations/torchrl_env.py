@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,13 +57,12 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths = table.lengths[table.beam_mask].unique().tolist()
         methods = table.found_by[table.beam_mask].unique().tolist()
-        found_by = ", ".join(METHODS[i] for i in methods)
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
             f"groups.methods={', '.join(groups.methods)} and shots={shots}; it has sequences of "
-            f"{lengths} demonstrations, found by {found_by or 'none'}"
+            f"{table.lengths[table.beam_mask].unique().tolist()} demonstrations, found by "
+            f"{[METHODS[method] for method in methods]}"
         )
     longest = int(table.lengths[kept].max())
     return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)
@@ -189,8 +188,10 @@ class DemonstrationBandit(SingleStepEnv):
         group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if shots is None else shots
         rows = torch.arange(table.num_queries) if rows is None else rows
-        sizes = (shots, 1 if group_size is None else group_size, batch_size, len(rows))
-        if any(type(size) is not int or size < 1 for size in sizes):
+        group = () if group_size is None else (group_size,)
+        if any(
+            type(size) is not int or size < 1 for size in (shots, *group, batch_size, len(rows))
+        ):
             raise InputError(
                 f"shots={shots}, group_size={group_size}, batch_size={batch_size}, {len(rows)} "
                 "queries to draw from: all must be ≥ 1"
@@ -208,7 +209,7 @@ class DemonstrationBandit(SingleStepEnv):
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
         self._set_data(device)
-        self._set_specs(batch_size, () if group_size is None else (int(group_size),))
+        self._set_specs(batch_size, group)
 
     def _set_data(self, device: torch.device | str | None) -> None:
         """Copy what a step reads to the device."""
@@ -233,25 +234,29 @@ class DemonstrationBandit(SingleStepEnv):
             f"reward {self.reward_config.mode}"
         )
 
-    def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
+    def _set_specs(self, p: int, group: tuple[Any, ...]) -> None:
         """Describe the tensors; `group` is the group axis, empty for none."""
         table = self.table
         n = self.pool.shape[1]
         d = self.queries.shape[1]
         # −1 is padding
         places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64)
-        mask = functools.partial(Binary, dtype=torch.bool)
         observation: dict[str, TensorSpec] = {
             "row": Categorical(table.num_queries, (p,)),
             "vqa_correct": Unbounded((p, *group)),
         }
         if not self.lean:
-            observation["query"] = Unbounded((p, d))
-            observation["pool"] = Unbounded((p, n, d))
-            observation["mask"] = mask(shape=(p, n))
+            observation |= {
+                "query": Unbounded((p, d)),
+                "pool": Unbounded((p, n, d)),
+                "mask": Binary(n, (p, n), dtype=torch.bool),
+            }
         if self.scorer is None:
-            observation["sequences"] = places((p, *self.sequences.shape[1:]))
-            observation["group_mask"] = mask(shape=(p, table.num_beams))
+            b = table.num_beams
+            observation |= {
+                "sequences": places((p, b, table.shots)),
+                "group_mask": Binary(b, (p, b), dtype=torch.bool),
+            }
         action = places((p, *group, self.shots))
         if self.by_index:
             action = Categorical(table.num_beams, (p, *group))
@@ -379,9 +384,8 @@ class DemonstrationBandit(SingleStepEnv):
         parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
         levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
         together = {name: torch.cat([level[name] for level in levels]) for name in levels[0]}
-        reward = self._reward(
-            torch.arange(table.num_queries), {**table.fields, **together}, table.lengths
-        )
+        queries = torch.arange(table.num_queries)
+        reward = self._reward(queries, table.fields | together, table.lengths)
         if self.reward_config.shuffled:
             return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed))
         return reward
@@ -395,14 +399,12 @@ class DemonstrationBandit(SingleStepEnv):
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         for name in self.reward_config.needs:
             absent = mask & fields.get(name, unknown).isnan()
-            if absent.any():
-                query = self.table.query_ids[rows[absent.any(1)][0]]
-                raise InputError(
-                    f"reward.mode={self.reward_config.mode} needs {name}, which "
-                    f"{int(absent.sum())} of {int(mask.sum())} sequences of beam table "
-                    f"{self.table.name!r} lack (the first: query {query}); record it or have it "
-                    "scored, leave out those sequences, or choose another mode"
-                )
+            self._refuse(
+                absent,
+                rows,
+                f"lack {name}, which reward.mode={self.reward_config.mode} needs; record it or "
+                "have it scored, leave them out, or choose another mode",
+            )
         return demonstration_reward(fields, lengths, mask, self.reward_config)
 
     def _levels(self, candidates: Tensor, pool: Tensor, sequences: Tensor) -> dict[str, Tensor]:
@@ -431,7 +433,7 @@ class DemonstrationBandit(SingleStepEnv):
         unknown = ~empty & ~exact
         if self.unprofiled == "error":
             problem = "were never recorded; unprofiled=nearest replays the nearest that were"
-            self._refuse(unknown, rows, action, problem)
+            self._refuse(unknown, rows, problem, action)
         # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
         reward = rewards.gather(1, index)
@@ -460,11 +462,8 @@ class DemonstrationBandit(SingleStepEnv):
         """Score the sequences that the actions amount to."""
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
-            problem = (
-                "do not exist: they hold an index outside the pool, an "
-                "index twice, or −1 before the end"
-            )
-            self._refuse((action != sequences).any(-1), rows, action, problem)
+            problem = "hold a place outside the pool, a place twice, or −1 before the end"
+            self._refuse((action != sequences).any(-1), rows, problem, action)
         fields = self._scores(rows, sequences)
         lengths = (sequences >= 0).sum(-1)
         reward = self._reward(rows, fields, lengths)
@@ -509,12 +508,17 @@ class DemonstrationBandit(SingleStepEnv):
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
-    def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str) -> None:
+    def _refuse(
+        self, wrong: Tensor, rows: Tensor, problem: str, action: Tensor | None = None
+    ) -> None:
+        """Raise InputError if any sequence is wrong, bool [P, G], and show the first action."""
         if wrong.any():
-            row = int(rows[wrong.any(1)][0])
-            query = f"query {self.table.query_ids[row]} of {self.table.name!r}"
-            first = f"the first: {query}, indices {action[wrong][0].tolist()}"
-            raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
+            query = self.table.query_ids[rows[wrong.any(1)][0]]
+            sequence = "" if action is None else f" {action[wrong][0].tolist()}"
+            raise InputError(
+                f"beam table {self.table.name!r}: {int(wrong.sum())} of {wrong.numel()} sequences "
+                f"{problem} (the first: query {query}{sequence})"
+            )
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
