@@ -128,10 +128,8 @@ def choose(actor: SelectorActor, rows: Tensor, batch: int = BATCH) -> Tensor:
     Returns:
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
-    sequences = []
-    for inputs in _inputs(actor, rows, batch):
-        sequences.append(actor.selector.choose(*inputs, actor.shots).cpu())
-    return torch.cat(sequences)
+    choose = actor.selector.choose
+    return torch.cat([choose(*x, actor.shots).cpu() for x in _inputs(actor, rows, batch)])
 
 
 def _inputs(
