@@ -106,18 +106,16 @@ class ControllerTrainer(JudgedTrainer):
         device: str = "cpu",
         **options: Any,
     ) -> None:
+        settings = optimiser or OptimiserConfig()
+        super().__init__(table, split, settings, seed=seed, device=device, **options)
         # the settings
-        self.table = table
-        self.split = split
-        self.seed = seed
         self.policy = policy or PolicyConfig()
         self.loss = loss or LossConfig()
-        self.settings = optimiser or OptimiserConfig()
         self.cost_ms = cost_ms
         self.fold_seed = seed if fold_seed is None else fold_seed
         self._experts = experts
         self.networks = self.policy.members_trained
-        self.teaches = self.policy.teacher and self.settings.warmup_iterations > 0
+        self.teaches = self.policy.teacher and settings.warmup_iterations > 0
         self.sense = "deadline" if budget is None else budget.sense
         self.priced = self.sense == "mean"
         if self.priced:
@@ -131,19 +129,19 @@ class ControllerTrainer(JudgedTrainer):
         # the networks, the environment that they act in, and the stages
         with seeded(seed, device):
             agent = self._first_agent(init_from).to(device).eval()
-            reference = self._build_policies(agent.controller, device)
-            env = self._environment(budget, reward, balance, device)
+            reference = self._build_policies(agent.controller)
+            env = self._environment(budget, reward, balance)
             stages = self._stages(agent, env)
-            stored = {*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"}
-            options |= {
-                "stored": stored,
-                "shape": (self.settings.contexts, self.networks),
-                "critic": self.critic,
-            }
-            options |= {"seed": seed, "device": device}
-            options["same"] = self.policy, self.sense, self.start_sums
-            super().__init__(
-                agent, reference, env, self.behaviour, stages, self.settings, **options
+            self._assemble(
+                agent,
+                reference,
+                env,
+                self.behaviour,
+                stages,
+                same=(self.policy, self.sense, self.start_sums),
+                stored={*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"},
+                shape=(settings.contexts, self.networks),
+                critic=self.critic,
             )
 
     @property
@@ -163,7 +161,6 @@ class ControllerTrainer(JudgedTrainer):
         budget: BudgetConfig | None,
         reward: RewardConfig | None,
         balance: BalanceConfig | None,
-        device: str,
     ) -> ConfigBandit:
         """Return the environment: contexts for all networks in turn, each of its own rows."""
         return ConfigBandit(
@@ -178,7 +175,7 @@ class ControllerTrainer(JudgedTrainer):
             unprofiled="error",
             lean=True,
             cost_ms=self.cost_ms,
-            device=torch.device(device),
+            device=self.device,
         )
 
     # -- the networks ------------------------------------------------------------------------------
@@ -212,7 +209,7 @@ class ControllerTrainer(JudgedTrainer):
             )
         return DeployedController(controller, teacher)
 
-    def _build_policies(self, controller: Controller, device: str) -> Controller:
+    def _build_policies(self, controller: Controller) -> Controller:
         """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
         reference = copy.deepcopy(controller).requires_grad_(False)
         # under drift, networks also learn from copies of the samples on slower or faster machines
@@ -221,15 +218,14 @@ class ControllerTrainer(JudgedTrainer):
             self.drift = self.policy.drift
         self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
         self.actor, frozen = (
-            make_actor(network, self.table, self._group_size, members=True, offsets=offsets).to(
-                device
-            )
+            make_actor(network, self.table, self._group_size, members=True, offsets=offsets)
             for network in (controller, reference)
         )
         self.critic = None
         if self.loss.objective == "ppo":
             self.critic = make_critic(controller, self.table)
-        self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
+        policies = self.actor.to(self.device), frozen.to(self.device)
+        self.behaviour = Behaviour(*policies, self.loss.objective, self.critic)
         return reference
 
     # -- stages ------------------------------------------------------------------------------------

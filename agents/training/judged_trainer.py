@@ -23,7 +23,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_JUDGED = 1 << 16
 """Held-out samples that a network is judged on in training."""
@@ -38,7 +38,7 @@ class JudgedTrainer(Trainer):
         networks: M, the number of networks trained side by side; those of the folds come first.
         judged_rows: int64 [n], all held-out samples, fold by fold.
         held_out: int64 [longest, M], the samples held out of each network, filled up by row 0.
-        places: int64 [n], the positions of `judged_rows` in `held_out`, flattened.
+        places: the places of `judged_rows` in `held_out`, int64 [n] twice: row and column.
         limits: [B], budgets in ms or worths.
         scores_before: where GRPO begins, the mean score over the limits of each of `judged_rows`,
             float [n]; None before.
@@ -47,7 +47,6 @@ class JudgedTrainer(Trainer):
     actor: Actor
     env: ConfigBandit
     table: ProfileTable
-    split: Split
     policy: PolicyConfig
     grpo: Any
     sense: str
@@ -57,7 +56,7 @@ class JudgedTrainer(Trainer):
     networks: int
     judged_rows: Tensor
     held_out: Tensor
-    places: Tensor
+    places: tuple[Tensor, Tensor]
     limits: Tensor
     seen_before: list[str]
     scores_before: Tensor | None = None
@@ -73,12 +72,13 @@ class JudgedTrainer(Trainer):
             held_out: the rows held out of each fold, int64 [n] each.
         """
         self.judged_rows = torch.cat(held_out)
-        self.places = torch.cat(
-            [torch.arange(len(rows)) * self.networks + m for m, rows in enumerate(held_out)]
-        )
+        columns = pad_sequence(held_out)
+        lengths = torch.tensor([len(rows) for rows in held_out])
+        real = torch.arange(len(columns)) < lengths.unsqueeze(1)
+        network, position = real.nonzero(as_tuple=True)
+        self.places = position, network
         # the network of all samples is not judged: its column is a filler
-        fillers = self.networks - len(held_out)
-        self.held_out = functional.pad(pad_sequence(held_out), (0, fillers))
+        self.held_out = functional.pad(columns, (0, self.networks - len(held_out)))
 
     @property
     def all_features(self) -> Tensor:
@@ -131,7 +131,8 @@ class JudgedTrainer(Trainer):
         rows = self.held_out.flatten()
         inputs = {"row": rows, self.agent.controller.limit_key: limit.expand(len(rows))}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
-        return self.actor.get_dist(contexts).log_probs[self.places]
+        log_probs = self.actor.get_dist(contexts).log_probs
+        return log_probs.unflatten(0, self.held_out.shape)[self.places]
 
     @torch.no_grad()
     def _teacher_log_probs(self, limit: Tensor) -> Tensor:
@@ -142,11 +143,8 @@ class JudgedTrainer(Trainer):
         limits = limit.to(self.device).expand(*rows.shape, *limit.shape)
         scores = self.policy.sharpness * predicted.score(limits, self.sense)
         mask = self.table.mask[rows].to(self.device)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        # a teacher may have fewer networks: zeros stand in for those that are not judged
-        padded = scores.new_zeros(self.networks, *scores.shape[1:])
-        padded[: teacher.members] = scores
-        return padded.transpose(0, 1).flatten(0, 1)[self.places].log_softmax(-1)
+        scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
+        return scores[self.places].log_softmax(-1)
 
     @functools.cached_property
     def _held_out_rewards(self) -> Tensor:

@@ -34,7 +34,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
@@ -44,16 +44,9 @@ STOPPING = "stopping after this iteration, which will be saved; interrupt again 
 
 
 class Trainer(ABC):
-    """Trains one agent with one seed, stage by stage. To be built inside `seeded`.
+    """Trains one agent with one seed, stage by stage.
 
     Args:
-        agent: the network to train; it is in eval mode except where a stage says otherwise.
-        reference: the policy that the KL is taken to.
-        behaviour: the policy that collects.
-        critic: a value network that learns along with the agent, or None.
-        same: what a checkpoint must agree with to be resumed, beside the data.
-        stored: the collected keys that go into the buffer.
-        shape: the shape of a batch of contexts in the buffer.
         seed: seed of the initialisation, the contexts and the draws.
         folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
         log: where metrics go; None for nowhere.
@@ -80,7 +73,6 @@ class Trainer(ABC):
     """The score that `_judge` returns, in a word."""
     trained_on: str
     """The words of the error message for a checkpoint of another training."""
-    table: ProfileTable | BeamTable
     best = NOTHING
     iteration = 0
     finished = False
@@ -92,31 +84,18 @@ class Trainer(ABC):
 
     def __init__(
         self,
-        agent: nn.Module,
-        reference: nn.Module,
-        env: EnvBase,
-        behaviour: Callable[..., TensorDictBase],
-        stages: list[Stage],
+        table: ProfileTable | BeamTable,
+        split: Split,
         settings: OptimiserConfig,
         *,
-        same: object,
-        stored: Collection[Any],
-        shape: tuple[int, ...],
-        critic: nn.Module | None = None,
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
         device: str = "cpu",
     ) -> None:
-        self.agent: Any = agent
-        self.learned = agent
-        if critic is not None:
-            self.learned = nn.ModuleList([agent, critic])
-        self.reference = reference
-        self.env = env
-        self.stages = stages
+        self.table: Any = table
+        self.split = split
         self.settings = settings
-        self.same = repr(same)
         self.seed = seed
         self.folder = folder
         self.log = log
@@ -125,7 +104,41 @@ class Trainer(ABC):
         # where the training stands
         self.scores = list[tuple[int, float]]()
         self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def _assemble(
+        self,
+        agent: nn.Module,
+        reference: nn.Module,
+        env: EnvBase,
+        behaviour: Callable[..., TensorDictBase],
+        stages: list[Stage],
+        same: object,
+        stored: Collection[Any],
+        shape: tuple[int, ...],
+        critic: nn.Module | None = None,
+    ) -> None:
+        """Take over what is trained and what it is trained with; to be called inside `seeded`.
+
+        Args:
+            agent: the network to train; it is in eval mode except where a stage says otherwise.
+            reference: the policy that the KL is taken to.
+            env: where contexts and rewards come from.
+            behaviour: the policy that collects.
+            stages: one after the other.
+            same: what a checkpoint must agree with to be resumed, beside the data.
+            stored: the collected keys that go into the buffer.
+            shape: the shape of a batch of contexts in the buffer.
+            critic: a value network that learns along with the agent, or None.
+        """
+        self.agent: Any = agent
+        self.learned = agent
+        if critic is not None:
+            self.learned = nn.ModuleList([agent, critic])
+        self.reference = reference
+        self.env = env
+        self.stages = stages
         self.total = laid_out(stages)
+        self.same = repr(same)
         # what an iteration works with
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
@@ -148,7 +161,7 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-        self.optimiser = adamw(self.learned, settings.weight_decay)
+        self.optimiser = adamw(self.learned, self.settings.weight_decay)
         self._random = random_state(self.device)
 
     @abstractmethod
@@ -281,13 +294,11 @@ class Trainer(ABC):
     def _minibatches(self) -> Iterator[TensorDictBase]:
         """Return the minibatches of an epoch, from the buffer or as the stage draws them."""
         size = self.settings.minibatch
+        contexts = self.settings.contexts
         draw = self.stage.draw
         if draw is None:
-            yield from self.buffer.sample().split(size)
-            return
-        contexts = self.settings.contexts
-        for first in range(0, contexts, size):
-            yield draw(min(size, contexts - first))
+            return iter(self.buffer.sample().split(size))
+        return (draw(min(size, contexts - first)) for first in range(0, contexts, size))
 
     def _learn(self, data: TensorDictBase | None) -> Mapping[str, float]:
         """Learn from freshly collected contexts, or from drawn ones, and return the metrics to

@@ -100,9 +100,9 @@ class SelectorTrainer(Trainer):
         **options: Any,
     ) -> None:
         self.config = config or StageConfig()
+        settings = self.config.optimiser(len(split.train))
+        super().__init__(table, split, settings, seed=seed, device=device, **options)
         self.loss = loss or SelectorLossConfig()
-        self.table = table
-        self.split = split
         self.shots = shots
         self.scorer = scorer
         self.judged_by = "accuracy"
@@ -122,8 +122,7 @@ class SelectorTrainer(Trainer):
             weights += self.reward_model.weights.values()
             self.stateful = (*self.stateful, "reward_model")
         learned = getattr(reward_model, "config", None)
-        same = stage, live, shots, self.config, self.loss, reward, groups, learned
-        settings = self.config.optimiser(len(split.train))
+        same: Any = stage, live, shots, self.config, self.loss, reward, groups, learned
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
@@ -134,10 +133,9 @@ class SelectorTrainer(Trainer):
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
-            options |= {"stored": STORED, "shape": (settings.contexts,)}
-            options["same"] = *same, weight_sums(weights)
-            options |= {"seed": seed, "device": device}
-            super().__init__(agent, frozen, env, behaviour, stages, settings, **options)
+            same = *same, weight_sums(weights)
+            shape = (settings.contexts,)
+            self._assemble(agent, frozen, env, behaviour, stages, same, STORED, shape)
 
     def _actor(self, selector: Selector, embeddings: StoredEmbeddings) -> SelectorActor:
         """Return an actor of a copy of a selector."""

@@ -29,7 +29,7 @@ class Stage:
     """Number of iterations; a stage of 0 is left out."""
     lr: float
     """Learning rate of AdamW, before the schedule."""
-    prepare: Callable[[float, bool], None] = lambda share, logged: None
+    prepare: Callable[[float, bool], None]
     """Called before each iteration with the share of the stage that is done, and True if
     diagnostics are read."""
     begin: Callable[[], object] = lambda: None

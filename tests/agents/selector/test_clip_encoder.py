@@ -173,7 +173,7 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(
     }
     assert any("encoder" in name and "lora" in name for name in moved)
     assert any(name.startswith("network.") for name in moved)
-    kept = load_checkpoint(tmp_path / "whole" / "last.pt").extra["training"]["agent"]
+    kept = load_checkpoint(tmp_path / "whole" / "last.pt").extra["training"]["learned"]
     assert {name for name in kept if ".encoder." in name} == {
         f"selector.{name}" for name in before if "lora" in name
     }

@@ -14,7 +14,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies, rows_of_copies
+from knobwise.envs.configurations.drift import COPIES, Drift, drifted_copies
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.losses.settings import LossConfig
 
@@ -67,15 +67,6 @@ def test_copies_are_the_samples_on_other_machines(several):
     same, nothing = drifted_copies(table, 0.0, seed=0)
     assert same is table
     assert nothing is None
-
-
-def test_half_of_what_is_drawn_is_of_the_profile_itself():
-    table = small_table(30)
-    drifted, _ = drifted_copies(table, 0.4, seed=0)
-    rows = rows_of_copies(torch.tensor([3, 7]), table, drifted)
-    copies = [k * 30 + row for k in range(1, 1 + COPIES) for row in (3, 7)]
-    assert sorted(rows.tolist()) == sorted([3, 7] * COPIES + copies)
-    assert rows_of_copies(torch.tensor([3, 7]), table, table).tolist() == [3, 7]
 
 
 def test_what_heads_are_told_of_it_by_hand():
@@ -140,9 +131,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift():
     student = trainer(table)
     student.run()
     lessons, teacher = student.lessons, student.taught_by.teacher
-    assert lessons.offsets is not None
-    x, limits = lessons.x[-1, :40], lessons.limits[-1, :40]
-    offsets = lessons.offsets[-1, :40]
+    x, limits, worths, offsets = (part[-1, :40] for part in lessons.parts.values())
     with torch.no_grad():
         still = teacher.mixture(x)
         wanted = []
@@ -152,13 +141,10 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift():
             ]
             wanted.append(still._replace(predictions=moved).score(limits[:, place]))
     # but where nothing is likely to be on time
-    worths = lessons.worths[-1, :40]
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
     torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
-    drawn = lessons.draw(9)
-    assert drawn[3] is not None
-    assert drawn[3].shape == (3, 9, 12)
+    assert lessons.draw(9)["offset"].shape == (3, 9, 12)
 
 
 def test_what_is_judged_and_deployed_does_not_drift():

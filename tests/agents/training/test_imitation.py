@@ -83,21 +83,20 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(BRIEF, contexts=256))
-    lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
-    assert lessons.x.shape[::2] == (3, student.agent.controller.normaliser.width)
-    assert lessons.worths.shape == (3, lessons.x.shape[1], LIMITS, 12)
-    assert lessons.limits.min() >= BEYOND[0] * student.limits.min() * (1 - 1e-6)
-    assert lessons.limits.max() <= BEYOND[1] * student.limits.max() * (1 + 1e-6)
-    x, limits, worths, offsets = lessons.draw(500)
-    assert offsets is None
-    assert (x.shape, limits.shape, worths.shape) == ((3, 500, 1), (3, 500), (3, 500, 12))
+    lessons = student.lessons
+    teacher, of_folds, rows, folds = student.taught_by
+    x, limits, worths = lessons.parts.values()  # no drift
+    assert x.shape[::2] == (3, student.agent.controller.normaliser.width)
+    assert worths.shape == (*x.shape[:2], LIMITS, 12)
+    drawn = lessons.draw(500)
+    assert [part.shape for part in drawn.values()] == [(3, 500, 1), (3, 500), (3, 500, 12)]
     normal = student.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
-        taught = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
-        torch.testing.assert_close(lessons.worths[pupil, :50], taught)
-        assert torch.isin(limits[pupil], lessons.limits[pupil]).all()
+        taught = taught_by.teach(x[pupil, :50], limits[pupil, :50])
+        torch.testing.assert_close(worths[pupil, :50], taught)
+        assert torch.isin(drawn["limit"][pupil], limits[pupil]).all()
         # of each sample that it is fitted on, and of no other
-        seen = lessons.x[pupil, :, 0]
+        seen = x[pupil, :, 0]
         named = {int((normal == value).nonzero()) for value in seen[torch.isin(seen, normal)]}
         own = set(rows.tolist())
         if pupil < 2:
@@ -139,10 +138,9 @@ def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
-    table = small_table(60)
-    student = trained(table)
+    student = trained(small_table(60))
     torch.manual_seed(0)
-    x, limits, worths, _ = student.lessons.draw(7)
+    x, limits, worths = student.lessons.draw(7).values()
     torch.manual_seed(0)
     loss = student._imitate(student._draw_lessons(7))["loss_imitation"]
     target = (student.policy.sharpness * worths).softmax(-1)
