@@ -326,20 +326,20 @@ class SelectorTrainer(Trainer):
         GRPO is −E_π[reward], its objective without baseline, clip and KL. The KL is k3, over the
         policy's draws.
         """
-        name = self.stages[0].name
-        metrics: dict[str, Tensor] = {}
+        stage = self.stages[0].name
         drawn, batch = self._validation_draws()
-        if name != "sft":
-            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
-            metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
         batch = _taught(batch)
-        if name == "grpo":
-            metrics["Loss"] = -self._expected_reward(batch)
+        if stage == "grpo":
+            loss = -self._expected_reward(batch)
         else:
-            temperature = math.inf if name == "sft" else RCE_TEMPERATURES[1]
+            temperature = math.inf if stage == "sft" else RCE_TEMPERATURES[1]
             self.imitation.temperature.fill_(temperature)
-            metrics["Loss"] = self.imitation(batch)["loss_rce"]
-        return {key: float(value) for key, value in metrics.items()}
+            loss = self.imitation(batch)["loss_rce"]
+        metrics = {"Loss": float(loss)}
+        if stage != "sft":
+            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
+            metrics["KL"] = float(k3(drawn["action_log_prob"], reference).mean())
+        return metrics
 
     def _validation_draws(self) -> tuple[TensorDictBase, TensorDictBase]:
         """Return draws of the policy, and the environment's step with them or with the records."""

@@ -397,16 +397,12 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
 @pytest.mark.parametrize(
     ("group", "settings", "name"),
     [
-        (OptimiserConfig, {"schedule": "linear"}, "schedule"),
         (OptimiserConfig, {"minibatch": 0}, "minibatch"),
         (OptimiserConfig, {"teacher_iterations": -1}, "teacher_iterations"),
         (OptimiserConfig, {"clip_grad": -1.0}, "clip_grad"),
-        (PolicyConfig, {"budget_encoding": "tree"}, "budget_encoding"),
         (PolicyConfig, {"sharpness": 0.0}, "sharpness"),
         (PolicyConfig, {"teacher_dropout": 1.0}, "teacher_dropout"),
         (PolicyConfig, {"level": 1.0}, "level"),
-        (PolicyConfig, {"teacher": True}, "members"),
-        (PolicyConfig, {"members": 2, "experts": ("ridge",)}, "teacher=true"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(group, settings, name):
