@@ -104,37 +104,31 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
         assert named == own
 
 
-def beside_its_teacher(student):
-    """How often what is deployed takes what its teacher takes of test samples, and what its choices
-    are worth less than those, as the teacher expects."""
-    teacher, rows = student.taught_by.teacher, student.split.test
+@torch.no_grad()
+def agreement(student):
+    """How often what is deployed takes what its teacher takes of test samples."""
+    rows = student.split.test
     x = student.all_features[rows]
-    same, lost = [], []
+    mixture = student.taught_by.teacher.mixture(x)
+    same = []
     for limit in student.limits:
         limits = limit.expand(len(rows))
-        with torch.no_grad():
-            chosen = student.agent.controller(x, limits).argmax(-1)
-            worths = teacher.teach(x, limits.unsqueeze(1)).squeeze(1)
-            same.append((chosen == teacher.mixture(x).choose(limits)).double().mean())
-        got = worths.gather(1, chosen.unsqueeze(1)).squeeze(1)
-        lost.append((worths.amax(1) - got).mean())
-    return float(torch.stack(same).mean()), float(torch.stack(lost).mean())
+        chosen = student.agent.controller(x, limits).argmax(-1)
+        same.append((chosen == mixture.choose(limits)).double().mean())
+    return float(torch.stack(same).mean())
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
-    agreed, lost = [], []
+    agreed = []
     for iterations in (1, 300):
         changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
         optimiser = replace(BRIEF, **changes, contexts=64, minibatch=64)
         policy = replace(TAUGHT, hidden=32)
         student = trained(small_table(200), sense, policy=policy, optimiser=optimiser)
-        share, less = beside_its_teacher(student)
-        agreed.append(share)
-        lost.append(less)
+        agreed.append(agreement(student))
     assert agreed[0] < 0.2
     assert agreed[1] > 0.55  # of twelve configurations, some of which are nearly as good
-    assert lost[1] < 0.15 * lost[0]
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
