@@ -110,13 +110,10 @@ class SelectorActor(TensorDictModuleBase):
         """
         parts = []
         device = self.pool.device
-        training = self.selector.training
-        self.selector.eval()
         for part in rows.split(BATCH):
             queries = TensorDict({"row": part}, [len(part)], device=device)
             sequences = table.sequences[part, :, : self.shots].to(device)
             parts.append(self.get_dist(queries).log_prob(sequences).cpu())
-        self.selector.train(training)
         return torch.cat(parts)
 
 

@@ -200,7 +200,7 @@ class ControllerTrainer(JudgedTrainer):
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
-            self.start_sums = weight_sums(controller.state_dict().values())
+            self.start_sums = weight_sums(controller.state_dict())
         teacher = None
         if self.teaches:
             masks = torch.stack([torch.isin(self.fitted, rows) for rows in fitted])

@@ -466,6 +466,6 @@ class Trainer(ABC):
         return True
 
 
-def weight_sums(weights: Iterable[torch.Tensor]) -> list[float]:
+def weight_sums(weights: Mapping[str, torch.Tensor]) -> list[float]:
     """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
-    return [float(weight.detach().double().sum()) for weight in weights]
+    return [float(weight.detach().double().sum()) for weight in weights.values()]

@@ -114,15 +114,14 @@ class SelectorTrainer(Trainer):
         self.reward_model = copy.deepcopy(reward_model)
         self.corrected = dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
-        weights = [*start.state_dict().values(), *reference.state_dict().values()]
+        same: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
+        same += [stage, live, shots, self.config, self.loss, reward, groups]
         if self.reward_model is not None:
+            same += [self.reward_model.config, weight_sums(self.reward_model.weights)]
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
-            weights += self.reward_model.weights.values()
             self.stateful = (*self.stateful, "reward_model")
-        learned = getattr(reward_model, "config", None)
-        same: Any = stage, live, shots, self.config, self.loss, reward, groups, learned
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
@@ -133,7 +132,6 @@ class SelectorTrainer(Trainer):
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
-            same = *same, weight_sums(weights)
             shape = (settings.contexts,)
             self._assemble(agent, frozen, env, behaviour, stages, same, STORED, shape)
 

@@ -199,13 +199,11 @@ def test_what_has_no_record_of_its_correctness_is_never_counted():
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
     data, rows = table(), torch.tensor([9, 3, 1, 11])
     policy, stored = selector(data)
-    policy.train()
     actor = SelectorActor(policy, stored, data.pool, 2)
     results = actor.recorded_log_probs(data, rows)
-    assert policy.training
     assert results.shape == (4, BEAMS)
     query, pool = stored.both(rows[:1], data.pool[rows[:1]])
-    alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
+    alone = policy.distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(results[0], each.squeeze(1))
     judged = decide_selectors([actor], data, None, rows).correct[0]
