@@ -270,8 +270,7 @@ class Trainer(ABC):
     def _begin(self, stage: Stage) -> None:
         """Begin a stage, with a fresh optimiser."""
         stage.begin()
-        decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
-        self.optimiser = adamw(self.learned, decay)
+        self.optimiser = adamw(self.learned, stage.weight_decay)
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
@@ -305,7 +304,6 @@ class Trainer(ABC):
         log."""
         stage = self.stage
         watched = self._watched
-        clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
         rate = learning_rate(stage.lr, stage.share(self.iteration), self.settings)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
@@ -319,7 +317,7 @@ class Trainer(ABC):
                 total: Any = sum(value for value in out.values() if value.requires_grad)
                 self.optimiser.zero_grad()
                 total.backward()
-                norm = nn.utils.clip_grad_norm_(parameters, clip)
+                norm = nn.utils.clip_grad_norm_(parameters, stage.clip_grad)
                 self.optimiser.step()
                 if watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
@@ -405,9 +403,8 @@ class Trainer(ABC):
         note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
         if self.best["state"] is None:
             return note
-        best = f"validation {self.judged_by} {self.best['score']:.4f}"
-        at = f"at iteration {self.best['iteration']:,}"
-        return f"{note}; best.pt beside it holds the best so far ({best} {at})"
+        score = f"{self.judged_by} {self.best['score']:.4f}"
+        return f"{note}; best.pt beside it {score} at iteration {self.best['iteration']:,}"
 
     def _coefficients(self) -> list[torch.Tensor]:
         """Return the coefficients of all stages that follow the KL."""

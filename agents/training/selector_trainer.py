@@ -201,6 +201,8 @@ class SelectorTrainer(Trainer):
             self._stage_loss,
             settings.iterations,
             settings.lr,
+            settings.weight_decay,
+            settings.clip_grad,
             self._prepare,
             kl_controls=controls,
             dropout=name == "sft",
@@ -281,10 +283,8 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            chosen = choose(self.agent, rows)
-            outcome = judge(self.table, self.scorer, chosen, rows)
-        known = outcome[~outcome.isnan()]
-        score = float(known.mean()) if len(known) else 0.0
+            outcome = judge(self.table, self.scorer, choose(self.agent, rows), rows)
+        score = float(outcome.nanmean().nan_to_num())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
         if self.log is not None or self.config.keep == "best_kl":
             metrics |= self._validation_metrics()

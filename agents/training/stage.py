@@ -29,6 +29,10 @@ class Stage:
     """Number of iterations; a stage of 0 is left out."""
     lr: float
     """Learning rate of AdamW, before the schedule."""
+    weight_decay: float
+    """Weight decay of AdamW."""
+    clip_grad: float
+    """Largest norm of the gradient."""
     prepare: Callable[[float, bool], None]
     """Called before each iteration with the share of the stage that is done, and True if
     diagnostics are read."""
@@ -45,10 +49,6 @@ class Stage:
     step."""
     patience: int = 0
     """The stage ends this many evaluations after its best score; 0 never ends it early."""
-    weight_decay: float | None = None
-    """Weight decay of AdamW; None for that of the settings."""
-    clip_grad: float | None = None
-    """Largest norm of the gradient; None for that of the settings."""
     loss_name: str = "Loss"
     """The name that the loss is logged under."""
     judged: str = "policy"

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, TAUGHT, Always, small_table, table_of
+from helpers import BRIEF, TAUGHT, small_table, table_of
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
@@ -59,23 +58,6 @@ def test_training_learns_from_what_its_decisions_leave(sense):
     learned = student.env.rewards
     torch.testing.assert_close(learned.latency_ms, table.latency_ms + 2)
     assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
-
-
-def test_it_is_judged_by_what_it_plans_with_and_by_what_it_takes():
-    table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
-    rewards = RewardTable(table, UTILITY)
-    policy = Always(1)
-    cost_ms = torch.tensor([1.0, 1.0])
-    budgets_ms = torch.tensor([20.5, 21.0])
-    judged = judge(policy, table, torch.tensor([0]), budgets_ms, rewards, cost_ms)
-    assert policy.limits.tolist() == [20.0]  # of the last budget
-    assert judged.latency_ms.tolist() == [[21.0, 21.0]]
-    assert judged.utility.tolist() == judged.reward.tolist() == [[0.0, 1.0]]
-    # what it learned from is the same
-    learned = RewardTable(table, UTILITY, cost_ms=1.0)
-    row = torch.tensor([0])
-    for budget, wanted in zip(budgets_ms, (0.0, 1.0), strict=True):
-        assert float(learned.all(row, budget[None])[0, 1]) == wanted
 
 
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
