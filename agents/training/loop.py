@@ -47,6 +47,9 @@ class Trainer(ABC):
     """Trains one agent with one seed, stage by stage.
 
     Args:
+        table: what is learned from.
+        split: which rows of the table are fitted on, and which judge.
+        settings: the optimiser, and how often it is judged.
         seed: seed of the initialisation, the contexts and the draws.
         folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
         log: where metrics go; None for nowhere.
