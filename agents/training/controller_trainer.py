@@ -138,7 +138,7 @@ class ControllerTrainer(JudgedTrainer):
                 env,
                 self.behaviour,
                 stages,
-                same=(self.policy, self.sense, self.start_sums),
+                identity=(self.policy, self.sense, self.start_sums),
                 stored={*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"},
                 shape=(settings.contexts, self.networks),
                 critic=self.critic,

@@ -115,7 +115,7 @@ class Trainer(ABC):
         env: EnvBase,
         behaviour: Callable[..., TensorDictBase],
         stages: list[Stage],
-        same: object,
+        identity: object,
         stored: Collection[Any],
         shape: tuple[int, ...],
         critic: nn.Module | None = None,
@@ -128,7 +128,7 @@ class Trainer(ABC):
             env: where contexts and rewards come from.
             behaviour: the policy that collects.
             stages: one after the other.
-            same: what a checkpoint must agree with to be resumed, beside the data.
+            identity: what a checkpoint must agree with to be resumed, beside the data.
             stored: the collected keys that go into the buffer.
             shape: the shape of a batch of contexts in the buffer.
             critic: a value network that learns along with the agent, or None.
@@ -141,7 +141,7 @@ class Trainer(ABC):
         self.env = env
         self.stages = stages
         self.total = laid_out(stages)
-        self.same = repr(same)
+        self.identity = repr(identity)
         # what an iteration works with
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
@@ -416,7 +416,7 @@ class Trainer(ABC):
     def training_state(self) -> dict[str, Any]:
         """Return the state of the training, which `last.pt` holds beside the agent."""
         return {
-            "same": self.same,
+            "identity": self.identity,
             **{name: getattr(self, name) for name in self.kept},
             **{name: getattr(self, name).state_dict() for name in self.stateful},
             "coefficients": list(map(float, self._coefficients())),
@@ -439,7 +439,8 @@ class Trainer(ABC):
         if loaded is None:
             return False
         state = loaded.extra.get("training", {})
-        if loaded.profile_digest != self.table.digest or state.get("same") != self.same:
+        mine = loaded.profile_digest == self.table.digest
+        if not mine or state.get("identity") != self.identity:
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         for name in self.kept:
             setattr(self, name, state[name])

@@ -114,14 +114,14 @@ class SelectorTrainer(Trainer):
         self.reward_model = copy.deepcopy(reward_model)
         self.corrected = dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
-        same: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
-        same += [stage, live, shots, self.config, self.loss, reward, groups]
+        identity: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
         if self.reward_model is not None:
-            same += [self.reward_model.config, weight_sums(self.reward_model.weights)]
+            identity += [self.reward_model.config, weight_sums(self.reward_model.weights)]
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
             self.stateful = (*self.stateful, "reward_model")
+        identity += [stage, live, shots, self.config, self.loss, reward, groups]
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
@@ -133,7 +133,7 @@ class SelectorTrainer(Trainer):
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
             shape = (settings.contexts,)
-            self._assemble(agent, frozen, env, behaviour, stages, same, STORED, shape)
+            self._assemble(agent, frozen, env, behaviour, stages, identity, STORED, shape)
 
     def _actor(self, selector: Selector, embeddings: StoredEmbeddings) -> SelectorActor:
         """Return an actor of a copy of a selector."""
