@@ -111,7 +111,7 @@ def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            yield imitation_loss(network, *lessons.draw(MINIBATCH))
+            yield imitation_loss(network, *lessons.draw(MINIBATCH).values())
 
     return losses
 

@@ -15,6 +15,9 @@ from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
+BATCH = 512
+"""Queries that are encoded at once."""
+
 
 class SelectorActor(TensorDictModuleBase):
     """A policy that draws G sequences for each of P queries.
@@ -96,7 +99,7 @@ class SelectorActor(TensorDictModuleBase):
         return tensordict
 
     @torch.no_grad()
-    def recorded_log_probs(self, table: BeamTable, rows: Tensor, batch: int = 512) -> Tensor:
+    def recorded_log_probs(self, table: BeamTable, rows: Tensor) -> Tensor:
         """Return ln π of the recorded sequences of queries, float32 [n, B].
 
         Longer sequences are cut after T, and padding adds 0.
@@ -104,17 +107,13 @@ class SelectorActor(TensorDictModuleBase):
         Args:
             table: the records.
             rows: int64 [n], the queries.
-            batch: queries that are encoded at once.
         """
         parts = []
         device = self.pool.device
-        training = self.selector.training
-        self.selector.eval()
-        for part in rows.split(batch):
+        for part in rows.split(BATCH):
             queries = TensorDict({"row": part}, [len(part)], device=device)
             sequences = table.sequences[part, :, : self.shots].to(device)
             parts.append(self.get_dist(queries).log_prob(sequences).cpu())
-        self.selector.train(training)
         return torch.cat(parts)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from knobwise.agents.selector.actor import SelectorActor
+from knobwise.agents.selector.actor import BATCH, SelectorActor
 from knobwise.agents.selector.baselines import (
     cosines,
     random_places,
@@ -31,8 +31,8 @@ from knobwise.profiling.measuring.machine import one_thread
 if TYPE_CHECKING:
     from knobwise.profiling.demonstrations.scorers import Scorer
 
-BATCH = 256
-"""Queries in a batch."""
+REPEATS = 30
+"""Choices that are timed."""
 LOWEST = torch.finfo(torch.float32).min
 """The lowest finite float32."""
 
@@ -122,29 +122,25 @@ def decide_simple(
 
 
 @torch.no_grad()
-def choose(actor: SelectorActor, rows: Tensor, batch: int = BATCH) -> Tensor:
+def choose(actor: SelectorActor, rows: Tensor) -> Tensor:
     """Choose greedily for queries `rows`, int64 [n].
 
     Returns:
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
-    sequences = []
-    for inputs in _inputs(actor, rows, batch):
-        sequences.append(actor.selector.choose(*inputs, actor.shots).cpu())
-    return torch.cat(sequences)
+    choose = actor.selector.choose
+    return torch.cat([choose(*x, actor.shots).cpu() for x in _inputs(actor, rows)])
 
 
-def _inputs(
-    actor: SelectorActor, rows: Tensor, batch: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _inputs(actor: SelectorActor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield queries and their candidates with a mask, in batches."""
-    for part in rows.split(batch):
+    for part in rows.split(BATCH):
         pool = actor.pool[part].cpu()
         yield (*actor.embeddings.both(part, pool), pool >= 0)
 
 
 @torch.no_grad()
-def draw(actor: SelectorActor, rows: Tensor, count: int, batch: int = 2 * BATCH) -> Tensor:
+def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     """Draw `count` sequences for each of the queries `rows`, int64 [n].
 
     Returns:
@@ -152,7 +148,7 @@ def draw(actor: SelectorActor, rows: Tensor, count: int, batch: int = 2 * BATCH)
     """
     draws = []
     selector = actor.selector
-    for inputs in _inputs(actor, rows, batch):
+    for inputs in _inputs(actor, rows):
         query, candidates, mask = (x.to(selector.mean.device) for x in inputs)
         dist = selector.distribution(query, candidates, mask, actor.shots, count)
         draws.append(dist.sample().cpu())
@@ -180,7 +176,7 @@ def judged_choices(
     return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 
-def decision_us(actor: SelectorActor, rows: Tensor, repeats: int = 30) -> float:
+def decision_us(actor: SelectorActor, rows: Tensor) -> float:
     """Measure the median time of a greedy choice for a single query, in µs, on one CPU thread.
 
     The time includes encoding the query and its pool by the selector's network. Embeddings are
@@ -189,9 +185,9 @@ def decision_us(actor: SelectorActor, rows: Tensor, repeats: int = 30) -> float:
     selector = copy.deepcopy(actor.selector).cpu()
     times = []
     with one_thread():
-        for i in range(repeats + 3):  # the first ones are slower
+        for i in range(REPEATS + 3):  # the first ones are slower
             row = rows[i % len(rows)].reshape(1)
-            (inputs,) = _inputs(actor, row, 1)
+            (inputs,) = _inputs(actor, row)
             query, pool, mask = (x.cpu() for x in inputs)
             start = time.perf_counter()
             selector.choose(query, pool, mask, actor.shots)

@@ -48,14 +48,6 @@ class Answered(NamedTuple):
     right: Tensor
     """float32 [n], 1 for a right answer and 0 for a wrong one."""
 
-    def joined(self, other: Answered) -> Answered:
-        """Return these sequences and others, all padded to the longest."""
-        return Answered(
-            torch.cat([self.rows, other.rows]),
-            pad_sequence([*self.sequences, *other.sequences], True, -1),
-            torch.cat([self.right, other.right]),
-        )
-
 
 def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
     """Return the recorded sequences whose correctness is known, of those that were found without
@@ -68,27 +60,22 @@ def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
     Raises:
         InputError: there are no such sequences.
     """
-    if "vqa_correct" not in table.fields or table.fields["vqa_correct"][rows].isnan().all():
-        raise InputError(
-            f"beam table {table.name!r}: a learned reward needs sequences recorded as right or "
-            "wrong; record vqa_correct, or leave out variants with reward_model"
-        )
-    # those whose answer is known
     part = recorded_groups(table, GroupConfig("without_beams")).select(rows)
-    right = part.fields["vqa_correct"]
+    right = part.fields.get("vqa_correct", torch.full(part.beam_mask.shape, torch.nan))
     query, beam = (part.beam_mask & ~right.isnan()).nonzero(as_tuple=True)
     if not len(query):
         raise InputError(
-            f"beam table {table.name!r}: every sequence with a known answer was found with the "
-            "answer in view; a learned reward needs others (beams.random, beams.retrieved)"
+            f"beam table {table.name!r}: a learned reward needs sequences with vqa_correct that "
+            "were found without the answer in view; record some (beams.random, beams.retrieved), "
+            "or leave out variants with reward_model"
         )
     sequences = bank_rows(part.pool[query], part.sequences[query, beam])
     return Answered(rows[query], sequences, right[query, beam])
 
 
-def penalised(probabilities: Tensor, kappa: float) -> Tensor:
+def penalised(probabilities: Tensor) -> Tensor:
     """Return mean − κ · standard deviation (of the population) over the members: [M, *] → [*]."""
-    return probabilities.mean(0) - kappa * probabilities.std(0, correction=0)
+    return probabilities.mean(0) - KAPPA * probabilities.std(0, correction=0)
 
 
 class Member(nn.Module):
@@ -156,7 +143,12 @@ class RewardModel:
             The mean cross-entropy in the last epoch.
         """
         if self.answered is not None:
-            answered = self.answered.joined(answered)
+            # all sequences are padded to the longest
+            answered = Answered(
+                torch.cat([self.answered.rows, answered.rows]),
+                pad_sequence([*self.answered.sequences, *answered.sequences], True, -1),
+                torch.cat([self.answered.right, answered.right]),
+            )
         self.answered = answered
         optimiser = torch.optim.AdamW(self.weights.values(), lr=LR)
         count = len(answered.right)
@@ -177,9 +169,7 @@ class RewardModel:
                 total += float(loss.detach().mean()) * batch.shape[1]
         return total / count
 
-    def _logits(
-        self, table: BeamTable, rows: Tensor, sequences: Tensor, learning: bool = False
-    ) -> Tensor:
+    def _logits(self, table: BeamTable, rows: Tensor, sequences: Tensor, learning: bool) -> Tensor:
         """Return logits [M, n] of right answers; each member reads its own sequences.
 
         Args:
@@ -214,7 +204,7 @@ class RewardModel:
         parts = []
         for queries, drawn in zip(rows.split(CHUNK), sequences.split(CHUNK), strict=True):
             inputs = queries.expand(members, -1), drawn.expand(members, -1, -1)
-            parts.append(self._logits(table, *inputs).sigmoid())
+            parts.append(self._logits(table, *inputs, learning=False).sigmoid())
         return torch.cat(parts, 1)
 
     def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
@@ -222,8 +212,7 @@ class RewardModel:
 
         With `table` bound, this is a scorer for the environment.
         """
-        probabilities = self.probabilities(table, rows, sequences)
-        return {"vqa_correct": penalised(probabilities, KAPPA)}
+        return {"vqa_correct": penalised(self.probabilities(table, rows, sequences))}
 
     def correct(
         self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer
@@ -258,13 +247,13 @@ class RewardModel:
             "Reward_Model_Loss": loss,
         }
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the weights and the answers learned from, for a checkpoint."""
         assert self.answered is not None
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         return {"weights": weights, "answered": tuple(self.answered)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.weights = {name: weight.requires_grad_() for name, weight in state["weights"].items()}
         self.answered = Answered(*state["answered"])

@@ -63,9 +63,20 @@ class SequenceDistribution(Distribution):
         samples = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)].numel()
         # all samples and draws of a query go side by side
         places = value.reshape(samples, *self.batch_shape, group, value.shape[-1])
-        places = places.movedim(0, 1).flatten(1, 2)
-        log_probs = self._log_prob(places).unflatten(1, (samples, group))
-        return log_probs.movedim(1, 0).reshape(value.shape[:-1])
+        places = places.movedim(0, 1).flatten(1, 2)  # [P, J, T]
+        size = self.encoded.mask.shape[-1]
+        inside = places.clamp(0, size - 1)
+        # at each step, a place is available unless an earlier step took it: [P, J, T, N]
+        taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
+        available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
+        states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
+        log_probs = _of_chosen(self._log_probs(states, available), inside)
+        # not available, not a place of the pool, or after the end
+        padding = places == -1
+        free = available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
+        wrong = ~free | (inside != places) | (padding.cumsum(-1) > 0)
+        total = log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
+        return total.unflatten(1, (samples, group)).movedim(1, 0).reshape(value.shape[:-1])
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draw sequences, int64 [*sample_shape, P, (G), T], all of them side by side."""
@@ -112,21 +123,6 @@ class SequenceDistribution(Distribution):
         return greedy.expand(-1, self.group_size, -1)
 
     deterministic_sample = mode
-
-    def _log_prob(self, places: Tensor) -> Tensor:
-        """Return the log-probs [P, J] of places int64 [P, J, T], all steps at once."""
-        size = self.encoded.mask.shape[-1]
-        inside = places.clamp(0, size - 1)
-        # at each step, a place is available unless an earlier step took it: [P, J, T, N]
-        taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
-        available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
-        states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
-        log_probs = _of_chosen(self._log_probs(states, available), inside)
-        # not available, not a place of the pool, or after the end
-        padding = places == -1
-        free = available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
-        wrong = ~free | (inside != places) | (padding.cumsum(-1) > 0)
-        return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     def _draw(
         self, count: int, generator: torch.Generator | None = None, greedy: bool = False

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
 from knobwise.agents.training.imitation import Lessons
 from knobwise.agents.training.judged_trainer import JudgedTrainer
-from knobwise.agents.training.loop import weight_sums
+from knobwise.agents.training.loop import NOTHING, weight_sums
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
@@ -107,45 +106,42 @@ class ControllerTrainer(JudgedTrainer):
         device: str = "cpu",
         **options: Any,
     ) -> None:
+        settings = optimiser or OptimiserConfig()
+        super().__init__(table, split, settings, seed=seed, device=device, **options)
         # the settings
-        self.table = table
-        self.split = split
-        self.seed = seed
         self.policy = policy or PolicyConfig()
         self.loss = loss or LossConfig()
-        self.settings = optimiser or OptimiserConfig()
         self.cost_ms = cost_ms
         self.fold_seed = seed if fold_seed is None else fold_seed
         self._experts = experts
         self.networks = self.policy.members_trained
-        self.teaches = self.policy.teacher and self.settings.warmup_iterations > 0
+        self.teaches = self.policy.teacher and settings.warmup_iterations > 0
         self.sense = "deadline" if budget is None else budget.sense
-        self.priced = self.sense != "deadline"
+        self.priced = self.sense == "mean"
         if self.priced:
             reward = RewardConfig(kind="priced")
+            budgets_ms = judged_worths(table)
+        self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
-        by_reward = self.priced or (reward is not None and reward.kind == "function")
-        self.judged_by = "reward" if by_reward else "utility"
-        self.limits = _judged_limits(table, self.sense, budgets_ms)
+        self.judged_by = "utility"
+        if self.priced or (reward is not None and reward.kind == "function"):
+            self.judged_by = "reward"
         # the networks, the environment that they act in, and the stages
-        shape = self.settings.contexts, self.networks
         with seeded(seed, device):
             agent = self._first_agent(init_from).to(device).eval()
-            self._with_bins = self._leave_out_bins(agent)
-            reference = self._build_policies(agent.controller, device)
-            env = self._environment(
-                math.prod(shape),
-                budget=budget,
-                reward=reward,
-                balance=(balance or BalanceConfig()).by,
-                device=torch.device(device),
-            )
+            reference = self._build_policies(agent.controller)
+            env = self._environment(budget, reward, balance)
             stages = self._stages(agent, env)
-            stored = {*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"}
-            options |= {"stored": stored, "shape": shape, "critic": self.critic}
-            options |= {"seed": seed, "device": device}
-            super().__init__(
-                agent, reference, env, self.behaviour, stages, self.settings, **options
+            self._assemble(
+                agent,
+                reference,
+                env,
+                self.behaviour,
+                stages,
+                identity=(self.policy, self.sense, self.start_sums),
+                stored={*self.rce.in_keys, *self.grpo.in_keys, *STORED} - {"action"},
+                shape=(settings.contexts, self.networks),
+                critic=self.critic,
             )
 
     @property
@@ -160,19 +156,26 @@ class ControllerTrainer(JudgedTrainer):
             return self.loss.kl_to_ref_coeff
         return 0.1 if self.policy.teacher else 0.0
 
-    def _environment(self, contexts: int, **settings: Any) -> ConfigBandit:
+    def _environment(
+        self,
+        budget: BudgetConfig | None,
+        reward: RewardConfig | None,
+        balance: BalanceConfig | None,
+    ) -> ConfigBandit:
         """Return the environment: contexts for all networks in turn, each of its own rows."""
-        rows = [rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows]
         return ConfigBandit(
             self.drifted,
-            batch_size=contexts,
+            batch_size=self.settings.contexts * self.networks,
             group_size=self._group_size,
-            rows=rows,
+            budget=budget,
+            reward=reward,
+            balance=(balance or BalanceConfig()).by,
+            rows=[rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows],
             seed=self.seed,
             unprofiled="error",
             lean=True,
             cost_ms=self.cost_ms,
-            **settings,
+            device=self.device,
         )
 
     # -- the networks ------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ class ControllerTrainer(JudgedTrainer):
     def _first_agent(self, init_from: str | Path | None) -> DeployedController:
         """Return the agent that training starts from; note the fitted and the held-out samples."""
         # folds of a checkpoint are taken over before the samples are divided
-        self.seen_before: list[str] = []
+        self.seen_before = []
         start = None
         if init_from is not None:
             start = load_checkpoint(init_from)
@@ -197,7 +200,7 @@ class ControllerTrainer(JudgedTrainer):
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
-            self.start_sums = weight_sums(controller.state_dict().values())
+            self.start_sums = weight_sums(controller.state_dict())
         teacher = None
         if self.teaches:
             masks = torch.stack([torch.isin(self.fitted, rows) for rows in fitted])
@@ -206,36 +209,23 @@ class ControllerTrainer(JudgedTrainer):
             )
         return DeployedController(controller, teacher)
 
-    @staticmethod
-    def _leave_out_bins(agent: DeployedController) -> dict[str, Tensor]:
-        """Take the bins out of a fresh teacher, and return its weights with them.
-
-        Returns:
-            The weights that the regression with bins begins with; {} where there are no bins.
-        """
-        if agent.teacher is None or not agent.teacher.network.edges.numel():
-            return {}
-        weights = copy.deepcopy(agent.teacher.state_dict())
-        agent.teacher.network.leave_out_bins()
-        return weights
-
-    def _build_policies(self, controller: Controller, device: str) -> Controller:
+    def _build_policies(self, controller: Controller) -> Controller:
         """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
         reference = copy.deepcopy(controller).requires_grad_(False)
         # under drift, networks also learn from copies of the samples on slower or faster machines
-        drifting = self.sense == "deadline" and len(controller.network.values) > 0
-        self.drift = self.policy.drift if drifting else 0.0
+        self.drift = 0.0
+        if not self.priced and len(controller.network.values):
+            self.drift = self.policy.drift
         self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
         self.actor, frozen = (
-            make_actor(network, self.table, self._group_size, members=True, offsets=offsets).to(
-                device
-            )
+            make_actor(network, self.table, self._group_size, members=True, offsets=offsets)
             for network in (controller, reference)
         )
         self.critic = None
         if self.loss.objective == "ppo":
             self.critic = make_critic(controller, self.table)
-        self.behaviour = Behaviour(self.actor, frozen, self.loss.objective, self.critic)
+        policies = self.actor.to(self.device), frozen.to(self.device)
+        self.behaviour = Behaviour(*policies, self.loss.objective, self.critic)
         return reference
 
     # -- stages ------------------------------------------------------------------------------------
@@ -244,43 +234,65 @@ class ControllerTrainer(JudgedTrainer):
         """Return the teacher's stages, where there is one, the warm-up, and GRPO or PPO."""
         settings = self.settings
         self.rce = RCELoss(self.actor, functional=False).to(env.device)
-        self.grpo = (self._grpo() if self.critic is None else self._ppo()).to(env.device)
+        warm_up = Stage(
+            "RCE",
+            lambda minibatch: self.rce(self._with_rewards(minibatch)),
+            settings.warmup_iterations,
+            settings.warmup_lr,
+            settings.weight_decay,
+            settings.clip_grad,
+            self._prepare_warm_up,
+            dropout=True,
+            loss_name="RCE_Loss",
+        )
         stages: list[Stage] = []
         if agent.teacher is not None:
             stages = self._teacher_stages(agent.teacher)
-        warm_up = Stage(
-            "RCE",
-            self._with_rewards(self.rce),
-            settings.warmup_iterations,
-            settings.warmup_lr,
-            self._prepare_warm_up,
-            dropout=True,
-        )
-        if agent.teacher is not None:
             warm_up.name = "imitation"
+            warm_up.loss_name = "Imitation_Loss"
             warm_up.loss = self._imitate
             warm_up.draw = self._draw_lessons
             warm_up.begin = self._begin_imitation
-        last = Stage(
+        return [*stages, warm_up, self._last_stage(env)]
+
+    def _last_stage(self, env: ConfigBandit) -> Stage:
+        """Return the stage of GRPO, or of PPO (Schulman et al. 2017, "Proximal Policy Optimization
+        Algorithms", equation 9)."""
+        loss = self.loss
+        stage = Stage(
             "GRPO",
-            self.grpo.__call__,
-            settings.iterations,
-            settings.lr,
+            lambda minibatch: self.grpo(minibatch),
+            self.settings.iterations,
+            self.settings.lr,
+            self.settings.weight_decay,
+            self.settings.clip_grad,
             self._prepare_grpo,
             self._begin_grpo,
-            patience=settings.patience,
+            patience=self.settings.patience,
         )
-        if self.critic is not None:
-            last.name = "PPO"
-            last.loss = self._with_advantages
-        elif self.loss.objective == "exact":
-            last.loss = self._with_rewards(self.grpo)
-        if self.loss.kl_band:
-            last.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band)]
-        return [*stages, warm_up, last]
+        if loss.objective == "ppo":
+            stage.name = "PPO"
+            stage.loss = self._with_advantages
+            self.grpo = ClipPPOLoss(
+                self.actor,
+                self.critic,
+                clip_epsilon=loss.clip_epsilon,
+                entropy_coeff=loss.entropy_coeff,
+                critic_coeff=VALUE_COEFF,
+                loss_critic_type="l2",
+                functional=False,
+            ).to(env.device)
+            return stage
+        if loss.objective == "exact":
+            stage.loss = lambda minibatch: self.grpo(self._with_rewards(minibatch))
+        coefficients = loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
+        self.grpo = GRPOLoss(self.actor, **coefficients, functional=False).to(env.device)
+        if loss.kl_band:
+            stage.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band)]
+        return stage
 
     def _teacher_stages(self, teacher: Teacher) -> list[Stage]:
-        """Return the regression, followed by a second one with bins where bins are tried."""
+        """Return the regression, and where bins of the features are tried another with them."""
         outcomes = ["accuracy_logits", "log_latency", "spread"]
         predictor = TensorDictModule(teacher.network, in_keys=["x"], out_keys=outcomes)
         self.regression = RegressionLoss(predictor)
@@ -291,40 +303,21 @@ class ControllerTrainer(JudgedTrainer):
             self._regress,
             self.settings.teacher_iterations,
             TEACHER_LR,
+            TEACHER_DECAY,
+            TEACHER_CLIP,
             self._prepare_warm_up,
             draw=self._draw_rows,
             dropout=True,
             patience=TEACHER_PATIENCE,
-            weight_decay=TEACHER_DECAY,
-            clip_grad=TEACHER_CLIP,
+            loss_name="Regression_Loss",
             judged="teacher",
         )
-        if not self._with_bins:
+        if not teacher.network.edges.numel():
             return [first]
-
-        def begin() -> None:
-            """Begin again, with a network that also reads the features in bins."""
-            teacher.load_state_dict(self._with_bins)
-
-        return [first, replace(first, name=f"{first.name} with bins", begin=begin)]
-
-    def _grpo(self) -> Any:
-        """Return GRPO's loss."""
-        coefficients = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        return GRPOLoss(self.actor, **coefficients, functional=False)
-
-    def _ppo(self) -> Any:
-        """Return PPO (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation
-        9)."""
-        return ClipPPOLoss(
-            self.actor,
-            self.critic,
-            clip_epsilon=self.loss.clip_epsilon,
-            entropy_coeff=self.loss.entropy_coeff,
-            critic_coeff=VALUE_COEFF,
-            loss_critic_type="l2",
-            functional=False,
-        )
+        with_bins = copy.deepcopy(teacher.state_dict())
+        begin = functools.partial(teacher.load_state_dict, with_bins)
+        teacher.network.leave_out_bins()
+        return [first, replace(first, name="regression with bins", begin=begin)]
 
     # -- what happens where a stage begins, and before each iteration ------------------------------
 
@@ -332,8 +325,7 @@ class ControllerTrainer(JudgedTrainer):
         """Load the best teacher; from here on the heads are judged and kept."""
         if self.best["state"] is not None:
             self.agent.load_state_dict(self.best["state"])
-        self.scores_kept = None
-        self.best = {"score": -math.inf, "iteration": -1, "state": None}
+        self.best = NOTHING
 
     def _begin_grpo(self) -> None:
         """Take the end of the warm-up as the reference.
@@ -343,8 +335,8 @@ class ControllerTrainer(JudgedTrainer):
         """
         self.reference.load_state_dict(self.agent.controller.state_dict())
         # the score of each held-out sample where GRPO begins
-        policies = [self.held_out_log_probs(limit).cpu() for limit in self.limits]
-        self.scores_before = getattr(self._outcomes(policies), self.judged_by).mean(1)
+        outcomes = self._outcomes(self._policies(self.held_out_log_probs))
+        self.scores_before = getattr(outcomes, self.judged_by).mean(1)
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         """Set RCE's temperature; without diagnostics nothing has to be drawn."""
@@ -384,10 +376,8 @@ class ControllerTrainer(JudgedTrainer):
 
     def _draw_lessons(self, contexts: int) -> TensorDictBase:
         """Draw random lessons, [M, n], in the place of collected contexts."""
-        names = "x", "limit", "worth", "offset"
-        parts = zip(names, self.lessons.draw(contexts, self.device), strict=True)
-        drawn = {name: part for name, part in parts if part is not None}
-        return TensorDict(drawn, [self.networks, contexts])
+        drawn = self.lessons.draw(contexts)
+        return TensorDict(drawn, [self.networks, contexts], device=self.device)
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the heads' cross-entropy to the teacher on lessons.
@@ -400,17 +390,13 @@ class ControllerTrainer(JudgedTrainer):
         loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
         return TensorDict({"loss_imitation": loss.mean()})
 
-    def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., Any]:
-        """Return a loss on the rewards of all configurations, which are looked up, not stored."""
-
-        def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
-            minibatch = minibatch.copy()
-            row = minibatch["row"]
-            limit = minibatch[self.agent.controller.limit_key]
-            rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
-            return loss(minibatch.set("reward_per_configuration", rewards.view(*row.shape, -1)))
-
-        return looked_up
+    def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return a minibatch with the rewards of all configurations, which are looked up, not
+        stored."""
+        row = minibatch["row"]
+        limit = minibatch[self.agent.controller.limit_key]
+        rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
+        return minibatch.copy().set("reward_per_configuration", rewards.view(*row.shape, -1))
 
     def _with_advantages(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return PPO's loss of a minibatch.
@@ -450,12 +436,3 @@ class ControllerTrainer(JudgedTrainer):
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
         return Lessons(self.taught_by, self.table, self.limits, draws, self.seed, self.drift)
-
-
-def _judged_limits(table: ProfileTable, sense: str, budgets_ms: Tensor | None) -> Tensor:
-    """Return the limits of validation: budgets [B] in ms, or worths [B]."""
-    if sense == "mean":
-        return judged_worths(table)
-    if budgets_ms is None:
-        return default_budgets(table)
-    return budgets_ms

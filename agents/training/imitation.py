@@ -31,10 +31,9 @@ class Lessons:
     """Requests, limits and the teacher's worths for them, for M networks side by side.
 
     Attributes:
-        x: normalised features, float [M, R, width].
-        limits: [M, R, V].
-        worths: float [M, R, V, C], the expected worth of every configuration.
-        offsets: offsets of ln ms under drift, [M, R, V, C]; None without drift.
+        parts: normalised features `x` float [M, R, width]; `limit` [M, R, V]; `worth` float
+            [M, R, V, C], the expected worth of every configuration; and under drift `offset`, of
+            ln ms, [M, R, V, C].
     """
 
     def __init__(
@@ -58,31 +57,24 @@ class Lessons:
                 x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
                 limits = drawn_limits(judged, (count, LIMITS), generator)
                 offsets = drawn_drift(table.configurations, size, (count, LIMITS), generator)
-                lesson = x, limits, teacher.teach(x, limits, offsets), offsets
-                lessons.append([part for part in lesson if part is not None])
+                lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
+                if offsets is not None:
+                    lesson["offset"] = offsets
+                lessons.append(lesson)
                 tick(finished, "teachers")
-        parts = [torch.stack(networks) for networks in zip(*lessons, strict=True)]
-        self.x, self.limits, self.worths = parts[:3]
-        self.offsets = parts[3] if parts[3:] else None
+        self.parts: dict[str, Tensor] = {}
+        for name in lessons[0]:
+            self.parts[name] = torch.stack([lesson[name] for lesson in lessons])
 
-    def draw(
-        self,
-        contexts: int,
-        device: torch.device | str = "cpu",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Draw n random lessons for each network.
-
-        Returns:
-            Features [M, n, width], limits [M, n], worths [M, n, C], and offsets of ln ms [M, n, C],
-            None without drift.
-        """
-        members, requests, count = self.limits.shape[:3]
+    def draw(self, contexts: int) -> dict[str, Tensor]:
+        """Draw n random lessons for each network, a tensor [M, n, …] of each part."""
+        members, requests, count = self.parts["limit"].shape
         member = torch.arange(members).unsqueeze(1)
         row = torch.randint(requests, (members, contexts))
+        # a request has several limits, but its features once
         lesson = member, row, torch.randint(count, (members, contexts))
-        parts = self.x[member, row], self.limits[lesson], self.worths[lesson]
-        offset = None if self.offsets is None else self.offsets[lesson].to(device)
-        return *(part.to(device) for part in parts), offset  # type: ignore[return-value]
+        drawn = {name: values[lesson] for name, values in self.parts.items() if name != "x"}
+        return {"x": self.parts["x"][member, row], **drawn}
 
 
 def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:

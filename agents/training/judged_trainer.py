@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.evaluation import (
-    LOGGED,
-    Judged,
-    drawn_metrics,
-    outcomes_of,
-)
+from knobwise.agents.judging.evaluation import Judged, drawn_metrics, outcomes_of
 from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_JUDGED = 1 << 16
 """Held-out samples that a network is judged on in training."""
@@ -37,26 +34,19 @@ PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 class JudgedTrainer(Trainer):
     """A training whose networks are judged on samples that they were not fitted on.
 
-    Scores are the mean over the limits for each of `judged_rows`, float [n], or None before they
-    are known.
-
     Attributes:
         networks: M, the number of networks trained side by side; those of the folds come first.
         judged_rows: int64 [n], all held-out samples, fold by fold.
-        held_out: int64 [longest, M], the samples held out of each network; a shorter column repeats
-            its last sample.
-        places: int64 [n], the positions of `judged_rows` in `held_out`, flattened.
+        held_out: int64 [longest, M], the samples held out of each network, filled up by row 0.
+        places: the places of `judged_rows` in `held_out`, int64 [n] twice: row and column.
         limits: [B], budgets in ms or worths.
-        scores_now: scores of the latest evaluation.
-        scores_kept: scores of the weights that are kept.
-        scores_before: scores where GRPO begins.
+        scores_before: where GRPO begins, the mean score over the limits of each of `judged_rows`,
+            float [n]; None before.
     """
 
     actor: Actor
-    critic: Any
     env: ConfigBandit
     table: ProfileTable
-    split: Split
     policy: PolicyConfig
     grpo: Any
     sense: str
@@ -66,13 +56,11 @@ class JudgedTrainer(Trainer):
     networks: int
     judged_rows: Tensor
     held_out: Tensor
-    places: Tensor
+    places: tuple[Tensor, Tensor]
     limits: Tensor
     seen_before: list[str]
-    start_sums: list[float] | None
-    scores_now: Tensor | None = None
-    scores_kept: Tensor | None = None
     scores_before: Tensor | None = None
+    kept = (*Trainer.kept, "scores_before")
     trained_on = "on another profile or with another policy, or from other weights"
 
     # -- samples -----------------------------------------------------------------------------------
@@ -84,16 +72,13 @@ class JudgedTrainer(Trainer):
             held_out: the rows held out of each fold, int64 [n] each.
         """
         self.judged_rows = torch.cat(held_out)
-        longest = max(map(len, held_out))
-        columns = []
-        places = []
-        for network, rows in enumerate(held_out):
-            columns.append(torch.cat([rows, rows[-1:].expand(longest - len(rows))]))
-            places.append(torch.arange(len(rows)) * self.networks + network)
-        self.places = torch.cat(places)
+        columns = pad_sequence(held_out)
+        lengths = torch.tensor([len(rows) for rows in held_out])
+        real = torch.arange(len(columns)) < lengths.unsqueeze(1)
+        network, position = real.nonzero(as_tuple=True)
+        self.places = position, network
         # the network of all samples is not judged: its column is a filler
-        columns += columns[:1] * (self.networks - len(columns))
-        self.held_out = torch.stack(columns, 1)
+        self.held_out = functional.pad(columns, (0, self.networks - len(held_out)))
 
     @property
     def all_features(self) -> Tensor:
@@ -146,7 +131,8 @@ class JudgedTrainer(Trainer):
         rows = self.held_out.flatten()
         inputs = {"row": rows, self.agent.controller.limit_key: limit.expand(len(rows))}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
-        return self.actor.get_dist(contexts).log_probs[self.places]
+        log_probs = self.actor.get_dist(contexts).log_probs
+        return log_probs.unflatten(0, self.held_out.shape)[self.places]
 
     @torch.no_grad()
     def _teacher_log_probs(self, limit: Tensor) -> Tensor:
@@ -157,19 +143,16 @@ class JudgedTrainer(Trainer):
         limits = limit.to(self.device).expand(*rows.shape, *limit.shape)
         scores = self.policy.sharpness * predicted.score(limits, self.sense)
         mask = self.table.mask[rows].to(self.device)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        # a teacher may have fewer networks: zeros stand in for those that are not judged
-        padded = scores.new_zeros(self.networks, *scores.shape[1:])
-        padded[: teacher.members] = scores
-        return padded.transpose(0, 1).flatten(0, 1)[self.places].log_softmax(-1)
+        scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
+        return scores[self.places].log_softmax(-1)
 
     @functools.cached_property
-    def _held_out_rewards(self) -> list[Tensor]:
-        """Rewards of held-out samples, [n, C] for each judged limit, 0 where not profiled."""
+    def _held_out_rewards(self) -> Tensor:
+        """Rewards of held-out samples under each judged limit, [B, n, C], 0 where not profiled."""
         rows = self.judged_rows.to(self.device)
         limits = self.limits.to(self.device)
         rewards = [self.env.rewards.all(rows, limit.expand(len(rows))) for limit in limits]
-        return [reward.nan_to_num() for reward in rewards]
+        return torch.stack(rewards).nan_to_num().cpu()
 
     @functools.cached_property
     def free_rewards(self) -> RewardTable:
@@ -179,70 +162,47 @@ class JudgedTrainer(Trainer):
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Return the mean score of greedy decisions on held-out samples, and metrics to log."""
         # where a stage begins, the stage before it is judged
-        stage, _ = self._stage_and_start(max(self.iteration - 1, 0))
         log_probs = self.held_out_log_probs
-        if stage.judged == "teacher":
+        if self.stage_at(max(self.iteration - 1, 0)).judged == "teacher":
             log_probs = self._teacher_log_probs
-        policies = [log_probs(limit).cpu() for limit in self.limits]
+        policies = self._policies(log_probs)
         judged = self._outcomes(policies)
         scores = getattr(judged, self.judged_by)
-        self.scores_now = scores.mean(1)
-        score = float(scores.mean())
-        if self.log is None:
-            return score, {}
-        # GRPO's objective without baseline, clip and KL
-        losses = []
-        for policy, rewards in zip(policies, self._held_out_rewards, strict=True):
-            losses.append(-(policy.exp() * rewards.cpu()).sum(-1).mean())
-        metrics = judged.metrics() | {"Loss": float(torch.stack(losses).mean())}
+        self.by_sample = scores.mean(1)
+        metrics: dict[str, float] = {}
+        if self.log is not None:
+            # GRPO's objective without baseline, clip and KL
+            expected = (policies.exp() * self._held_out_rewards).sum(-1).mean(1)
+            metrics = judged.metrics() | {"Loss": -float(expected.mean())}
         if self.priced:
-            kept = [name for name in metrics if name.split("_")[0] in PRICED_METRICS]
-            metrics = {name: metrics[name] for name in kept}
-        return score, metrics
+            metrics = {k: x for k, x in metrics.items() if k.split("_")[0] in PRICED_METRICS}
+        return float(scores.mean()), metrics
 
-    def _outcomes(self, policies: list[Tensor]) -> Judged:
-        """Look up the outcomes of greedy decisions.
+    def _policies(self, log_probs: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the log-probs that a function gives for each judged limit, [B, n, C]."""
+        return torch.stack([log_probs(limit).cpu() for limit in self.limits])
 
-        Args:
-            policies: log-probs [n, C] under each judged limit.
-        """
-        chosen = torch.stack([policy.argmax(-1) for policy in policies], 1)
-        cost_ms = torch.full((len(self.limits),), self.cost_ms)
+    def _outcomes(self, policies: Tensor) -> Judged:
+        """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
+        chosen = policies.argmax(-1).T
         return outcomes_of(
-            self.table, self.judged_rows, chosen, self.limits, self.free_rewards, cost_ms
+            self.table, self.judged_rows, chosen, self.limits, self.free_rewards, self.cost_ms
         )
 
-    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
-        """Return True for a higher score; the scores of each sample are then kept too."""
-        better = super()._is_better(score, metrics)
-        if better:
-            self.scores_kept = self.scores_now
-        return better
-
-    def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """Return metrics of the drawn groups, and the outputs of the loss, under their logged
-        names."""
+    def _metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return metrics of the drawn groups under their logged names."""
         data = data.flatten(0, 1).cpu()
         budgets_ms = None if self.priced else data["budget_ms"]
         drawn = data["row"], data["configuration"], data["next", "reward"]
         metrics = drawn_metrics(self.env.table, *drawn, budgets_ms)
-        metrics |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         if self.stage.kl_controls:
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
-        # the losses of earlier stages get names of their own
-        if self.stage is not self.stages[-1]:
-            stage = self.stage.name.split()[0]
-            if stage != "RCE":
-                stage = stage.title()
-            metrics[f"{stage}_Loss"] = metrics.pop("Loss")
-        logged = {f"Train/{name}": value for name, value in metrics.items()}
-        return logged | {"Train/LR": self._learning_rate()}
+        return metrics
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def provenance(self) -> dict[str, Any]:
         """Return how the controller came about: from which samples, how good on held-out ones."""
-        rows = {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
         return {
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
@@ -250,7 +210,7 @@ class JudgedTrainer(Trainer):
             "fold_seed": self.fold_seed,
             "grpo": self._gained(),
             "grpo_held_out": self._gained_by_sample(),
-            **rows,
+            **{f"{part}_rows": rows for part, rows in self.split._asdict().items()},
         }
 
     def _gained(self) -> dict[str, float]:
@@ -259,7 +219,7 @@ class JudgedTrainer(Trainer):
         Returns:
             Scores under `start`, `best` and `last`; {} without warm-up or GRPO.
         """
-        begins = self.total - self.settings.iterations
+        begins = self.stages[-1].start
         before = [score for iteration, score in self.scores if iteration <= begins]
         after = [score for iteration, score in self.scores if iteration > begins]
         if not (begins and before and after):
@@ -269,7 +229,7 @@ class JudgedTrainer(Trainer):
     @property
     def kept_is_of_grpo(self) -> bool:
         """True if the weights that are kept are GRPO's, and not from before it."""
-        return bool(self.best["iteration"] > self.total - self.settings.iterations)
+        return bool(self.best["iteration"] > self.stages[-1].start)
 
     def _gained_by_sample(self) -> dict[str, Tensor]:
         """Return the scores of each held-out sample where GRPO starts and of the kept weights.
@@ -279,26 +239,8 @@ class JudgedTrainer(Trainer):
         Returns:
             Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
         """
-        if not self._gained() or self.scores_before is None or self.scores_kept is None:
+        best = self.best["by_sample"]
+        if not self._gained() or self.scores_before is None or best is None:
             return {}
-        start = self.scores_before if self.kept_is_of_grpo else self.scores_kept
-        return {"start": start, "best": self.scores_kept}
-
-    def training_state(self) -> dict[str, Any]:
-        by_sample = {"before": self.scores_before, "kept": self.scores_kept}
-        state = {"start": self.start_sums, "scores_by_sample": by_sample}
-        if self.critic is not None:
-            state["critic"] = self.critic.state_dict()
-        return super().training_state() | state
-
-    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        controller = loaded.network
-        trained = controller.config, controller.sense, state.get("start")
-        if trained != (self.policy, self.sense, self.start_sums):
-            return False
-        self.agent.load_state_dict(loaded.controller.state_dict())
-        self.scores_before = state["scores_by_sample"]["before"]
-        self.scores_kept = state["scores_by_sample"]["kept"]
-        if self.critic is not None:
-            self.critic.load_state_dict(state["critic"])
-        return True
+        start = self.scores_before if self.kept_is_of_grpo else best
+        return {"start": start, "best": best}

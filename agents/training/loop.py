@@ -25,33 +25,31 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
+from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.training.optimiser import adamw, learning_rate
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.stage import Log, Stage
+from knobwise.agents.training.stage import Log, Stage, laid_out
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
-STATE = ("iteration", "finished", "best", "scores", "logged")
-"""The attributes that say where a training stands."""
+NOTHING: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None, "by_sample": None}
+"""The best evaluation before there is any."""
 STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
 
 
 class Trainer(ABC):
-    """Trains one agent with one seed, stage by stage. To be built inside `seeded`.
+    """Trains one agent with one seed, stage by stage.
 
     Args:
-        agent: the network to train; it is in eval mode except where a stage says otherwise.
-        reference: the policy that the KL is taken to.
-        behaviour: the policy that collects.
-        critic: a value network that learns along with the agent, or None.
-        stored: the collected keys that go into the buffer.
-        shape: the shape of a batch of contexts in the buffer.
+        table: what is learned from.
+        split: which rows of the table are fitted on, and which judge.
+        settings: the optimiser, and how often it is judged.
         seed: seed of the initialisation, the contexts and the draws.
         folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
         log: where metrics go; None for nowhere.
@@ -59,48 +57,47 @@ class Trainer(ABC):
 
     Attributes:
         iteration: the number of iterations that are done, or left out where a stage ended early.
-        actions: how many were drawn since the speed was last logged.
         finished: True at the end; then nothing is learned any more.
-        best: score, iteration, weights (`state`) and metrics of the best evaluation.
+        best: score, iteration, weights (`state`) and metrics of the best evaluation, and its score
+            of each held-out sample if `_judge` notes them.
         scores: iteration and score of every evaluation.
         logged: the logged metrics by iteration, so that `metrics.csv` can be written again.
+        actions: how many were drawn since the speed was last logged.
         saved: the iteration that `last.pt` holds.
     """
 
+    kept: tuple[str, ...] = ("iteration", "finished", "best", "scores", "logged")
+    """The attributes that a resumed training goes on from."""
+    stateful: tuple[str, ...] = ("learned", "reference", "optimiser")
+    """The attributes whose `state_dict` it goes on from too."""
+    keeps_epochs = False
+    """True to keep the agent of every evaluation, in a file of its own."""
     judged_by: str
     """The score that `_judge` returns, in a word."""
     trained_on: str
     """The words of the error message for a checkpoint of another training."""
-    table: ProfileTable | BeamTable
+    best = NOTHING
     iteration = 0
     finished = False
     actions = 0
     saved: int | None = None
+    _held: Held
+    by_sample: torch.Tensor | None = None
+    """The scores of held-out samples in the latest evaluation, where they are noted."""
 
     def __init__(
         self,
-        agent: nn.Module,
-        reference: nn.Module,
-        env: EnvBase,
-        behaviour: Callable[..., TensorDictBase],
-        stages: list[Stage],
+        table: ProfileTable | BeamTable,
+        split: Split,
         settings: OptimiserConfig,
         *,
-        stored: Collection[Any],
-        shape: tuple[int, ...],
-        critic: nn.Module | None = None,
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
         device: str = "cpu",
     ) -> None:
-        self.agent: Any = agent
-        self.learned = agent
-        if critic is not None:
-            self.learned = nn.ModuleList([agent, critic])
-        self.reference = reference
-        self.env = env
-        self.stages = stages
+        self.table: Any = table
+        self.split = split
         self.settings = settings
         self.seed = seed
         self.folder = folder
@@ -108,10 +105,43 @@ class Trainer(ABC):
         self.device = torch.device(device)
         self.title = f"seed {seed}"
         # where the training stands
-        self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.scores = list[tuple[int, float]]()
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self._held = Held()
+
+    def _assemble(
+        self,
+        agent: nn.Module,
+        reference: nn.Module,
+        env: EnvBase,
+        behaviour: Callable[..., TensorDictBase],
+        stages: list[Stage],
+        identity: object,
+        stored: Collection[Any],
+        shape: tuple[int, ...],
+        critic: nn.Module | None = None,
+    ) -> None:
+        """Take over what is trained and what it is trained with; to be called inside `seeded`.
+
+        Args:
+            agent: the network to train; it is in eval mode except where a stage says otherwise.
+            reference: the policy that the KL is taken to.
+            env: where contexts and rewards come from.
+            behaviour: the policy that collects.
+            stages: one after the other.
+            identity: what a checkpoint must agree with to be resumed, beside the data.
+            stored: the collected keys that go into the buffer.
+            shape: the shape of a batch of contexts in the buffer.
+            critic: a value network that learns along with the agent, or None.
+        """
+        self.agent: Any = agent
+        self.learned = agent
+        if critic is not None:
+            self.learned = nn.ModuleList([agent, critic])
+        self.reference = reference
+        self.env = env
+        self.stages = stages
+        self.total = laid_out(stages)
+        self.identity = repr(identity)
         # what an iteration works with
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
@@ -134,7 +164,7 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-        self.optimiser = adamw(self.learned, settings.weight_decay)
+        self.optimiser = adamw(self.learned, self.settings.weight_decay)
         self._random = random_state(self.device)
 
     @abstractmethod
@@ -146,70 +176,36 @@ class Trainer(ABC):
         return score > self.best["score"]
 
     @abstractmethod
-    def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """Return the metrics of an iteration to log.
-
-        Args:
-            data: the collected contexts.
-            outputs: the mean outputs of the loss.
-        """
+    def _metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return metrics of collected contexts, to log beside the outputs of the loss."""
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:
         """Return how the agent was trained, to be stored in `best.pt`."""
-
-    @abstractmethod
-    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        """Load the agent from a checkpoint and the state of its training.
-
-        Returns:
-            False when the checkpoint belongs to another training.
-        """
 
     @property
     def trained(self) -> Any:
         """The trained agent, which is saved and which `run` returns."""
         return self.agent
 
-    # -- stages ------------------------------------------------------------------------------------
-
-    @property
-    def total(self) -> int:
-        """Iterations of all stages."""
-        return sum(stage.iterations for stage in self.stages)
-
-    def _stage_and_start(self, iteration: int) -> tuple[Stage, int]:
-        """Return the stage that an iteration is in, and the iteration where that stage begins."""
-        start = 0
-        for stage in self.stages[:-1]:
-            if iteration < start + stage.iterations:
-                return stage, start
-            start += stage.iterations
-        return self.stages[-1], start
+    def stage_at(self, iteration: int) -> Stage:
+        """Return the stage that an iteration is in; after the end the last one."""
+        return next((stage for stage in self.stages if iteration < stage.end), self.stages[-1])
 
     @property
     def stage(self) -> Stage:
         """The stage of the present iteration."""
-        return self._stage_and_start(self.iteration)[0]
-
-    def _share(self) -> float:
-        """Return the share of the present stage that is done, 0 … 1."""
-        stage, start = self._stage_and_start(self.iteration)
-        return (self.iteration - start) / max(stage.iterations, 1)
+        return self.stage_at(self.iteration)
 
     @property
-    def _logged(self) -> bool:
-        """True if the agent is evaluated, and metrics logged, in this iteration."""
+    def evaluates(self) -> bool:
+        """True if the agent is evaluated, and metrics are logged, in this iteration."""
         return self.iteration % self.settings.evaluate_every == 0
 
     @property
-    def _watched(self) -> bool:
-        """True if the loss should compute its diagnostics in this iteration."""
-        return self._logged or bool(self.stage.kl_controls)
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the present iteration."""
-        return learning_rate(self.stage.lr, self._share(), self.settings)
+    def epoch(self) -> int:
+        """The number of intervals between evaluations that are done."""
+        return self.iteration // self.settings.evaluate_every
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -227,7 +223,6 @@ class Trainer(ABC):
         # only the main process prints the notice, however many train
         notice = STOPPING if multiprocessing.parent_process() is None else ""
         stream = iter(self.collector)
-        self.actions = 0
         seconds = 0.0
         try:
             with (
@@ -237,20 +232,22 @@ class Trainer(ABC):
             ):
                 set_random_state(self._random, self.device)
                 while True:
-                    # evaluation: judge, keep the best, perhaps end the stage, save
+                    # evaluation and saving: keep the best, end a stage that is past its peak
                     self.finished |= self.iteration == self.total
-                    if self.finished or self._logged:
+                    if self.finished or self.evaluates:
                         self._evaluate()
                     if self.finished:
                         break
 
                     # a signal stops the training here, with this iteration saved
                     if self._held.number is not None:
-                        self._save(judged=False)
+                        self._save()
                         self._held.check()
 
                     # training: collect a batch of contexts and learn from it
-                    self._begin_stage()
+                    stage = self.stage
+                    if self.iteration == stage.start:
+                        self._begin(stage)
                     start = time.perf_counter()
                     metrics = self.iterate(stream)
                     seconds += time.perf_counter() - start
@@ -260,7 +257,7 @@ class Trainer(ABC):
                         self._note(metrics, {"Train/Actions_Per_Second": self.actions / seconds})
                         self.actions = 0
                         seconds = 0.0
-                    note = self.stage.name
+                    note = stage.name
                     if self.best["state"] is not None:  # none yet where the heads have just begun
                         note += f" · best {self.judged_by} {self.best['score']:.4f}"
                     tick(self.iteration + 1, note)
@@ -273,43 +270,46 @@ class Trainer(ABC):
         self.agent.eval()
         return self.trained
 
-    def _begin_stage(self) -> None:
-        """Begin a stage, with a fresh optimiser, where one begins."""
-        stage, start = self._stage_and_start(self.iteration)
-        if self.iteration != start:
-            return
+    def _begin(self, stage: Stage) -> None:
+        """Begin a stage, with a fresh optimiser."""
         stage.begin()
-        decay = self.settings.weight_decay if stage.weight_decay is None else stage.weight_decay
-        self.optimiser = adamw(self.learned, decay)
-
-    def _minibatches(self) -> Iterator[TensorDictBase]:
-        """Return the minibatches of an epoch."""
-        size = self.settings.minibatch
-        if self.stage.draw is None:
-            yield from self.buffer.sample().split(size)
-            return
-        contexts = self.settings.contexts
-        for first in range(0, contexts, size):
-            yield self.stage.draw(min(size, contexts - first))
+        self.optimiser = adamw(self.learned, stage.weight_decay)
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
-        self.stage.prepare(self._share(), self._watched)
+        stage = self.stage
+        watched = self._watched
+        stage.prepare(stage.share(self.iteration), watched)
         data = None
-        if self.stage.draw is None or self._watched:
+        if stage.draw is None or watched:
             self.buffer.empty()
             next(stream)
             data = self.buffer[:]
             self.actions += data["next", "reward"].numel()
         return self._learn(data)
 
+    @property
+    def _watched(self) -> bool:
+        """True if the loss should compute its diagnostics in this iteration."""
+        return self.evaluates or bool(self.stage.kl_controls)
+
+    def _minibatches(self) -> Iterator[TensorDictBase]:
+        """Return the minibatches of an epoch, from the buffer or as the stage draws them."""
+        size = self.settings.minibatch
+        contexts = self.settings.contexts
+        draw = self.stage.draw
+        if draw is None:
+            return iter(self.buffer.sample().split(size))
+        return (draw(min(size, contexts - first)) for first in range(0, contexts, size))
+
     def _learn(self, data: TensorDictBase | None) -> Mapping[str, float]:
         """Learn from freshly collected contexts, or from drawn ones, and return the metrics to
         log."""
         stage = self.stage
-        clip = self.settings.clip_grad if stage.clip_grad is None else stage.clip_grad
+        watched = self._watched
+        rate = learning_rate(stage.lr, stage.share(self.iteration), self.settings)
         for group in self.optimiser.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = rate
         parameters = [*self.learned.parameters()]
         self.agent.train(stage.dropout)
         outputs: list[TensorDictBase] = []
@@ -320,21 +320,24 @@ class Trainer(ABC):
                 total: Any = sum(value for value in out.values() if value.requires_grad)
                 self.optimiser.zero_grad()
                 total.backward()
-                norm = nn.utils.clip_grad_norm_(parameters, clip)
+                norm = nn.utils.clip_grad_norm_(parameters, stage.clip_grad)
                 self.optimiser.step()
-                if self._watched:
+                if watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
         self.agent.eval()
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
-        metrics: Mapping[str, float] = {}
-        if self._logged and data is not None:
-            metrics = self._metrics(data, mean)
+        metrics: dict[str, float] = {}
+        if self.evaluates and data is not None:
+            metrics = self._metrics(data)
+            metrics |= {name: float(mean[key]) for key, name in LOGGED.items() if key in mean}
+            metrics[stage.loss_name] = metrics.pop("Loss")
+            metrics["LR"] = rate
         # coefficients follow the KL of this iteration
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))
-        return metrics
+        return {f"Train/{name}": value for name, value in metrics.items()}
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -344,30 +347,32 @@ class Trainer(ABC):
         # a resumed training repeats its last evaluation, which counts once
         if not self.scores or self.scores[-1][0] < self.iteration:
             self.scores.append((self.iteration, score))
+        kept = []
+        if self.keeps_epochs:
+            kept.append(f"epoch{self.epoch}.pt")
         if self._is_better(score, metrics):
+            kept.append("best.pt")
             state = self.agent.state_dict()
             self.best = {
                 "score": score,
                 "iteration": self.iteration,
                 "state": {name: value.detach().clone() for name, value in state.items()},
                 "metrics": dict(metrics),
+                "by_sample": self.by_sample,
             }
-        self._end_early()
-        self._note({f"Val/{name}": value for name, value in metrics.items()})
-        self._save(judged=True)
-
-    def _end_early(self) -> None:
-        """Go on to the next stage, or finish, when the score has not improved within `patience`."""
-        stage, start = self._stage_and_start(self.iteration)
-        scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
+        # the stage ends when its score has not improved within `patience`
+        stage = self.stage
+        scores = [(score, -at) for at, score in self.scores if at > stage.start]
         patience = stage.patience * self.settings.evaluate_every
         if scores and 0 < patience <= self.iteration + max(scores)[1]:
             # true also where the later stages have no iterations
-            self.finished = start + stage.iterations == self.total
+            self.finished = stage.end == self.total
             if not self.finished:
-                self.iteration = start + stage.iterations
+                self.iteration = stage.end
             # under this iteration a resumed training does not add it again
             self.scores[-1] = (self.iteration, self.scores[-1][1])
+        self._note({f"Val/{name}": value for name, value in metrics.items()})
+        self._save(kept)
 
     def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
         """Log metrics, and keep them for a resumed training; the speed is not kept."""
@@ -378,24 +383,18 @@ class Trainer(ABC):
 
     # -- stopping and resuming ---------------------------------------------------------------------
 
-    def _save(self, judged: bool) -> None:
-        """Write `last.pt`, which a resumed training goes on from; once judged, also the kept
-        files."""
+    def _save(self, kept: Iterable[str] = ()) -> None:
+        """Write files that keep the agent as it is, and `last.pt`, which a resumed training goes on
+        from."""
         if self.folder is None:
             return
         with self._held.undisturbed():
-            for name in self._kept_files() if judged else ():
+            for name in kept:
                 save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
             state = {"training": self.training_state()}
             loaded = Loaded(self.trained, self.table.name, self.table.digest, state)
             loaded.save(self.folder / "last.pt", self.folder / PREVIOUS)
             self.saved = self.iteration
-
-    def _kept_files(self) -> list[str]:
-        """Return the names of the files that keep the agent of this evaluation."""
-        if self.best["iteration"] == self.iteration:
-            return ["best.pt"]
-        return []
 
     def _what_is_saved(self) -> str:
         """Return a note that tells the user what is on disk of this training."""
@@ -407,9 +406,8 @@ class Trainer(ABC):
         note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
         if self.best["state"] is None:
             return note
-        best = f"validation {self.judged_by} {self.best['score']:.4f}"
-        at = f"at iteration {self.best['iteration']:,}"
-        return f"{note}; best.pt beside it holds the best so far ({best} {at})"
+        score = f"{self.judged_by} {self.best['score']:.4f}"
+        return f"{note}; best.pt beside it {score} at iteration {self.best['iteration']:,}"
 
     def _coefficients(self) -> list[torch.Tensor]:
         """Return the coefficients of all stages that follow the KL."""
@@ -418,9 +416,9 @@ class Trainer(ABC):
     def training_state(self) -> dict[str, Any]:
         """Return the state of the training, which `last.pt` holds beside the agent."""
         return {
-            **{name: getattr(self, name) for name in STATE},
-            "reference": self.reference.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "identity": self.identity,
+            **{name: getattr(self, name) for name in self.kept},
+            **{name: getattr(self, name).state_dict() for name in self.stateful},
             "coefficients": list(map(float, self._coefficients())),
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
@@ -441,14 +439,13 @@ class Trainer(ABC):
         if loaded is None:
             return False
         state = loaded.extra.get("training", {})
-        # an earlier version of knobwise left other keys
-        mine = loaded.profile_digest == self.table.digest and state.keys() >= {*STATE}
-        if not mine or not self._restore(loaded, state):
+        mine = loaded.profile_digest == self.table.digest
+        if not mine or state.get("identity") != self.identity:
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
-        for name in STATE:
+        for name in self.kept:
             setattr(self, name, state[name])
-        self.reference.load_state_dict(state["reference"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for name in self.stateful:
+            getattr(self, name).load_state_dict(state[name])
         for coefficient, value in zip(self._coefficients(), state["coefficients"], strict=True):
             coefficient.fill_(value)
         self.env.contexts.set_back(state["contexts"])
@@ -470,6 +467,6 @@ class Trainer(ABC):
         return True
 
 
-def weight_sums(weights: Iterable[torch.Tensor]) -> list[float]:
+def weight_sums(weights: Mapping[str, torch.Tensor]) -> list[float]:
     """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
-    return [float(weight.detach().double().sum()) for weight in weights]
+    return [float(weight.detach().double().sum()) for weight in weights.values()]

@@ -19,8 +19,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.evaluation import LOWEST, choose, draw, judge, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
@@ -77,6 +75,9 @@ class SelectorTrainer(Trainer):
     reference: SelectorActor
     table: BeamTable
     trained_on = "on other beams or with other settings"
+    kept = (*Trainer.kept, "calls")
+    keeps_epochs = True
+    calls = 0
 
     def __init__(
         self,
@@ -99,9 +100,9 @@ class SelectorTrainer(Trainer):
         **options: Any,
     ) -> None:
         self.config = config or StageConfig()
+        settings = self.config.optimiser(len(split.train))
+        super().__init__(table, split, settings, seed=seed, device=device, **options)
         self.loss = loss or SelectorLossConfig()
-        self.table = table
-        self.split = split
         self.shots = shots
         self.scorer = scorer
         self.judged_by = "accuracy"
@@ -111,33 +112,28 @@ class SelectorTrainer(Trainer):
         reference = reference or start
         # live draws are scored by the scorer, or if there is one by the reward model
         self.reward_model = copy.deepcopy(reward_model)
-        self.calls = 0
         self.corrected = dict[str, float]()
         scored_by: Scorer | None = self._answer if live else None
+        identity: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
         if self.reward_model is not None:
+            identity += [self.reward_model.config, weight_sums(self.reward_model.weights)]
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
-        weights = [*start.state_dict().values(), *reference.state_dict().values()]
-        if self.reward_model is not None:
-            weights += self.reward_model.weights.values()
-        learned = getattr(reward_model, "config", None)
-        same = stage, live, shots, self.config, self.loss, reward, groups, learned
-        self._resumable = repr((*same, weight_sums(weights)))
-        settings = self.config.optimiser(len(split.train))
+            self.stateful = (*self.stateful, "reward_model")
+        identity += [stage, live, shots, self.config, self.loss, reward, groups]
         embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
             agent = self._actor(start, embeddings).to(device).eval()
             frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            settings_of_env = live, reward, groups or GroupConfig(), seed, device
-            self._env = functools.partial(self._environment, *settings_of_env)
+            settings_of_env = {"reward": reward, "groups": groups, "seed": seed, "device": device}
+            self._env = functools.partial(self._environment, live, **settings_of_env)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
-            options |= {"stored": STORED, "shape": (settings.contexts,)}
-            options |= {"seed": seed, "device": device}
-            super().__init__(agent, frozen, env, behaviour, stages, settings, **options)
+            shape = (settings.contexts,)
+            self._assemble(agent, frozen, env, behaviour, stages, identity, STORED, shape)
 
     def _actor(self, selector: Selector, embeddings: StoredEmbeddings) -> SelectorActor:
         """Return an actor of a copy of a selector."""
@@ -146,22 +142,13 @@ class SelectorTrainer(Trainer):
             selector, embeddings, self.table.pool, self.shots, self.loss.group_size
         )
 
-    def _environment(
-        self, live: bool, reward: Any, groups: GroupConfig, seed: int, device: str, **contexts: Any
-    ) -> DemonstrationBandit:
+    def _environment(self, live: bool, **settings: Any) -> DemonstrationBandit:
         """Return an environment of live draws, or of recorded sequences."""
-        return DemonstrationBandit(
-            self.table,
-            group_size=self.loss.group_size if live else "all",
-            shots=self.shots if live else None,
-            unprofiled="error",
-            lean=True,
-            reward=reward,
-            groups=groups,
-            seed=seed,
-            device=torch.device(device),
-            **contexts,
-        )
+        if live:
+            settings |= {"group_size": self.loss.group_size, "shots": self.shots}
+        else:
+            settings["group_size"] = "all"
+        return DemonstrationBandit(self.table, unprofiled="error", lean=True, **settings)
 
     def _check(self, stage: str, live: bool, reward_model: RewardModel | None) -> None:
         """Raise InputError for settings that do not go together."""
@@ -214,6 +201,8 @@ class SelectorTrainer(Trainer):
             self._stage_loss,
             settings.iterations,
             settings.lr,
+            settings.weight_decay,
+            settings.clip_grad,
             self._prepare,
             kl_controls=controls,
             dropout=name == "sft",
@@ -229,7 +218,7 @@ class SelectorTrainer(Trainer):
         self.imitation.temperature.fill_(temperature)
         self.imitation.diagnostics = self.grpo.diagnostics = watched
         self.grpo.top = CURRICULUM_TOP if share < self.loss.curriculum else None
-        if self.reward_model is not None and self._logged:
+        if self.reward_model is not None and self.evaluates:
             self._correct(self.reward_model)
 
     def _answer(self, rows: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -247,7 +236,7 @@ class SelectorTrainer(Trainer):
         epochs = self.config.epochs
         train = self.split.train
         # shares differ by one where the calls do not divide evenly
-        count = calls * (self._epoch + 1) // epochs - calls * self._epoch // epochs
+        count = calls * (self.epoch + 1) // epochs - calls * self.epoch // epochs
         if not count:
             return
         # all training queries in random order, as often as it takes
@@ -264,27 +253,23 @@ class SelectorTrainer(Trainer):
             return self.imitation(_taught(minibatch))
         return self.grpo(_taught(minibatch, self.loss.min_positive))
 
-    def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
-        """Return rewards and accuracy of the drawn sequences, and the outputs of the loss."""
-        reward = data["next", "reward"]
-        right = data["next", "vqa_correct"]
+    def _metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return rewards and accuracy of the drawn sequences, and the coefficients."""
         present = _present(data)
-        drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
-        if self.reward_model is not None:  # a predicted answer says nothing about the accuracy
-            drawn.pop("Accuracy")
-        logged = {}
+        drawn = {"Reward": data["next", "reward"][present]}
+        if self.reward_model is None:  # a predicted answer says nothing about the accuracy
+            right = data["next", "vqa_correct"]
+            drawn["Accuracy"] = right[present & ~right.isnan()]
+        logged = {"Beta": float(self.grpo.kl_to_ref_coeff)}
         for name, values in drawn.items():
             if len(values):
                 logged[f"{name}_Mean"] = float(values.mean())
                 logged[f"{name}_Std"] = float(values.std(correction=0))
-        logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
-        logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
-        of_grpo = self.stage.name == "grpo"
-        temperature = self.agent.temperature if of_grpo else self.imitation.temperature
-        logged["Temperature"] = float(temperature)
-        if of_grpo and self.env.scorer is not None:
+        if self.stage.name != "grpo":
+            return logged | {"Temperature": float(self.imitation.temperature)}
+        if self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
-        return {f"Train/{name}": value for name, value in logged.items()}
+        return logged | {"Temperature": float(self.agent.temperature)}
 
     # -- held-out data -----------------------------------------------------------------------------
 
@@ -298,10 +283,8 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            chosen = choose(self.agent, rows)
-            outcome = judge(self.table, self.scorer, chosen, rows)
-        known = outcome[~outcome.isnan()]
-        score = float(known.mean()) if len(known) else 0.0
+            outcome = judge(self.table, self.scorer, choose(self.agent, rows), rows)
+        score = float(outcome.nanmean().nan_to_num())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
         if self.log is not None or self.config.keep == "best_kl":
             metrics |= self._validation_metrics()
@@ -341,20 +324,20 @@ class SelectorTrainer(Trainer):
         GRPO is −E_π[reward], its objective without baseline, clip and KL. The KL is k3, over the
         policy's draws.
         """
-        name = self.stages[0].name
-        metrics = {}
+        stage = self.stages[0].name
         drawn, batch = self._validation_draws()
-        if name != "sft":
-            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
-            metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
         batch = _taught(batch)
-        if name == "grpo":
-            metrics["Loss"] = -self._expected_reward(batch)
+        if stage == "grpo":
+            loss = -self._expected_reward(batch)
         else:
-            temperature = math.inf if name == "sft" else RCE_TEMPERATURES[1]
+            temperature = math.inf if stage == "sft" else RCE_TEMPERATURES[1]
             self.imitation.temperature.fill_(temperature)
-            metrics["Loss"] = self.imitation(batch)["loss_rce"]
-        return {key: float(value) for key, value in metrics.items()}
+            loss = self.imitation(batch)["loss_rce"]
+        metrics = {"Loss": float(loss)}
+        if stage != "sft":
+            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
+            metrics["KL"] = float(k3(drawn["action_log_prob"], reference).mean())
+        return metrics
 
     def _validation_draws(self) -> tuple[TensorDictBase, TensorDictBase]:
         """Return draws of the policy, and the environment's step with them or with the records."""
@@ -383,41 +366,16 @@ class SelectorTrainer(Trainer):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    @property
-    def _epoch(self) -> int:
-        """The number of finished epochs."""
-        return self.iteration // self.settings.evaluate_every
-
-    def _kept_files(self) -> list[str]:
-        return [f"epoch{self._epoch}.pt", *super()._kept_files()]
-
     def provenance(self) -> dict[str, Any]:
         """Return how the selector came about: from which queries, how good on validation."""
         rows = [*self.split.train.tolist(), *self.split.validation.tolist()]
         return {
             "validation": self.best["score"],
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "shots": self.shots,
             "policy": None if self.folder is None else self.folder.name,
             "fitted": [self.table.query_ids[row] for row in rows],
         }
-
-    def training_state(self) -> dict[str, Any]:
-        return super().training_state() | {
-            "agent": self.agent.state_dict(),
-            "settings": self._resumable,
-            "calls": self.calls,
-            "reward_model": None if self.reward_model is None else self.reward_model.state(),
-        }
-
-    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
-        if state.get("settings") != self._resumable:
-            return False
-        self.agent.load_state_dict(state["agent"])
-        self.calls = state.get("calls", 0)
-        if self.reward_model is not None:
-            self.reward_model.load_state(state["reward_model"])
-        return True
 
 
 def _present(batch: TensorDictBase) -> Tensor:

@@ -53,9 +53,10 @@ class OptimiserConfig:
             "warmup_iterations",
             "iterations",
             "patience",
+            "lr",
+            "warmup_lr",
+            "weight_decay",
         ):
-            at_least(f"optimiser.{name}", getattr(self, name), 0)
-        for name in ("lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
         positive("optimiser.rise", self.rise)

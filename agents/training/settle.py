@@ -4,14 +4,14 @@ on."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.judging.policy import Policy, choices_of, requests_of
 from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import ridge
@@ -38,12 +38,10 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
     """
     controller = copy.deepcopy(trainer.agent.controller).cpu()
     teacher = trainer.taught_by.teacher if trainer.teaches else None
-    latency = latency_of(trainer.table, trainer.fitted, controller.normaliser)
-    settled = Settled(latency=latency)
-    guarded = trainer.policy.guard and trainer.judged_by == "utility"
-    if trainer.sense == "mean":
+    settled = Settled(latency=latency_of(trainer.table, trainer.fitted, controller.normaliser))
+    if trainer.priced:
         _settle_mean_budgets(settled, trainer, budgets_ms)
-    elif trainer.sense == "deadline" and guarded:
+    elif trainer.policy.guard and trainer.judged_by == "utility":
         _settle_guard(settled, trainer, budgets_ms)
     return DeployedController(controller, teacher, settled).eval()
 
@@ -51,24 +49,41 @@ def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedContr
 def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
-    policy = trainer.policy
-    settings = GuardSettings(policy.level)
-    measured, static_choice = _held_out(trainer, budgets_ms)
-    looks = trainer.table.first_look_ms
+    table = trainer.table
+    rows = trainer.judged_rows
+    cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
+    measured = Measured(rows, *cells, table.mask[rows], budgets_ms, [])
+    # the static policy that chooses for a fold is fitted on the others
+    statics = [static_of(table, fit) for fit in trainer.divide()[0]]
+    static_choice = _choices(trainer, statics, budgets_ms).T
+    settings = GuardSettings(trainer.policy.level)
+    looks = table.first_look_ms
     if looks is not None:
-        looks = looks[trainer.judged_rows]
+        looks = looks[rows]
 
     def decide(limit_ms: float) -> Tensor:
         return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
+
+    def teacher_decides(limit_ms: float) -> Tensor:
+        return _choices(trainer, trainer.taught_by.of_folds, torch.tensor([limit_ms]))[:, 0]
 
     # once with the cost of a decision charged, once as if it were free
     by_policy = measured, decide, static_choice, settings
     settled.guard = calibrate(*by_policy, trainer.cost_ms, looks)
     settled.guard_if_free = calibrate(*by_policy, 0.0, looks)
     if trainer.teaches:
-        by_teacher = measured, _teachers_decide(trainer), static_choice, settings
+        by_teacher = measured, teacher_decides, static_choice, settings
         settled.guard_of_teacher = calibrate(*by_teacher, 0.0, looks, margins=(1.0,))
-    settled.static = static_of(trainer.table, trainer.fitted).arrays()
+    settled.static = static_of(table, trainer.fitted).arrays()
+
+
+def _choices(trainer: ControllerTrainer, policies: Sequence[Policy], limits: Tensor) -> Tensor:
+    """Return what the policy of each fold chooses for the samples held out of it, int64 [n, B]."""
+    choices = []
+    for policy, rows in zip(policies, trainer.divide()[1], strict=True):
+        features, mask = requests_of(trainer.table, rows)
+        choices.append(choices_of(policy, features, limits.double().numpy(), mask))
+    return torch.cat(choices)
 
 
 def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
@@ -97,45 +112,6 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
 
 
-def _held_out(trainer: ControllerTrainer, budgets_ms: Tensor) -> tuple[Measured, Tensor]:
-    """Return the measurements of all held-out samples, and static's choices for them.
-
-    The static policy that chooses for a fold is fitted on the others.
-
-    Returns:
-        The measurements, and the choices, int64 [B, n].
-    """
-    table = trainer.table
-    rows = trainer.judged_rows
-    cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
-    measured = Measured(rows, *cells, table.mask[rows], budgets_ms, [])
-    fitted, held_out = trainer.divide()
-    choices = []
-    for fit, hold in zip(fitted, held_out, strict=True):
-        static = static_of(table, fit)
-        mask = table.mask[hold].numpy()
-        limits = [np.full(len(hold), limit) for limit in budgets_ms.double().numpy()]
-        chosen = np.stack([static.choose({}, limit, mask) for limit in limits])
-        choices.append(torch.from_numpy(chosen))
-    return measured, torch.cat(choices, 1)
-
-
-def _teachers_decide(trainer: ControllerTrainer) -> Callable[[float], Tensor]:
-    """Return a function that gives the choice of each fold's teacher for its held-out samples."""
-    table = trainer.table
-    held_out = trainer.divide()[1]
-
-    def decide(limit_ms: float) -> Tensor:
-        columns = []
-        for teacher, rows in zip(trainer.taught_by.of_folds, held_out, strict=True):
-            features = {name: block[rows].numpy() for name, block in table.features.items()}
-            limits = np.full(len(rows), limit_ms)
-            columns.append(teacher.choose(features, limits, table.mask[rows].numpy()))
-        return torch.from_numpy(np.concatenate(columns))
-
-    return decide
-
-
 def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
     """Find the worth for each mean budget, and the budgets where the static mix is better."""
     table = trainer.table
@@ -146,16 +122,12 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
         return trainer.held_out_log_probs(worth.float()).argmax(-1).cpu()
 
     worths, chosen = worths_for(decide, table, rows, budgets_ms - cost_ms)
-    mean: dict[str, Any] = {
-        "budgets_ms": budgets_ms.double().numpy(),
-        "worths": worths.numpy(),
-        "deployed": np.ones(len(worths), bool),
-    }
+    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": worths.numpy()}
+    mean["deployed"] = np.ones(len(worths), bool)
     if trainer.policy.guard:
         # the mix for held-out samples is fitted on the others
         mixed = []
-        fitted, held_out = trainer.divide()
-        for fit, hold in zip(fitted, held_out, strict=True):
+        for fit, hold in zip(*trainer.divide(), strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy = table.accuracy[rows].double().gather(1, chosen)
         spent = table.latency_ms[rows].double().gather(1, chosen) + cost_ms

@@ -29,10 +29,14 @@ class Stage:
     """Number of iterations; a stage of 0 is left out."""
     lr: float
     """Learning rate of AdamW, before the schedule."""
-    prepare: Callable[[float, bool], None] = lambda share, logged: None
+    weight_decay: float
+    """Weight decay of AdamW."""
+    clip_grad: float
+    """Largest norm of the gradient."""
+    prepare: Callable[[float, bool], None]
     """Called before each iteration with the share of the stage that is done, and True if
     diagnostics are read."""
-    begin: Callable[[], None] = lambda: None
+    begin: Callable[[], object] = lambda: None
     """Called when the stage begins. The optimiser always starts anew."""
     kl_controls: list[KLControl] = field(default_factory=list)
     """Coefficients that follow the KL to the reference policy, after each iteration."""
@@ -45,9 +49,27 @@ class Stage:
     step."""
     patience: int = 0
     """The stage ends this many evaluations after its best score; 0 never ends it early."""
-    weight_decay: float | None = None
-    """Weight decay of AdamW; None for that of the settings."""
-    clip_grad: float | None = None
-    """Largest norm of the gradient; None for that of the settings."""
+    loss_name: str = "Loss"
+    """The name that the loss is logged under."""
     judged: str = "policy"
     """Which network is judged on held-out data: that of the `policy` or of the `teacher`."""
+    start: int = 0
+    """The iteration of the whole training that it begins in; the trainer fills it in."""
+
+    @property
+    def end(self) -> int:
+        """The iteration of the whole training that the next stage begins in."""
+        return self.start + self.iterations
+
+    def share(self, iteration: int) -> float:
+        """Return the share of the stage that is done, 0 … 1."""
+        return (iteration - self.start) / max(self.iterations, 1)
+
+
+def laid_out(stages: list[Stage]) -> int:
+    """Let stages begin one after the other, and return the iterations of all of them."""
+    total = 0
+    for stage in stages:
+        stage.start = total
+        total = stage.end
+    return total

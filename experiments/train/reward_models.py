@@ -90,7 +90,7 @@ def _predicted(
     for policy, state in zip(policies, models, strict=True):
         selector = load_checkpoint(policy).selector
         model = RewardModel(learned, selector.mean, selector.scale)
-        model.load_state(state)
+        model.load_state_dict(state)
         with seeded(0, "cpu"):
             actor = SelectorActor(selector, embeddings, test.pool, config.shots)
             drawn = draw(actor, data.test_rows, DRAWS)

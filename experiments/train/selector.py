@@ -340,11 +340,11 @@ class SelectorStages:
         with seeded(self.seed, "cpu"):
             model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
             if key in self.reward_models:
-                model.load_state(copy.deepcopy(self.reward_models[key]))
+                model.load_state_dict(copy.deepcopy(self.reward_models[key]))
             else:
                 answered = recorded_answers(table, self.data.split.train)
                 model.learn(table, answered, config.epochs)
-                self.reward_models[key] = copy.deepcopy(model.state())
+                self.reward_models[key] = copy.deepcopy(model.state_dict())
         return model
 
     def stage(

@@ -225,7 +225,7 @@ def test_every_weight_learns(kind):
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def test_cross_attention_is_that_of_torch_and_finite_over_nothing():
+def test_cross_attention_is_that_of_torch():
     torch.manual_seed(0)
     layer = CrossAttention(SelectorConfig(width=16, heads=4))
     stock = nn.MultiheadAttention(16, 4, batch_first=True)
@@ -238,12 +238,6 @@ def test_cross_attention_is_that_of_torch_and_finite_over_nothing():
     mask[:, 0] = True
     read, _ = stock(state.unsqueeze(1), items, items, key_padding_mask=~mask)
     torch.testing.assert_close(layer(state, items, mask), layer.norm(state + read.squeeze(1)))
-    # over nothing it is finite
-    state = torch.randn(2, 16, requires_grad=True)
-    read = layer(state, torch.zeros(2, 3, 16), torch.zeros(2, 3, dtype=torch.bool))
-    read.square().sum().backward()
-    assert read.isfinite().all()
-    assert state.grad.isfinite().all()
 
 
 def test_updates_by_hand():

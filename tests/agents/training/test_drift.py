@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import BRIEF, TAUGHT, arrays, repeated, small_table
-from tensordict import TensorDict
 
 from knobwise.agents.controller.networks import drift_values
 from knobwise.agents.policy.network import LatencyModel
@@ -14,7 +13,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.drift import COPIES, drawn_drift, drifted_copies, rows_of_copies
+from knobwise.envs.configurations.drift import COPIES, drawn_drift, drifted_copies
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.losses.settings import LossConfig
 
@@ -67,15 +66,6 @@ def test_copies_are_the_samples_on_other_machines(several):
     same, nothing = drifted_copies(table, 0.0, seed=0)
     assert same is table
     assert nothing is None
-
-
-def test_half_of_what_is_drawn_is_of_the_profile_itself():
-    table = small_table(30)
-    drifted, _ = drifted_copies(table, 0.4, seed=0)
-    rows = rows_of_copies(torch.tensor([3, 7]), table, drifted)
-    copies = [k * 30 + row for k in range(1, 1 + COPIES) for row in (3, 7)]
-    assert sorted(rows.tolist()) == sorted([3, 7] * COPIES + copies)
-    assert rows_of_copies(torch.tensor([3, 7]), table, table).tolist() == [3, 7]
 
 
 def test_what_heads_are_told_of_it_by_hand():
@@ -131,8 +121,6 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     limits, mask = last["budget_ms"].T, table.mask[sample]
     told = network(x, limits, mask, offset[last["row"].T]).transpose(0, 1)
     torch.testing.assert_close(log_probs, told)
-    untold = network(x, limits, mask).transpose(0, 1)
-    assert not torch.allclose(log_probs.exp(), untold.exp(), atol=1e-3)
 
 
 def test_heads_imitate_what_the_teacher_makes_of_a_drift():
@@ -140,9 +128,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift():
     student = trainer(table)
     student.run()
     lessons, teacher = student.lessons, student.taught_by.teacher
-    assert lessons.offsets is not None
-    x, limits = lessons.x[-1, :40], lessons.limits[-1, :40]
-    offsets = lessons.offsets[-1, :40]
+    x, limits, worths, offsets = (part[-1, :40] for part in lessons.parts.values())
     with torch.no_grad():
         still = teacher.mixture(x)
         wanted = []
@@ -152,13 +138,10 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift():
             ]
             wanted.append(still._replace(predictions=moved).score(limits[:, place]))
     # but where nothing is likely to be on time
-    worths = lessons.worths[-1, :40]
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
     torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
-    drawn = lessons.draw(9)
-    assert drawn[3] is not None
-    assert drawn[3].shape == (3, 9, 12)
+    assert lessons.draw(9)["offset"].shape == (3, 9, 12)
 
 
 def test_what_is_judged_and_deployed_does_not_drift():
@@ -166,12 +149,7 @@ def test_what_is_judged_and_deployed_does_not_drift():
     student = trainer(table)
     student.run()
     limit = default_budgets(table)[2]
-    unseen = student.held_out_log_probs(limit)
-    rows = student.held_out.flatten()
-    contexts = TensorDict({"row": rows, "budget_ms": limit.expand(len(rows))}, [len(rows)])
-    wanted = student.actor.get_dist(contexts).log_probs[student.places]
-    torch.testing.assert_close(unseen, wanted)
-    assert int(rows.max()) < table.num_samples
+    assert int(student.held_out.max()) < table.num_samples
     # a drift of the first knob's last value changes what is chosen, away from it
     agent = deployed_by(student, student.limits)
     limits = np.full(60, float(limit))

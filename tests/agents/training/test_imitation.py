@@ -83,21 +83,20 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(BRIEF, contexts=256))
-    lessons, (teacher, of_folds, rows, folds) = student.lessons, student.taught_by
-    assert lessons.x.shape[::2] == (3, student.agent.controller.normaliser.width)
-    assert lessons.worths.shape == (3, lessons.x.shape[1], LIMITS, 12)
-    assert lessons.limits.min() >= BEYOND[0] * student.limits.min() * (1 - 1e-6)
-    assert lessons.limits.max() <= BEYOND[1] * student.limits.max() * (1 + 1e-6)
-    x, limits, worths, offsets = lessons.draw(500)
-    assert offsets is None
-    assert (x.shape, limits.shape, worths.shape) == ((3, 500, 1), (3, 500), (3, 500, 12))
+    lessons = student.lessons
+    teacher, of_folds, rows, folds = student.taught_by
+    x, limits, worths = lessons.parts.values()  # no drift
+    assert x.shape[::2] == (3, student.agent.controller.normaliser.width)
+    assert worths.shape == (*x.shape[:2], LIMITS, 12)
+    drawn = lessons.draw(500)
+    assert [part.shape for part in drawn.values()] == [(3, 500, 1), (3, 500), (3, 500, 12)]
     normal = student.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
-        taught = taught_by.teach(lessons.x[pupil, :50], lessons.limits[pupil, :50])
-        torch.testing.assert_close(lessons.worths[pupil, :50], taught)
-        assert torch.isin(limits[pupil], lessons.limits[pupil]).all()
+        taught = taught_by.teach(x[pupil, :50], limits[pupil, :50])
+        torch.testing.assert_close(worths[pupil, :50], taught)
+        assert torch.isin(drawn["limit"][pupil], limits[pupil]).all()
         # of each sample that it is fitted on, and of no other
-        seen = lessons.x[pupil, :, 0]
+        seen = x[pupil, :, 0]
         named = {int((normal == value).nonzero()) for value in seen[torch.isin(seen, normal)]}
         own = set(rows.tolist())
         if pupil < 2:
@@ -105,44 +104,37 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
         assert named == own
 
 
-def beside_its_teacher(student):
-    """How often what is deployed takes what its teacher takes of test samples, and what its choices
-    are worth less than those, as the teacher expects."""
-    teacher, rows = student.taught_by.teacher, student.split.test
+@torch.no_grad()
+def agreement(student):
+    """How often what is deployed takes what its teacher takes of test samples."""
+    rows = student.split.test
     x = student.all_features[rows]
-    same, lost = [], []
+    mixture = student.taught_by.teacher.mixture(x)
+    same = []
     for limit in student.limits:
         limits = limit.expand(len(rows))
-        with torch.no_grad():
-            chosen = student.agent.controller(x, limits).argmax(-1)
-            worths = teacher.teach(x, limits.unsqueeze(1)).squeeze(1)
-            same.append((chosen == teacher.mixture(x).choose(limits)).double().mean())
-        got = worths.gather(1, chosen.unsqueeze(1)).squeeze(1)
-        lost.append((worths.amax(1) - got).mean())
-    return float(torch.stack(same).mean()), float(torch.stack(lost).mean())
+        chosen = student.agent.controller(x, limits).argmax(-1)
+        same.append((chosen == mixture.choose(limits)).double().mean())
+    return float(torch.stack(same).mean())
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
-    agreed, lost = [], []
+    agreed = []
     for iterations in (1, 300):
         changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
         optimiser = replace(BRIEF, **changes, contexts=64, minibatch=64)
         policy = replace(TAUGHT, hidden=32)
         student = trained(small_table(200), sense, policy=policy, optimiser=optimiser)
-        share, less = beside_its_teacher(student)
-        agreed.append(share)
-        lost.append(less)
+        agreed.append(agreement(student))
     assert agreed[0] < 0.2
     assert agreed[1] > 0.55  # of twelve configurations, some of which are nearly as good
-    assert lost[1] < 0.15 * lost[0]
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
-    table = small_table(60)
-    student = trained(table)
+    student = trained(small_table(60))
     torch.manual_seed(0)
-    x, limits, worths, _ = student.lessons.draw(7)
+    x, limits, worths = student.lessons.draw(7).values()
     torch.manual_seed(0)
     loss = student._imitate(student._draw_lessons(7))["loss_imitation"]
     target = (student.policy.sharpness * worths).softmax(-1)
