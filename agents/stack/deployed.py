@@ -134,7 +134,8 @@ class DeployedController(nn.Module):
         mix = None
         if mean.mix:
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
-            mix = StaticMix(*map(torch.from_numpy, averages), budgets_ms)
+            accuracy, cost = map(torch.from_numpy, averages)
+            mix = StaticMix(accuracy, cost, budgets_ms)
         return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
 
     def arrays(self) -> Arrays:

@@ -242,7 +242,7 @@ class Teacher(nn.Module):
         """Return tensors and plain values, for a checkpoint."""
         return {
             "network": self.network.state_dict(),
-            "experts": [expert.plain() for expert in self.experts],
+            "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
             "weights": self.weights,
             "held_out_worth": self.held_out_worth,
             "learned": {name: getattr(self, name) for name in LEARNED},
