@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
 
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.serving.export import configurations_of
@@ -159,15 +160,16 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         )
     rows = torch.tensor([row_of.get(key, -1) for key in ids[1]])
     # configurations by knob values
-    column_of = {frozenset(c.items()): i for i, c in enumerate(configurations_of(old))}
-    values = [frozenset(c.items()) for c in configurations_of(new)]
-    columns = torch.tensor([column_of.get(key, -1) for key in values])
-    if len(others := (columns < 0).nonzero()):
+    known = configurations_of(old)
+    wanted = configurations_of(new)
+    others = [column for column, values in enumerate(wanted) if values not in known]
+    if others:
         raise InputError(
             f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
-            f"such as {new.label(int(others[0]))}; time the configurations that the controller "
+            f"such as {new.label(others[0])}; time the configurations that the controller "
             "chooses from"
         )
+    columns = torch.tensor([known.index(values) for values in wanted])
     # the cells that both hold
     i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
     if len(i) < LEAST_CELLS:
@@ -266,16 +268,13 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     shape = (len(requests), 1)
     offsets = drawn_drift(controller.configurations, controller.config.drift, shape, generator)
     worths = teacher.teach(requests, limits, offsets)
-    # on the first requests: has anything changed?
-    first_offsets = None if offsets is None else offsets[:CONTEXTS]
-    old_worths = before.teach(requests[:CONTEXTS], limits[:CONTEXTS], first_offsets)
-    change = worths[:CONTEXTS] - old_worths
-    if float(change.std(-1).max()) < LEAST_CHANGE:
+    change = worths - before.teach(requests, limits, offsets)
+    if change.std(-1).max() < LEAST_CHANGE:
         return
     target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
     heads = controller.alone().requires_grad_(True)
     parameters = list(heads.network.parameters())
-    for divergence in (_cross_entropy, _divergence_to):
+    for imitates in (True, False):
         # each part has a schedule of its own
         optimiser = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
@@ -283,7 +282,10 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
             rows = torch.randint(len(requests), (CONTEXTS,), generator=generator)
             offset = None if offsets is None else offsets[rows, 0]
             log_probs = heads(requests[rows], limits[rows, 0], None, offset)
-            loss = divergence(log_probs, target[rows])
+            if imitates:
+                loss = cross_entropy(log_probs, target[rows].exp())
+            else:
+                loss = kl_div(target[rows], log_probs, reduction="batchmean", log_target=True)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -292,13 +294,3 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     networks = controller.network.parameters()
     for all_networks, taught in zip(networks, parameters, strict=True):
         all_networks.data[-1:] = taught.data
-
-
-def _cross_entropy(log_probs: Tensor, target: Tensor) -> Tensor:
-    """Return −E ln π under the target's log-probs, [n, C] each."""
-    return -(target.exp() * log_probs).sum(-1).mean()
-
-
-def _divergence_to(log_probs: Tensor, target: Tensor) -> Tensor:
-    """Return KL(π ‖ target) of log-probs [n, C] each."""
-    return (log_probs.exp() * (log_probs - target)).sum(-1).mean()

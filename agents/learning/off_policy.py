@@ -32,6 +32,10 @@ RESIDUAL_SQUARE = 0.25
 """The value that E ρ² is shrunk towards."""
 COUNTS = 10
 """The number of requests that `RESIDUAL_SQUARE` counts for."""
+CLIP = 200.0
+"""The largest importance weight."""
+CONFIDENCE = 0.95
+"""Confidence of the lower bound of a gain."""
 
 
 class Judgement(NamedTuple):
@@ -72,14 +76,7 @@ def decisions(controller: NumpyController, logged: Logged) -> Array:
     return chosen
 
 
-def judge(
-    logged: Logged,
-    expected: Tensor,
-    old: Array,
-    new: Array,
-    clip: float = 200.0,
-    confidence: float = 0.95,
-) -> Judgement:
+def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement:
     """Compare the choices of two controllers on n labelled requests of a log.
 
     Args:
@@ -88,8 +85,6 @@ def judge(
             not seen these outcomes.
         old: int64 [n], the choices of the old controller.
         new: int64 [n], the choices of the new controller.
-        clip: the largest importance weight.
-        confidence: confidence of the lower bound.
     """
     # without evidence the new controller is taken to choose as the old one
     rows = np.arange(len(old))
@@ -101,29 +96,28 @@ def judge(
     # robust values [n], the model's values [n], and second moments [n] of what is between them
     values = {}
     for name, choices in (("old", old), ("new", new)):
-        values[name] = _values(logged, choices, differs, expected.double(), clip)
+        values[name] = _values(logged, choices, differs, expected.double())
     gains = values["new"] - values["old"]
     gains[2] = differs * (values["new"][2] + values["old"][2])
     estimates = {}
     for name, side in {**values, "difference": gains}.items():
         mean = float(side[0].mean())
-        error = 1.96 * _standard_error(*side)
-        estimates[name] = mean, mean - error, mean + error
-    bound = lower_bound(float(gains[0].mean()), _standard_error(*gains), confidence)
+        error = _standard_error(*side)
+        estimates[name] = mean, mean - 1.96 * error, mean + 1.96 * error
+    # of the difference, which came last
+    bound = lower_bound(mean, error, CONFIDENCE)
     return Judgement(
         requests=len(old),
         different=different,
         unsupported=unsupported,
         doubly_robust=estimates,
-        clipped=int((logged.probability * clip < 1).sum()),
+        clipped=int((logged.probability * CLIP < 1).sum()),
         bound=bound,
         better=different >= LEAST_DIFFERENT and bound > 0,
     )
 
 
-def _values(
-    logged: Logged, choices: Array, differs: Tensor, expected: Tensor, clip: float
-) -> Tensor:
+def _values(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -> Tensor:
     """Return the evidence of n logged requests about a policy, float64 [3, n].
 
     Its rows are the doubly robust values, the values of the model alone, and the second moments of
@@ -134,12 +128,11 @@ def _values(
         choices: [n], the policy's choices.
         differs: bool [n], True where the two compared policies differ.
         expected: [n, C], the utilities that a model expects.
-        clip: the largest importance weight.
     """
     chosen = torch.from_numpy(logged.choice)
     reward = torch.from_numpy(logged.accuracy * logged.met)
     choice = torch.from_numpy(choices).unsqueeze(1)
-    every = doubly_robust(expected, chosen, reward, torch.from_numpy(logged.probability), clip)
+    every = doubly_robust(expected, chosen, reward, torch.from_numpy(logged.probability), CLIP)
     robust, model = (values.gather(1, choice).squeeze(1) for values in (every, expected))
     # E ρ², shrunk, over the requests whose choice was drawn: where the policies differ, and not
     drawn = choice.squeeze(1) == chosen
@@ -148,7 +141,7 @@ def _values(
     squares /= groups.sum(1) + COUNTS
     # p·w², where p is the probability that the logging policy draws this choice
     chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
-    moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(clip).square()
+    moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(CLIP).square()
     return torch.stack([robust, model, moment * squares[differs.long()]])
 
 

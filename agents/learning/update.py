@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
-Agent = DeployedController
 FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
 _GRID = itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
@@ -58,7 +57,7 @@ SPREADS = NARROWEST, 3.0
 class Update(NamedTuple):
     """The result of an update."""
 
-    agent: Any
+    agent: DeployedController
     """The controller after the last step that took over; if none did, after the last step."""
     better: bool
     """True if a step took over, so that the controller is to serve."""
@@ -70,7 +69,7 @@ class Update(NamedTuple):
     """The second step's offsets of the logit of each expected accuracy."""
 
 
-def update(agent: Any, logged: Logged) -> Update:
+def update(agent: DeployedController, logged: Logged) -> Update:
     """Let a controller learn from a log, and judge it.
 
     Args:
@@ -78,12 +77,8 @@ def update(agent: Any, logged: Logged) -> Update:
         logged: requests that this controller or earlier versions of it served.
 
     Raises:
-        InputError: the controller has no teacher or is not for deadlines; too few requests.
+        InputError: too few requests.
     """
-    if agent.teacher is None or agent.sense != "deadline":
-        raise InputError(
-            "update: needs a controller for deadlines with a teacher, from policy=auto or utility"
-        )
     n = len(logged.choice)
     if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
@@ -94,8 +89,7 @@ def update(agent: Any, logged: Logged) -> Update:
     serving = None
     steps = {}
     for name, controller in after.items():
-        sides = best, choices[name]
-        steps[name] = judge(test, expected, *sides)
+        steps[name] = judge(test, expected, best, choices[name])
         if steps[name].better:
             best = choices[name]
             serving = controller
@@ -108,7 +102,9 @@ def update(agent: Any, logged: Logged) -> Update:
     )
 
 
-def learn(agent: Any, logged: Logged) -> tuple[dict[str, Any], Offsets, Tensor]:
+def learn(
+    agent: DeployedController, logged: Logged
+) -> tuple[dict[str, DeployedController], Offsets, Tensor]:
     """Let a controller learn from a log.
 
     Returns:
@@ -127,7 +123,7 @@ def learn(agent: Any, logged: Logged) -> tuple[dict[str, Any], Offsets, Tensor]:
 
 
 def _judged(
-    agent: Agent, logged: Logged, steps: Collection[str]
+    agent: DeployedController, logged: Logged, steps: Collection[str]
 ) -> tuple[Logged, Tensor, dict[str, Array]]:
     """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
 
@@ -157,29 +153,29 @@ def _judged(
 # -- the steps -------------------------------------------------------------------------------------
 
 
-def _features(agent: Agent, logged: Logged) -> Tensor:
+def _features(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the normalised features of logged requests, [n, width]."""
     blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
     return agent.controller.features(blocks, len(logged.choice))
 
 
-def _predictions(agent: Agent, logged: Logged) -> Prediction:
+def _predictions(agent: DeployedController, logged: Logged) -> Prediction:
     """Return the outcomes that a controller's teacher expects of every configuration."""
     assert agent.teacher is not None
     return agent.teacher.moments(_features(agent, logged))
 
 
 @torch.no_grad()
-def _expected_utility(agent: Agent, logged: Logged) -> Tensor:
+def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the expected utility of every configuration for logged requests, float [n, C]."""
     accuracy, log_latency, spread = _predictions(agent, logged)
-    limit, scale = torch.from_numpy(np.stack([logged.limit_ms, logged.scale])).float().unsqueeze(2)
-    late = log_latency + torch.from_numpy(logged.offset) - limit.log()
-    return accuracy * torch.special.ndtr(-late / (spread * scale))
+    slow = log_latency + torch.from_numpy(logged.offset)
+    wide = spread * torch.from_numpy(logged.scale).float().unsqueeze(1)
+    return Prediction(accuracy, slow, wide).score(torch.from_numpy(logged.limit_ms).float())
 
 
 @torch.no_grad()
-def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
+def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     """Estimate offsets of ln ms that neither the controller nor the tracker allowed for.
 
     The variance is what the predicted spreads lack, or negative if they are too wide. It follows
@@ -206,7 +202,7 @@ def _latency_offsets(agent: Agent, logged: Logged) -> Offsets:
 
 
 @torch.no_grad()
-def _accuracy_offsets(agent: Agent, logged: Logged) -> Tensor:
+def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     """Estimate offsets δ of the accuracies' logits, float64 [C], from labelled requests.
 
     They are additive over the knobs and shrunk like those of latencies, and averaged over prior
@@ -261,7 +257,7 @@ def _laplace(
     return mode, -loss - 0.5 * weight @ mode - factor.diagonal().log().sum()
 
 
-def _with_logits(agent: Agent, logits: Tensor, logged: Logged) -> Agent:
+def _with_logits(agent: DeployedController, logits: Tensor, logged: Logged) -> DeployedController:
     """Return a copy of a controller that allows for offsets of the accuracies' logits.
 
     Its teacher adds the offsets, its heads are taught again, and static's accuracies change by the

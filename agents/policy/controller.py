@@ -126,12 +126,14 @@ class NumpyController:
         if self.calibrated is not None:
             budgets = self.calibrated.budgets_ms
         drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
+        for index in range(len(self._named)):
+            self._latency.single(np.zeros(self._heads.width), index)
         # plain features, and missing ones, which take another way through the heads
         for value in (0.0, np.nan):
             blocks = {}
             for name, width in self.feature_sizes.items():
                 blocks[name] = np.full((len(budgets), width), value, np.float32)
-            for row, index in enumerate(self.choose_expected(blocks, budgets, None, drift)[0]):
+            for row, index in enumerate(self.choose(blocks, budgets, None, drift)):
                 self.configuration(index)
                 request = {name: block[row] for name, block in blocks.items()}
                 self.decide(request, float(budgets[row]), drift)
@@ -182,11 +184,13 @@ class NumpyController:
         index = self._heads.single(raw, limit, self._by_value(drift), x)
         return index, *self._latency.single(x, index)
 
-    def expected_of(self, features: Arrays | None, index: int) -> Expected:
-        """Return a configuration with its expected latency; without features static expects it."""
-        if features is None:
+    def expected_of(
+        self, features: Arrays, budget_ms: float, drift: Drift | None, index: int
+    ) -> Expected:
+        """Return a configuration with its latency, as whoever decides this request expects it."""
+        if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        raw = self._joined(features, 1.0)
+        raw = self._joined(features, budget_ms)
         return index, *self._latency.single(self._normaliser(raw[None])[0], index)
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
@@ -277,23 +281,6 @@ class NumpyController:
             chosen[part] = self._chosen(raw[part], limits[part], allowed, drift)
         return chosen
 
-    def choose_expected(
-        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
-    ) -> tuple[NDArray[np.int64], Array, Array]:
-        """Return configurations with expected means and standard deviations of ln ms, [n] each.
-
-        Arguments and errors as in `choose`.
-        """
-        chosen = self.choose(features, limits, mask, drift)
-        raw, limits, _ = self._checked(features, limits, None, drift)
-        mean = self._latency.means(self._normaliser(raw))[np.arange(len(chosen)), chosen]
-        spread = self._latency.spread[chosen]
-        if self.static is not None:
-            deployed = self.reads_features(limits)
-            mean = np.where(deployed, mean, self.static.log_latency[chosen])
-            spread = np.where(deployed, spread, self.static.spread[chosen])
-        return chosen, mean, spread
-
     def log_probs(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
     ) -> Array:
@@ -332,7 +319,7 @@ class NumpyController:
         chosen = scores.argmax(1)
         if self.mean is not None:
             return self.mean.or_mix(chosen, self.mean.groups(limits), mask)
-        if self.static is None or self.guard is None or self.guard.never_falls_back:
+        if self.static is None:
             return chosen
         return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
 

@@ -22,15 +22,12 @@ class Guard:
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
         self.margin = arrays["margin"].astype(np.float64)
         self.deployed = arrays["deploy"].astype(bool)
-        self.never_falls_back = bool(self.deployed.all())
-        self._logs = log_ms(self.budgets_ms)
-        # for one limit: budgets in order, and the geometric means between neighbours
-        order = np.argsort(self._logs, kind="stable")
-        self._few = list(
-            zip(self.margin[order].tolist(), self.deployed[order].tolist(), strict=True)
-        )
-        logs = self._logs[order]
+        # budgets in order, and the geometric means between neighbours
+        self._order = np.argsort(self.budgets_ms, kind="stable")
+        logs = log_ms(self.budgets_ms[self._order])
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
+        columns = self.margin[self._order].tolist(), self.deployed[self._order].tolist()
+        self._few = list(zip(*columns, strict=True))
 
     def single(self, limit: float) -> tuple[float, bool]:
         """Return the margin for one limit in ms, and True if the policy decides."""
@@ -38,4 +35,4 @@ class Guard:
 
     def groups(self, limits: Array) -> Array:
         """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
-        return np.abs(log_ms(limits.astype(np.float64))[:, None] - self._logs).argmin(1)
+        return self._order[np.searchsorted(self._between, limits)]

@@ -38,15 +38,11 @@ class Normaliser:
     def __call__(self, raw: Array) -> Array:
         """Normalise raw features float32 [n, d]."""
         missing = np.isnan(raw)
-        if missing.any():
-            x = np.where(missing, self.median, raw)
-        else:
-            x = raw
+        x = np.where(missing, self.median, raw)
         if self.heavy.size:
-            x = x.copy()
             tails = x[:, self.heavy]
             x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
-        x = x - self.mean
+        x -= self.mean
         x /= self.scale  # folded into the weights, features with large means would lose digits
         x.clip(self.low, self.high, out=x)
         if self.gappy.size:
@@ -59,35 +55,30 @@ class Normaliser:
 class Encoding:
     """The standardised logarithm z of a limit, with sines and cosines of it.
 
-    A limit of L numbers is encoded number by number: [n] or [n, L] → float32 [n, L·width].
+    An even width leaves z itself out. [n] → float32 [n, width].
     """
 
     def __init__(self, arrays: Arrays, width: int) -> None:
-        self.mean = arrays["mean"].astype(np.float64).reshape(-1)
-        self.scale = arrays["scale"].astype(np.float64).reshape(-1)
+        self.mean = arrays["mean"].item()
+        self.scale = arrays["scale"].item()
         self.frequencies = arrays["frequencies"].astype(np.float64)
         self.width = width
-        # an even width leaves z itself out
-        self._first = 1 - width % 2
-        self._mean = float(self.mean[0])
-        self._scale = float(self.scale[0])
         self._few = self.frequencies.tolist()
 
     def single(self, limit: float) -> list[float]:
         """Encode one number; plain numbers are faster than short arrays."""
-        z = (math.log(max(limit, LEAST_MS)) - self._mean) / self._scale
+        z = (math.log(max(limit, LEAST_MS)) - self.mean) / self.scale
         z = min(max(z, -4.0), 4.0)
         # z itself, its sines, then its cosines
         angles = [z * frequency for frequency in self._few]
-        return [z, *map(math.sin, angles), *map(math.cos, angles)][self._first :]
+        return [z, *map(math.sin, angles), *map(math.cos, angles)][-self.width :]
 
     def __call__(self, limits: Array) -> Array:
         """Encode many limits."""
-        limits = limits.astype(np.float64).reshape(len(limits), -1)
-        z = ((log_ms(limits) - self.mean) / self.scale).clip(-4, 4)[..., None]
+        z = ((log_ms(limits.astype(np.float64)) - self.mean) / self.scale).clip(-4, 4)[:, None]
         angle = z * self.frequencies
-        encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], -1, dtype=np.float32)
-        return encoded[..., self._first :].reshape(len(limits), -1)
+        encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
+        return encoded[:, -self.width :]
 
 
 def places_of(configurations: Array) -> Array:
@@ -134,7 +125,7 @@ class Heads:
             half = 0.5 if i < header["layers"] else 1.0
             self.layers.append((weight * half).astype(np.float32))
         inputs = len(self.layers[0]) - 1
-        self.width = inputs - self.encoding.width * len(self.encoding.mean) - self.values
+        self.width = inputs - self.encoding.width - self.values
         # what one request is decided in; an input that is always 1 adds the bias
         self._lock = threading.Lock()
         self._scales = 1 / normaliser.scale
@@ -143,9 +134,8 @@ class Heads:
         self._x, self._limit, self._drift, _ = parts
         self._halves = [np.empty(weight.shape[1], np.float32) for weight in self.layers[:-1]]
         self._logits = np.empty(self.layers[-1].shape[1], np.float32)
-        if places is None:
-            self._scores = self._logits
-        else:
+        self._scores = self._logits
+        if places is not None:
             self._scores = np.empty(places.shape[1], np.float32)
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
@@ -225,23 +215,16 @@ class LatencyModel:
     """
 
     def __init__(self, arrays: Arrays) -> None:
-        self.weight = arrays.get("weight")
         self.bias = arrays["bias"]
         self.spread = arrays["spread"]
-        if self.weight is None:
-            self._columns = None
-        else:
-            self._columns = np.ascontiguousarray(self.weight.T)
+        self.weight = arrays.get("weight")
+        if self.weight is not None:
+            # a row for each configuration
+            self.weight = np.ascontiguousarray(self.weight.T)
 
     def single(self, x: Array, choice: int) -> tuple[float, float]:
         """Return mean and standard deviation of ln ms for normalised features [width]."""
         mean = self.bias.item(choice)
-        if self._columns is not None:
-            mean += float(self._columns[choice].dot(x))
+        if self.weight is not None:
+            mean += float(self.weight[choice].dot(x))
         return mean, self.spread.item(choice)
-
-    def means(self, x: Array) -> Array:
-        """Return the mean of ln ms for every configuration: [n, width] → [n, C]."""
-        if self.weight is None:
-            return np.broadcast_to(self.bias, (len(x), len(self.bias)))
-        return x @ self.weight + self.bias

@@ -23,7 +23,7 @@ import torch
 
 from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
-from knobwise.agents.serving.exploration import Drawn, Exploration
+from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
 from knobwise.agents.serving.request_log import RequestLog, Result, row_of
@@ -36,7 +36,6 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
-    FirstStage,
     Request,
     check_configuration,
     clocked_by,
@@ -52,10 +51,15 @@ class Decided:
     arrived: float | None
     limit_ms: float
     """The rest of the budget that the decision was made under."""
-    expected: Expected
-    drawn: Drawn | None
-    """The chances that the configuration was drawn with; None if no other was possible."""
     drift: Drift | None
+    best: int
+    """The choice of the controller."""
+    expected: Expected
+    """The configuration to answer with; not the best one if the request is explored."""
+    latest: Overhead
+    """The latest decisions of this kind."""
+    before_ms: float
+    """The time of the first stage by the clock, however much of it the model says that it took."""
     result: Any = None
     """The `Result`, once there is an answer."""
 
@@ -107,8 +111,7 @@ class AdaptiveModel(FirstStages):
         at_least("cache", cache, 0)
         controller = getattr(controller, "agent", controller)  # of a KnobPolicy
         controller = getattr(controller, "decider", controller)
-        header = getattr(controller, "header", {})  # any object that decides will do
-        if header.get("limit", "budget_ms") != "budget_ms":
+        if controller.header["limit"] != "budget_ms":
             raise InputError(
                 "runtime: the controller is for a mean over requests (budget=mean), but every "
                 "request here has a deadline; train one with budget=quantiles"
@@ -180,53 +183,7 @@ class AdaptiveModel(FirstStages):
         """
         if not 0 < budget_ms < math.inf:
             raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
-        prepared = self._prepared(request)
-        with self._lock, self._clocked:
-            self._follow()
-            return self._answer(request, prepared, budget_ms, arrived)
-
-    def _answer(
-        self, request: Request, prepared: Prepared | None, budget_ms: float, arrived: float | None
-    ) -> Result:
-        """Decide and answer one request, with the lock held."""
-        # right after the model has run every line costs microseconds: keep only what one request
-        # needs
-        now = self._now
-        begun = now()
-        drift = self.tracker.drift
-        latest = self._fallen_back
-        drawn = None
-        explores = self._exploration.turn()
-
-        # where the guard falls back, the decision needs no features
-        limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
-        expected = self.controller.fall_back(limit, drift)
-        seen = expected is None
-        took = now() - begun
-        prepared = prepared or self._take(request, seen or explores)
-        stage = prepared.stage
-        if expected is None:
-            latest = self._decided
-            start = now()
-            limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
-            expected = self._decide(prepared, budget_ms, limit, drift)
-            took += now() - start
-        context = self.controller, stage.features if seen else None, limit, drift
-        if explores:
-            start = now()
-            expected, drawn = self._exploration.draw(*context, expected, True)
-            took += now() - start
-
-        decision_ms = _positive(took * 1e3)
-        decided = Decided(prepared, budget_ms, arrived, limit, expected, drawn, drift)
-        before_ms = prepared.before_ms - decision_ms
-        self._finish([decided], latest, decision_ms, begun, before_ms)
-        if self.log is not None:
-            if drawn is None and self._exploration.share:
-                # the chances change nothing about the answer, so that it does not wait for them
-                _, decided.drawn = self._exploration.draw(*context, expected, False)
-            self._note(decided)
-        return decided.result
+        return self._serve([request], [budget_ms], [arrived])[0]
 
     def generate(
         self,
@@ -260,90 +217,100 @@ class AdaptiveModel(FirstStages):
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        if n <= 1:
-            return list(map(self.answer, requests, budgets.tolist(), moments))
         if not ((budgets > 0) & (budgets < math.inf)).all():
             raise InputError(f"runtime: budgets_ms={budgets_ms}: all must be positive, in ms")
-        with self._lock, self._clocked:
-            self._follow()
-            return self._generate(requests, budgets.tolist(), moments)
+        return self._serve(requests, budgets.tolist(), moments)
 
-    def _generate(
+    def _serve(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
-        """Decide and answer several requests, with the lock held."""
-        prepared = [self._take(request) for request in requests]
-        stages = [item.stage for item in prepared]
-        start = self._now()
-        limits = []
-        for stage, budget, moment in zip(stages, budgets, moments, strict=True):
-            # when it would have begun had it come alone
-            begun = start - stage.total_ms / 1e3
-            limits.append(self._limit(self._decided, stage.extra_ms, budget, moment, begun))
-        drift = self.tracker.drift
-        expected, drawn = self._decide_all(stages, limits, drift)
-        decision_ms = _positive((self._now() - start) * 1e3)
+        """Answer requests under their budgets, with their arrivals; one of them, or a batch."""
+        prepared = [self._prepared(request) for request in requests]
+        with self._lock, self._clocked:
+            self._follow()
+            decided, decision_ms = self._decisions(requests, prepared, budgets, moments)
+            begun = self._now()
+            # the group with the least time left comes first
+            groups: dict[int, list[Decided]] = {}
+            for item in sorted(decided, key=lambda item: item.limit_ms):
+                groups.setdefault(item.expected[0], []).append(item)
+            for group in groups.values():
+                self._finish(group, decision_ms, begun)
+                begun = self._now()
+            self._note(decided)
+        return [item.result for item in decided]
 
-        drifts = [drift] * len(limits)
-        columns = prepared, budgets, moments, limits, expected, drawn, drifts
-        decided = [Decided(*facts) for facts in zip(*columns, strict=True)]
-        # the group with the least time left comes first
-        groups: dict[int, list[Decided]] = {}
-        for request in sorted(decided, key=lambda request: request.limit_ms):
-            groups.setdefault(request.expected[0], []).append(request)
-        for group in groups.values():
-            # the answers count their first stages, which were over before
-            before_ms = sum(request.prepared.stage.total_ms for request in group)
-            self._finish(group, self._decided, decision_ms, self._now(), before_ms)
-        if self.log is not None:
-            for request in decided:
-                self._note(request)
-        return [request.result for request in decided]
-
-    def _decide_all(
-        self, stages: Sequence[FirstStage], limits: list[float], drift: Drift | None
-    ) -> tuple[Sequence[Expected], Sequence[Drawn | None]]:
-        """Return the configurations of a batch, and their chances where others were possible."""
-        # all decisions at once
-        blocks = {}
-        for name in stages[0].features:
-            blocks[name] = np.stack([stage.features[name] for stage in stages])
-        columns = self.controller.choose_expected(blocks, np.array(limits, np.float32), None, drift)
-        expected = list(zip(*(values.tolist() for values in columns), strict=True))
-        if not self._exploration.share:
-            return expected, [None] * len(expected)
-        drawn = []
-        for i, stage in enumerate(stages):
-            features: Arrays | None = stage.features
-            if self.controller.fall_back(limits[i], drift) is not None:
-                features = None
-            context = self.controller, features, limits[i], drift, expected[i]
-            expected[i], chances = self._exploration.draw(*context, self._exploration.turn())
-            drawn.append(chances)
-        return expected, drawn
-
-    def _note(self, decided: Decided) -> None:
-        """Write the row of an answered request."""
-        assert self.log is not None
-        row = row_of(self.controller.digest, decided.prepared.stage, decided.drawn, decided.result)
-        decided.result.request_id = self.log.add(row)
-
-    def _finish(
+    def _decisions(
         self,
-        group: Sequence[Decided],
-        latest: Overhead,
-        decision_ms: float,
-        begun: float,
-        before_ms: float,
-    ) -> None:
+        requests: Sequence[Request],
+        prepared: Sequence[Prepared | None],
+        budgets: list[float],
+        moments: Sequence[float | None],
+    ) -> tuple[list[Decided], float]:
+        """Take requests through the first stage, and decide; return the time of the decisions."""
+        # right after the model has run every line costs microseconds: keep only what is needed
+        now = self._now
+        drift = self.tracker.drift
+        explores = [self._exploration.turn() for _ in requests]
+        alone = len(requests) == 1
+        expected = None
+        begun = now()
+        if alone:
+            # where the guard falls back, the decision needs no features
+            limit = self._limit(self._fallen_back, 0.0, budgets[0], moments[0], begun)
+            expected = self.controller.fall_back(limit, drift)
+        took = now() - begun
+        stages = []
+        for request, ahead, explored in zip(requests, prepared, explores, strict=True):
+            begun = now()
+            ready = ahead or self._take(request, expected is None or explored)
+            stages.append((ready, now() - begun))
+
+        start = now()
+        decided = []
+        facts = zip(stages, budgets, moments, explores, strict=True)
+        for (ready, stage_s), budget, arrived, explored in facts:
+            latest = self._fallen_back
+            if expected is None or not alone:
+                latest = self._decided
+                # as if it had come alone: its own first stage is no waiting
+                begun = start - stage_s
+                limit = self._limit(latest, ready.stage.extra_ms, budget, arrived, begun)
+                expected = self._decide(ready, budget, limit, drift, alone)
+            best = expected[0]
+            before_ms = stage_s * 1e3 + ready.before_ms
+            decided.append(
+                Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
+            )
+            if explored:
+                self._explore(decided[-1])
+        return decided, max(0.0, (took + now() - start) * 1e3)
+
+    def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
+        """Return what the chances of a draw follow from."""
+        return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
+
+    def _explore(self, request: Decided) -> None:
+        """Draw another configuration for a request."""
+        request.expected = self._exploration.draw(*self._context(request))
+
+    def _note(self, decided: Sequence[Decided]) -> None:
+        """Write the rows of answered requests; no answer waits for the chances of its draw."""
+        if self.log is None:
+            return
+        for request in decided:
+            chances = self._exploration.chances(*self._context(request), request.best)
+            stage = request.prepared.stage
+            row = row_of(self.controller.digest, stage, chances, request.best, request.result)
+            request.result.request_id = self.log.add(row)
+
+    def _finish(self, group: Sequence[Decided], decision_ms: float, begun: float) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.
 
         Args:
             group: the requests.
-            latest: takes the overhead.
             decision_ms: the time of the decision.
             begun: a reading of the clock, from which on all time is charged.
-            before_ms: time before that which the answers count; less what is charged already.
         """
         choice = group[0].expected[0]
         configuration = self.configurations[choice]
@@ -353,28 +320,39 @@ class AdaptiveModel(FirstStages):
         except Exception as error:
             self.tracker.ignore(f"the model raised {type(error).__name__}")
             raise
-        unused = [stage.unused_ms(configuration) for stage in stages]
-        counted_ms = 0.0
-        for request, stage, answer, unused_ms in zip(group, stages, answers, unused, strict=True):
-            took_ms = answer.total_ms + unused_ms
-            counted_ms += took_ms + stage.extra_ms
+        uncounted_ms = sum(request.before_ms for request in group)
+        for request, stage, answer in zip(group, stages, answers, strict=True):
+            took_ms = answer.total_ms + stage.unused_ms(configuration)
+            uncounted_ms -= took_ms + stage.extra_ms
             if self._tracks:
                 self.tracker.update(*request.expected, took_ms)
         done = self._now()
-        # what is neither in an answer nor counted yet: calls, clocks, setting knobs, tracking
-        beyond_ms = _positive((done - begun) * 1e3 + before_ms - counted_ms)
-        latest.add(decision_ms, beyond_ms)
+        # what is neither in an answer nor counted yet: calls, clocks, setting knobs, tracking;
+        # 0 if a clock went back, or if it is NaN
+        beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
+        group[0].latest.add(decision_ms, beyond_ms)
 
-        for request, stage, answer, unused_ms in zip(group, stages, answers, unused, strict=True):
+        for request, stage, answer in zip(group, stages, answers, strict=True):
             ahead_ms = request.prepared.ahead_ms
-            overhead = stage.extra_ms + unused_ms + decision_ms + beyond_ms
+            overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
             total = overhead + answer.total_ms - ahead_ms
             waited = 0.0
             if request.arrived is not None:
-                waited = _positive((done - request.arrived) * 1e3 - total)
-            facts = request.budget_ms, request.limit_ms, request.drift, request.expected[1:]
-            times = total + waited, waited, overhead, decision_ms * 1e3, ahead_ms
-            request.result = Result(answer, configuration, choice, *facts, *times)
+                waited = max(0.0, (done - request.arrived) * 1e3 - total)
+            request.result = Result(
+                answer,
+                configuration,
+                choice,
+                request.budget_ms,
+                request.limit_ms,
+                request.drift,
+                request.expected[1:],
+                total_ms=total + waited,
+                waited_ms=waited,
+                overhead_ms=overhead,
+                decision_us=decision_ms * 1e3,
+                prepared_ms=ahead_ms,
+            )
 
     def _limit(
         self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float
@@ -446,20 +424,16 @@ class AdaptiveModel(FirstStages):
             )
         drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
         positions, columns = known[drawn].T
+        cell = rows[positions], columns
         choices = columns.tolist()
         took = []
         title = "timing this machine"
         with self._lock, self._clocked, progress(title, len(drawn), quiet_s=5) as tick:
-            for row, choice in zip(rows[positions].tolist(), choices, strict=True):
+            for row, choice in zip(cell[0].tolist(), choices, strict=True):
                 stage = self.model.first_stage(samples[row])
                 (answer,) = self.model.answer([stage], self.configurations[choice])
                 took.append(answer.total_ms)
                 tick(len(took), "")
-        latency_ms = table.without_first_look.latency_ms[rows[positions], columns].double().numpy()
+        latency_ms = table.without_first_look.latency_ms[cell].double().numpy()
         timed, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms))
         return choices[warm_up:], (timed - profiled)[warm_up:].tolist()
-
-
-def _positive(ms: float) -> float:
-    """Return 0 for a time that is not positive: a clock went back, or it is NaN."""
-    return ms if ms > 0 else 0.0

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
 
 import numpy as np
 
 from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.common import checks
-
-
-class Drawn(NamedTuple):
-    """The chances that a configuration was drawn with."""
-
-    chances: dict[int, float]
-    """The probability of every configuration that could have been drawn."""
-    best: int
-    """The choice of the controller."""
 
 
 class Exploration:
@@ -49,39 +39,41 @@ class Exploration:
         return self.share > 0 and self._random.random() < self.share
 
     def draw(
-        self,
-        controller: NumpyController,
-        features: Arrays | None,
-        budget_ms: float,
-        drift: Drift | None,
-        decided: Expected,
-        explores: bool,
-    ) -> tuple[Expected, Drawn]:
-        """Return the configuration to answer with, its expected latency, and its chances.
-
-        The configuration changes only if the request is explored; otherwise this may wait until
-        the request is answered.
+        self, controller: NumpyController, features: Arrays, budget_ms: float, drift: Drift | None
+    ) -> Expected:
+        """Draw the configuration of a request that is explored, with its expected latency.
 
         Args:
             controller: the one that decided.
-            features: blocks [d]; None where the guard fell back to static, whose own expectations
-                then count.
-            decided: the choice of the controller.
-            explores: what `turn` drew.
+            features: blocks [d].
         """
-        best = decided[0]
-        close = near_best(controller, features, budget_ms, self.loss, drift) or [best]
-        if explores:
-            decided = controller.expected_of(features, self._random.choice(close))
+        close = near_best(controller, features, budget_ms, self.loss, drift)
+        return controller.expected_of(features, budget_ms, drift, self._random.choice(close))
+
+    def chances(
+        self,
+        controller: NumpyController,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift | None,
+        best: int,
+    ) -> dict[int, float]:
+        """Return the probability of every configuration that a request could have got.
+
+        Arguments as in `draw`, and the choice of the controller.
+        """
+        if not self.share:
+            return {best: 1.0}
+        close = near_best(controller, features, budget_ms, self.loss, drift)
         # the terms of the formula above: ε/|S|, then 1 − ε
         chances = dict.fromkeys(close, self.share / len(close))
         chances[best] = chances.get(best, 0.0) + (1 - self.share)
-        return decided, Drawn({index: c for index, c in chances.items() if c > 0}, best)
+        return {index: chance for index, chance in chances.items() if chance > 0}
 
 
 def near_best(
     controller: NumpyController,
-    features: Arrays | None,
+    features: Arrays,
     budget_ms: float,
     loss: float,
     drift: Drift | None = None,
@@ -89,14 +81,15 @@ def near_best(
     """Return the configurations that are expected to lose at most `loss` utility.
 
     The policy was taught softmax(sharpness · utility), so these are those whose log-probability is
-    at most sharpness · loss below the highest; without features those that static knows.
+    at most sharpness · loss below the highest; where the guard falls back, those that static knows.
     """
-    if features is None:
+    limits = np.array([budget_ms])
+    if controller.fall_back(budget_ms, drift) is not None:
         assert controller.static is not None
-        worth = controller.static.mean_utility(np.array([budget_ms * controller.factor(drift)]))[0]
+        worth = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
-        log_probs = controller.log_probs(blocks, np.array([budget_ms]), None, drift)[0]
+        log_probs = controller.log_probs(blocks, limits, None, drift)[0]
         # log-probabilities in units of utility
         worth = log_probs / controller.header["sharpness"]
     return np.flatnonzero(worth >= worth.max() - loss).tolist()

@@ -46,7 +46,8 @@ def agreement(
     Raises:
         InputError: a decision is different, unless `exact` is False.
     """
-    counts = {"contexts": 0, "same": 0, "rounding": 0}
+    same = 0
+    rounding = 0
     blocks = {name: block.numpy() for name, block in table.features.items()}
     rows = np.arange(table.num_samples)
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
@@ -57,15 +58,13 @@ def agreement(
             # decisions that are equally probable may differ by rounding
             log_probs = controller.log_probs(blocks, limits)
             close = np.abs(log_probs[rows, wanted] - log_probs[rows, other]) <= TOLERANCE
-            same = wanted == other
-            counts["contexts"] += len(rows)
-            counts["same"] += int(same.sum())
-            counts["rounding"] += int((close & ~same).sum())
+            same += int((wanted == other).sum())
+            rounding += int((close & (wanted != other)).sum())
             tick(done, "budgets")
-    different = counts["contexts"] - counts["same"] - counts["rounding"]
-    if different and exact:
+    contexts = len(rows) * len(budgets_ms)
+    if exact and same + rounding < contexts:
         raise InputError(
-            f"{what}: decides differently from the controller in {different} of "
-            f"{counts['contexts']} contexts of profile {table.name!r}; nothing was written"
+            f"{what}: decides differently from the controller in {contexts - same - rounding} of "
+            f"{contexts} contexts of profile {table.name!r}; nothing was written"
         )
-    return counts
+    return {"contexts": contexts, "same": same, "rounding": rounding}

@@ -130,14 +130,14 @@ class FirstStages:
         return Prepared(stage, content)
 
     def _decide(
-        self, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None
+        self, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None, alone: bool
     ) -> Expected:
-        """Decide, or return the decision for an equal request.
+        """Decide, or return the decision for an equal request if this one is alone.
 
         Its budget, controller and drift must be the same.
         """
         controller = self.controller
-        if prepared.content is None:
+        if prepared.content is None or not alone:
             return controller.decide_expected(prepared.stage.features, limit, drift)
         start = clock_ms()
         # everything that the decision follows from

@@ -166,13 +166,10 @@ class KnobPolicy:
                 raise InputError(
                     f"features: {name} hold infinite values; write NaN for what is missing"
                 )
-        shapes = {name: block.shape for name, block in blocks.items()}
-        fits = shapes.keys() == self.features.keys()
-        for name, shape in shapes.items():
-            fits &= len(shape) in (1, 2) and shape[-1] == self.features.get(name)
-        if not fits:
+        widths = {name: block.shape[-1] for name, block in blocks.items() if block.ndim in (1, 2)}
+        if widths != self.features or len(blocks) > len(widths):
             wanted = [f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()]
-            got = [f"{name} {list(shape)}" for name, shape in shapes.items()]
+            got = [f"{name} {list(block.shape)}" for name, block in blocks.items()]
             raise InputError(
                 f"features: this policy reads {', '.join(wanted) or 'none'}; "
                 f"got {', '.join(got) or 'none'}"

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.agents.policy.controller import Drift
-from knobwise.agents.serving.exploration import Drawn
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
@@ -153,7 +152,7 @@ class RequestLog:
 
 
 def row_of(
-    controller: str, stage: FirstStage, drawn: Drawn | None, result: Result
+    controller: str, stage: FirstStage, chances: Mapping[int, float], best: int, result: Result
 ) -> dict[str, Any]:
     """Return a row of the log in plain values.
 
@@ -161,11 +160,10 @@ def row_of(
         controller: digest of the controller that decided.
         stage: the first stage of the request. It has no features where the guard fell back before
             there were any.
-        drawn: the chances that the configuration was drawn with; None if no other was possible.
+        chances: the probability of every configuration that could have been drawn.
+        best: the choice of the controller.
         result: the answer with its times.
     """
-    # without exploration nothing else was possible
-    drawn = drawn or Drawn({result.choice: 1.0}, result.choice)
     drift = None
     if result.drift is not None:
         drift = [packed(result.drift[0]), float(result.drift[1])]
@@ -173,10 +171,10 @@ def row_of(
         "controller": controller,
         "choice": result.choice,
         "knobs": dict(result.configuration),
-        "probability": drawn.chances[result.choice],
-        "among": list(drawn.chances),
-        "chances": list(drawn.chances.values()),
-        "best": drawn.best,
+        "probability": chances[result.choice],
+        "among": list(chances),
+        "chances": list(chances.values()),
+        "best": best,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
         "features": {name: packed(block) for name, block in stage.features.items()} or None,

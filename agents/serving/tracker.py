@@ -261,21 +261,18 @@ class LatencyTracker:
             valid &= moments.shape == (2, len(self.names))
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
                 raise ValueError("wrong sizes, or numbers out of range")
-            scale = float(state["scale"])
-            run = int(state["run"])
-            answers = int(state["answers"])
+            counts = int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(
                 f"tracker: is not the state of a tracker ({type(error).__name__}: {error})"
             ) from None
         self._mean, self._variance = moments.tolist()
-        self._scale = scale
-        self._run = run
-        self.answers = answers
+        self._scale = float(state["scale"])
+        self._run, self.answers = counts
         self.ignored = ignored
         self.drift = None
-        if answers:
+        if self.answers:
             self._refresh()
 
 

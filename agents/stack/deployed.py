@@ -30,8 +30,6 @@ ARRAYS = ("static", "latency", "mean")
 """Fields of `Settled` that hold arrays."""
 GUARDS = ("guard", "guard_if_free", "guard_of_teacher")
 """Fields of `Settled` that hold rows of plain values."""
-LIMITS = {"deadline": "budget_ms", "mean": "mean"}
-"""The entry `limit` of an exported header, by the sense of the budget."""
 
 
 @dataclass
@@ -131,8 +129,8 @@ class DeployedController(nn.Module):
             limits = np.full(len(mask), mean.budgets_ms[group])
             return self.decider.log_probs(features, limits, mask).argmax(1)
 
-        parts = map(torch.from_numpy, (mean.budgets_ms, mean.worths, mean.deployed))
-        budgets_ms, worths, deployed = parts
+        columns = mean.budgets_ms, mean.worths, mean.deployed
+        budgets_ms, worths, deployed = map(torch.from_numpy, columns)
         mix = None
         if mean.mix:
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
@@ -146,6 +144,10 @@ class DeployedController(nn.Module):
         normaliser = controller.normaliser
         settled = self.settled
         by_knobs = controller.network.head.by_knobs
+        limit = "budget_ms"
+        if controller.sense == "mean":
+            # before its worths are calibrated it decides under none
+            limit = "mean" if settled.mean else ""
         # what is no array: settings and names, as JSON
         header = {
             "format": FORMAT,
@@ -158,13 +160,13 @@ class DeployedController(nn.Module):
             "drift_values": len(controller.network.values),
             "sharpness": controller.config.sharpness,
             "datasets": normaliser.datasets,
-            "limit": LIMITS[controller.sense] if settled.mean or controller.sense != "mean" else "",
+            "limit": limit,
             "guard": bool(settled.guard and settled.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
-            arrays["values"] = by_value.cpu().numpy().astype(np.float32)
+            arrays["values"] = by_value.cpu().float().numpy()
         # where no latency was expected, ln ms is 0 with a spread of 1
         zeros = np.zeros(len(controller.configurations), np.float32)
         parts = {
@@ -191,11 +193,10 @@ class DeployedController(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        plain: dict[str, Any] = {
+        plain: dict[str, Any] = vars(self.settled) | {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
         }
-        plain |= {part: getattr(self.settled, part) for part in (*GUARDS, *ARRAYS)}
         for part in ARRAYS:
             arrays = plain[part].items()
             plain[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
@@ -207,10 +208,8 @@ class DeployedController(nn.Module):
         controller = Controller.restored(plain["controller"])
         teacher = None
         if plain["teacher"]:
-            count = len(controller.configurations)
-            settings = controller.normaliser, controller.config, count, controller.sense
-            teacher = Teacher.restored(plain["teacher"], *settings)
-        parts: dict[str, Any] = {part: plain.get(part, []) for part in GUARDS}
+            teacher = Teacher.restored(plain["teacher"], controller)
+        parts: dict[str, Any] = {part: plain[part] for part in GUARDS if part in plain}
         parts |= {part: _numpy_of(plain[part]) for part in ARRAYS}
         return cls(controller, teacher, Settled(**parts)).eval()
 

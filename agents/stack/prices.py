@@ -224,9 +224,10 @@ class StaticMix:
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
         the noise of draws."""
-        first, second = (outcomes_of(table, rows, side) for side in self.both(table.mask[rows]))
-        accuracy = torch.lerp(first[0], second[0], self.share)
-        return accuracy, torch.lerp(first[1], second[1], self.share)
+        first, second = self.both(table.mask[rows])
+        sides = zip(outcomes_of(table, rows, first), outcomes_of(table, rows, second), strict=True)
+        accuracy, cost = (torch.lerp(*side, self.share) for side in sides)
+        return accuracy, cost
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -373,9 +374,10 @@ def make_priced_baselines(
 
     def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
         predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
-        expected = predictor.counted(family.out_of_fold)
-        known = expected.accuracy, expected.latency_ms, measured.latency_ms, measured.mask
-        prices = calibrate_prices(*known, budgets_ms)
+        hat = predictor.counted(family.out_of_fold)
+        prices = calibrate_prices(
+            hat.accuracy, hat.latency_ms, measured.latency_ms, measured.mask, budgets_ms
+        )
 
         def decide(features: Features, group: int, mask: Array) -> Array:
             hat = predictor.predict(features, len(mask))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import WIDEST, OutcomeNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.arrays import Array, Arrays
@@ -233,7 +234,7 @@ class Teacher(nn.Module):
 
     def chosen(self) -> dict[str, Any]:
         """Return the weights and settings chosen on held-out samples, in plain values."""
-        settings = {str(expert.name): expert.settings for expert in self.experts}
+        settings = {expert.name: expert.settings for expert in self.experts}
         weights = dict(zip(["network", *settings], self.weights.tolist(), strict=True))
         return {"weights": weights, "settings": settings}
 
@@ -248,22 +249,18 @@ class Teacher(nn.Module):
         }
 
     @classmethod
-    def restored(
-        cls,
-        plain: Mapping[str, Any],
-        normaliser: FeatureNormaliser,
-        config: PolicyConfig,
-        count: int,
-        sense: str,
-    ) -> Teacher:
-        """Return the teacher that `plain` describes, in eval mode."""
+    def restored(cls, plain: Mapping[str, Any], controller: Controller) -> Teacher:
+        """Return the teacher of a controller that `plain` describes, in eval mode."""
         state = plain["network"]
+        normaliser = controller.normaliser
         bins = state["edges"].shape[1] > 0
-        network = OutcomeNetwork(normaliser.width, count, config, bins)
+        count = len(controller.configurations)
+        network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        weighed = plain["weights"], sense, plain["held_out_worth"]
-        teacher = cls(network, normaliser, experts, *weighed)
+        weights = plain["weights"]
+        worth = plain["held_out_worth"]
+        teacher = cls(network, normaliser, experts, weights, controller.sense, worth)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -371,18 +368,17 @@ def _known(
 
 def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
     """Return the weights fitted on all samples, and for each fold those fitted on the others."""
-    scores = known.scores
-    joined = torch.zeros_like(scores[0])
+    joined = torch.zeros_like(known.scores[0])
     of_folds = []
     for fit, hold in measured.folds:
         of_folds.append(stack_weights(known.take(torch.from_numpy(fit))))
-        part = weighted([score[:, hold] for score in scores], of_folds[-1])
-        joined[:, hold] = part.to(joined.dtype)
+        held = known.take(torch.from_numpy(hold))
+        joined[:, hold] = weighted(held.scores, of_folds[-1]).to(joined.dtype)
     # one member may be better than all together
     best = known.better_alone(joined)
     if best is None:
         return stack_weights(known), of_folds
-    alone = torch.eye(len(scores), dtype=torch.float64)[best]
+    alone = torch.eye(len(known.scores), dtype=torch.float64)[best]
     return alone, [alone] * len(of_folds)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.judging.paired import is_better
+
 ROUNDS = 15
 """Rounds of greedy selection."""
 LEVEL = 0.05
@@ -55,9 +57,7 @@ class HeldOut(NamedTuple):
         together = self.worth_of_best(joined).mean(0)
         gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
         best = int(gains.mean(1).argmax())
-        n = gains.shape[1]
-        z = torch.special.ndtri(torch.tensor(1 - LEVEL / len(gains), dtype=torch.float64))
-        if n > 1 and gains[best].mean() > z * gains[best].std() / n**0.5:
+        if is_better(gains[best], 1 - LEVEL / len(gains)):
             return best
         return None
 
@@ -100,16 +100,14 @@ def _greedy(held_out: HeldOut) -> Tensor:
     counts = torch.zeros(len(held_out.scores), dtype=torch.float64)
     total = torch.zeros_like(held_out.scores[0])
     most = -np.inf
-    best = counts
     for _ in range(ROUNDS):
         worth = [held_out.mean_worth(total + score) for score in held_out.scores]
         winner = int(np.argmax(worth))
-        counts = counts.clone()
         counts[winner] += 1
         total = total + held_out.scores[winner]
         if worth[winner] > most + 1e-9:
             most = worth[winner]
-            best = counts
+            best = counts.clone()
     return _normal(best)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.learning.off_policy import judge
 from knobwise.envs.configurations.budgets import default_budgets
@@ -21,7 +22,7 @@ def logged_outcomes(choice, propensity, reward):
     return Logged({}, seen, offset, ones, chances, *times, seen, accuracy)
 
 
-def test_every_estimate_by_hand():
+def test_every_estimate_by_hand(monkeypatch):
     logged = logged_outcomes([0, 1, 0, 0], [[0.8, 0.2, 0.0]] * 4, [1.0, 0.0, 0.5, 1.0])
     expected = torch.tensor([[0.6, 0.4, 0.9]]).expand(4, -1)
     old = np.zeros(4, np.int64)
@@ -34,11 +35,12 @@ def test_every_estimate_by_hand():
     wanted = {"old": 3.275 / 4, "new": 0.375 / 4, "difference": -2.9 / 4}
     assert means == pytest.approx(wanted, abs=1e-6)
     assert judged.clipped == 0
-    assert judge(logged, expected, old, new, clip=2.0).clipped == 1
+    monkeypatch.setattr(off_policy, "CLIP", 2.0)
+    assert judge(logged, expected, old, new).clipped == 1
     assert not judged.better
 
 
-def test_a_new_controller_is_better_only_where_the_log_shows_it():
+def test_a_new_controller_is_better_only_where_the_log_shows_it(monkeypatch):
     choice = np.random.default_rng(0).integers(2, size=400)
     logged = logged_outcomes(choice, [[0.5, 0.5]] * 400, 0.4 + 0.3 * choice)
     old = np.zeros(400, np.int64)
@@ -50,7 +52,9 @@ def test_a_new_controller_is_better_only_where_the_log_shows_it():
     assert not judge(logged, flat, new, old).better
     assert not judge(logged, flat, old, old).better
     few = logged.take(np.arange(8))
-    assert not judge(few, flat[:8], old[:8], new[:8], confidence=0.5).better
+    with monkeypatch.context() as patch:
+        patch.setattr(off_policy, "CONFIDENCE", 0.5)
+        assert not judge(few, flat[:8], old[:8], new[:8]).better
     # without exploration nothing is shown, whatever the model says
     greedy = logged._replace(choice=old, propensity=np.tile([1.0, 0.0], (400, 1)))
     judged = judge(greedy, torch.tensor([[0.1, 0.9]]).expand(400, -1), old, new)

@@ -92,10 +92,7 @@ def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_pa
     assert result.steps["latencies"].plain()["bound"] is None
 
 
-def test_controllers_that_cannot_learn_and_too_few_requests_are_refused(tmp_path):
+def test_too_few_requests_are_refused(tmp_path):
     agent, _, logged = logged_requests(tmp_path, count=6)
     with pytest.raises(InputError, match="too few"):
         update(agent, logged)
-    alone = DeployedController(agent.controller, None, agent.settled)
-    with pytest.raises(InputError, match="teacher"):
-        update(alone, logged)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from replayed import settled_for, small_stack
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.learning.adaptation import (
     FREE,
     TRIED,
@@ -25,7 +24,6 @@ from knobwise.agents.learning.adaptation import (
     posterior,
     prior_covariance,
 )
-from knobwise.agents.policy.static import Static
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Teacher, fit_teacher
 from knobwise.common.errors import InputError
@@ -177,8 +175,6 @@ def moved(
     x = agent.controller.features(table.features, table.num_samples)
     spread = torch.as_tensor(variance).double().expand(12)
     other = adapted(agent, Offsets(mean.double(), spread, torch.zeros(())), x)
-    assert agent.teacher is not None
-    assert other.teacher is not None
     with torch.no_grad():
         old, new = (each.mixture(x).predictions for each in (agent.teacher, other.teacher))
     return other, list(zip(old, new, strict=True))
@@ -217,11 +213,8 @@ def test_a_controller_expects_every_latency_times_its_factor(features):
     np.testing.assert_allclose(new["bias"], old["bias"] + offsets.numpy(), rtol=1e-5)
     spread = np.sqrt(old["spread"] ** 2 + variance.numpy())
     np.testing.assert_allclose(new["spread"], spread, rtol=1e-5)
-    slower = replace(table, latency_ms=table.latency_ms * offsets.exp())
-    limits = budgets_of(table).double().numpy()
-    static = Static.restored(other.settled.static)
-    wanted = static_of(slower, torch.arange(90))
-    assert static.choose({}, limits).tolist() == wanted.choose({}, limits).tolist()
+    before_ms, after_ms = (each.settled.static["latency_ms"] for each in (agent, other))
+    np.testing.assert_allclose(after_ms, before_ms * offsets.exp().numpy(), rtol=1e-5)
     # the old one is as it was, and so are the networks beside the one that is deployed
     assert DeployedController.restored(agent.plain()).decider.digest == digest
     for p, q in zip(agent.controller.parameters(), other.controller.parameters(), strict=True):
@@ -260,7 +253,6 @@ def test_the_heads_learn_what_the_teacher_expects_now():
     x = agent.controller.features(table.features, 200)
     other, _ = moved(agent, table, offsets, 0.0)
     overall, _ = moved(agent, table, offsets.mean().expand(12), 0.0)
-    assert other.teacher is not None
     ends = default_budgets(table).double() * float(offsets.mean().exp())
     budgets = torch.linspace(float(ends[0]), float(ends[-1]), 60)
     worths = other.teacher.teach(x[:1], budgets.unsqueeze(0))[0]

@@ -4,6 +4,7 @@ is quoted."""
 import functools
 import itertools
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -102,12 +103,11 @@ def test_many_inputs_are_explained_as_each_alone():
 def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     policy = policy_of("mean")
     assert [row["deployed"] for row in policy.agent.settled.guard] == [True, True, False]
-    for row in range(40):  # one that is decided differently at 9 ms and at 15 ms
-        blocks = blocks_of(row)
-        chosen = {budget: policy.decide(blocks, budget) for budget in (9.0, 15.0)}
-        if chosen[9.0] != chosen[15.0]:
-            break
-    assert chosen[9.0] != chosen[15.0]
+    # one that is decided differently at 9 ms and at 15 ms
+    decided = [policy.decide(TABLE.features, budget) for budget in (9.0, 15.0)]
+    row = list(map(operator.ne, *decided)).index(True)
+    blocks = blocks_of(row)
+    chosen = {9.0: decided[0][row], 15.0: decided[1][row]}
     explanation = policy.decide(blocks, 15.0, explain=True)
     # at 12 ms the mix takes turns between its sides
     mix = StaticMix.of_table(TABLE, ROWS, MEANS)
@@ -123,7 +123,6 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     for row in explanation.expected:
         assert row.keys() == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / 1000, abs=1e-5)
-    assert explanation.guard is not None
     assert explanation.guard["budget_ms"] == 15.0
     assert explanation.reason.startswith("the policy's most probable choice")
     fallen = policy.decide(blocks, 12.0, explain=True)
@@ -159,7 +158,6 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     x = agent.controller.features({name: block[7:8] for name, block in TABLE.features.items()}, 1)
     with torch.no_grad():
         probability = agent.controller(x, torch.tensor([0.7 * budget]))[0].exp()
-    assert agent.teacher is not None
     accuracy, mean, spread = (values[0] for values in agent.teacher.moments(x)[:3])
     on_time = torch.special.ndtr((math.log(budget) - mean) / spread)
     wanted = {
@@ -178,8 +176,7 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     assert listed == sorted(listed, reverse=True)
     assert explanation.runner_up == explanation.expected[1]
     alone = policy_of("heads").decide(blocks_of(7), budget, explain=True)
-    assert all(row.keys() == {"configuration", "probability"} for row in alone.expected)
-    assert alone.reason == "the policy's most probable choice"
+    assert alone.expected[0].keys() == {"configuration", "probability"}
 
 
 @settings(deadline=None, max_examples=25)
@@ -206,9 +203,7 @@ def test_a_drift_by_a_factor_is_a_budget_divided_by_it():
     plain = policy.decide(blocks_of(5), 12.0 * np.exp(-0.2), explain=True)
     assert (moved.decision, moved.guard) == (plain.decision, plain.guard)
     for row, same in zip(moved.expected, plain.expected, strict=True):
-        assert row["configuration"] == same["configuration"]
-        assert (row["on_time"], row["utility"]) == pytest.approx(
-            (same["on_time"], same["utility"]), abs=1e-6
-        )
-        assert row["latency_ms"] == pytest.approx(np.exp(0.2) * same["latency_ms"], rel=1e-5)
-        assert row["slower"] == pytest.approx(np.exp(0.2), rel=1e-5)
+        assert row.pop("configuration") == same.pop("configuration")
+        slower = np.exp(0.2)
+        wanted = same | {"latency_ms": slower * same["latency_ms"], "slower": slower}
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -1,16 +1,13 @@
 import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import driven_apart, small_table
-from numpy.typing import NDArray
 from replayed import settled_for, untrained
 
 from knobwise.agents.checkpoint import save_checkpoint
-from knobwise.agents.controller.networks import KnobHeads
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import OnnxController
@@ -24,7 +21,6 @@ from knobwise.experiments.settings.profiles import TableProfile
 
 MARGINS = [1.0, 0.9, 0.8, 1.0, 0.7]
 DEPLOY = [True, False, True, True, True]
-Array = NDArray[Any]
 
 
 @functools.cache
@@ -40,7 +36,6 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not():
     table = small_table(60)
     controller = driven_apart(table, PolicyConfig(hidden=8))
     heads = controller.network.head
-    assert isinstance(heads, KnobHeads)
     sizes = table.configurations.amax(0) + 1
     best = table.configurations[:2]
     first = sizes.cumsum(0) - sizes
@@ -105,12 +100,3 @@ def test_nothing_is_written_when_a_graph_disagrees(
     with pytest.raises(InputError, match=words):
         run(order)
     assert not Path(order.out).exists()
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    _, agent = guarded()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
-        agent.export(tmp_path / "file" / "c.npz")
-    agent.export(tmp_path / "c.npz")
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "c.npz"}

@@ -14,7 +14,6 @@ from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -61,7 +60,6 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path):
     assert np.allclose(logged.propensity.sum(1), 1)
     # before the first answer there is no drift; after it that of the tracker
     assert (logged.offset[0] == 0).all()
-    assert results[5].drift is not None
     assert logged.offset[5].tolist() == results[5].drift[0].tolist()
     known = {block.tobytes() for block in model.model.table.features["image_features"].numpy()}
     assert {block.tobytes() for block in logged.features["image_features"]} <= known
@@ -97,10 +95,8 @@ def changed(folder, to, **values):
         ("chances", [], "damaged"),
         ("controller", "0123", "another controller"),
         ("choice", 12, "unknown configuration"),
-        ("choice", -1, "unknown configuration"),
         ("knobs", {"top_k": 5}, "unknown configuration"),
         ("price", 0.5, "price"),
-        ("answer_ms", 0, "times"),
         ("answer_ms", 10**400, "damaged"),
         ("limit_ms", float("nan"), "times"),
         ("accuracy", 1.5, "accuracy"),
@@ -179,7 +175,6 @@ def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         answered = [process.stdout.readline().strip() for _ in range(50)]
         os.kill(process.pid, signal.SIGKILL)
         answered += [line.strip() for line in process.stdout if line.endswith("\n")]
@@ -205,7 +200,6 @@ def test_a_full_disk_loses_rows_and_no_answers(tmp_path, monkeypatch):
     monkeypatch.undo()
     serve_requests(model, model.model.table, 3, label=False)
     log = read_log(tmp_path)
-    assert model.log is not None
     assert model.log.lost == 2
     assert len(log.rows) == 3
     assert dict(log.aside) == {"the torn last line of a file": 2}
@@ -243,36 +237,8 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
     assert all(sum(row["chances"]) == pytest.approx(1) for row in rows)
 
 
-def test_exploration_stays_within_its_loss(tmp_path):
-    options = {"explore": 1.0, "explore_loss": 0.1, "seed": 0, "tracker": False}
-    model, _ = served(tmp_path, 60, label=False, **options)
-    logged = arrays_of(read_log(tmp_path))
-    log_probs = model.controller.log_probs(logged.features, logged.limit_ms)
-    # the policy was taught softmax(40 · utility)
-    near = log_probs >= log_probs.max(1, keepdims=True) - 40 * 0.1
-    np.testing.assert_allclose(logged.propensity, near / near.sum(1, keepdims=True))
-    assert 1 < near.sum(1).max() < 12
-    best = [row["best"] for row in read_log(tmp_path).rows]
-    assert log_probs.argmax(1).tolist() == best
-
-
 @pytest.mark.parametrize("wrong", [{"explore": 1.5}, {"explore": 0.1, "explore_loss": -1.0}])
 def test_exploration_of_no_share_is_refused(wrong):
     agent, table = small_stack()
     with pytest.raises(InputError, match="explore"):
         AdaptiveModel(ReplayedModel(table), agent, **wrong)
-
-
-def test_logging_and_exploration_are_not_touched_where_they_are_off(
-    monkeypatch,
-):
-    def touched(*_, **__):
-        raise AssertionError("called")
-
-    for where, name in ((Exploration, "draw"), (RequestLog, "add")):
-        monkeypatch.setattr(where, name, touched)
-    agent, table = small_stack()
-    model = AdaptiveModel(ReplayedModel(table), agent)
-    assert len(serve_requests(model, table, 20)) == 20
-    with pytest.raises(AssertionError, match="called"):
-        serve_requests(AdaptiveModel(ReplayedModel(table), agent, explore=0.99), table, 9)

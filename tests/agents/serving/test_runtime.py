@@ -53,38 +53,31 @@ class ByFeatures:
     def fall_back(self, limit, drift):
         return None
 
-    def choose(self, features, limits):
-        self.limits += limits.tolist()
-        seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
-        return np.floor(seen * 1e3).astype(np.int64) % 8
-
-    def choose_expected(self, features, limits, mask, drift):
-        limits = limits if drift is None else limits * math.exp(-drift[0].mean())
-        columns = np.full((2, len(limits)), [[math.log(3)], [0.05]])
-        return self.choose(features, limits), *columns
+    def choose(self, features, limit):
+        seen = np.concatenate(list(features.values())).astype(np.float64).sum()
+        return int(seen * 1e3 // 1) % 8
 
     def decide_expected(self, features, limit, drift):
-        blocks = {name: block[None] for name, block in features.items()}
-        columns = self.choose_expected(blocks, np.array([limit], np.float32), None, drift)
-        choice, mean, spread = (values.item() for values in columns)
-        return choice, mean, spread
+        if drift is not None:
+            limit *= math.exp(-drift[0].mean())
+        self.limits.append(limit)
+        return self.choose(features, limit), math.log(3), 0.05
 
 
 class Slow(ByFeatures):
     """Its first decision takes long."""
 
-    def choose(self, features, limits):
-        if not self.limits:
+    def choose(self, features, limit):
+        if len(self.limits) == 1:
             time.sleep(0.02)
-        return super().choose(features, limits)
+        return super().choose(features, limit)
 
 
 class ByLimit(ByFeatures):
     """The largest configuration where there are 5 ms left, else the smallest."""
 
-    def choose(self, features, limits):
-        self.limits += limits.tolist()
-        return np.where(limits >= 5, 7, 0)
+    def choose(self, features, limit):
+        return 7 if limit >= 5 else 0
 
 
 class Noting:
@@ -123,15 +116,15 @@ class Noting:
 
 
 class Later(Noting):
-    """A first stage of 500 ms by its own account, however busy the machine, and knobs that take 20
-    ms to set."""
+    """A first stage of 400 ms, and knobs that take 20 ms to set."""
 
     def first_stage(self, request, features=True):
-        return replace(super().first_stage(request, features), total_ms=500.0)
+        time.sleep(0.4)
+        return replace(super().first_stage(request, features), total_ms=400.0)
 
     def answer(self, stages, configuration):
         time.sleep(0.02)
-        return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
+        return [replace(answer, total_ms=402.0) for answer in super().answer(stages, configuration)]
 
 
 class Looking(Noting):
@@ -270,35 +263,18 @@ def test_calibration_finds_the_ratio_of_two_machines():
     noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]
     again = AdaptiveModel(noting, ByLimit())
     assert again.calibrate(table, samples, cells=5, warm_up=5) == pytest.approx(0.25)
-    with pytest.raises(InputError, match="nothing to calibrate on"):
-        model.calibrate(table, {})
-    with pytest.raises(InputError, match="other configurations"):
-        model.calibrate(small_table(20), samples)
+    for wrong in ((table, {}), (small_table(20), samples)):
+        with pytest.raises(InputError, match="profile"):
+            model.calibrate(*wrong)
 
 
-def test_threads_share_a_model_without_mixing_knobs(vlm):
-    alone = AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)
-    model = AdaptiveModel(vlm, ByFeatures())
-    order = np.random.default_rng(0).permutation(4 * len(REQUESTS)) % len(REQUESTS)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda i: model.answer(REQUESTS[i], 10.0).answer.text, order))
-    assert answers == [alone[i].answer.text for i in order]
-    assert tuple(vlm.configuration.values()) == vlm.model.full
+def test_threads_share_a_model_without_mixing_knobs():
     # this model sees for itself that knobs are set by one thread at a time
     noting = AdaptiveModel(Noting(), ByLimit())
     with ThreadPoolExecutor(8) as pool:
         groups = pool.map(lambda a: noting.generate(requests_of(a, a), 9.0), "abcdefgh")
     texts = [[result.answer.text for result in group] for group in groups]
     assert texts == [[f"to {a}"] * 2 for a in "abcdefgh"]
-
-
-def test_a_model_that_fails_leaves_the_runtime_usable():
-    noting = Noting()
-    model = AdaptiveModel(noting, ByLimit())
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model.generate(requests_of("fail"), 9.0)
-    assert not noting.running
-    assert model.answer(requests_of("a")[0], 9.0).answer.text == "to a"
 
 
 @pytest.mark.parametrize("budget", [9, np.float32(9), np.array(9.0), torch.tensor(9.0), [9, 9]])
@@ -322,8 +298,8 @@ def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stag
     arrived = [time.perf_counter()] * 2
     for result in model.generate(requests_of("a", "b"), 60_000.0, arrived):
         assert result.overhead_ms > 15
-        # as if the first stage had begun 500 ms before
-        assert 60_300 < result.limit_ms < 60_499
+        # 1 ms for features, and the first stage of the other request, but not its own
+        assert 59_250 < result.limit_ms < 59_600
 
 
 def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
@@ -352,17 +328,16 @@ def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"header": {"limit": "worths"}}, "budget=quantiles"),
-        ({"header": {"limit": "mean"}}, "budget=quantiles"),
+        ({"header": {"limit": "mean"}}, "budget=mean"),
         ({"knobs": (Knob("top_k", (4,)),), "configurations": torch.zeros(1, 1).long()}, "top_k=4"),
     ],
 )
-def test_controllers_that_cannot_work_are_refused(vlm, changes, message):
+def test_controllers_that_cannot_work_are_refused(vlm, changes, named):
     controller = ByFeatures()
     vars(controller).update(changes)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=named):
         AdaptiveModel(vlm, controller)
 
 

@@ -178,24 +178,6 @@ def test_a_budget_that_is_just_kept_is_kept(size, n):
     assert oracle_at_mean(accuracy, cost, mask, budgets).equal(dearest)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes)
-def test_oracle_over_mixture_over_single(size):
-    accuracy, cost, mask = drawn(*size[:4])
-    means, costs = accuracy.double().mean(0), cost.double().mean(0)
-    budgets = torch.cat([costs, torch.linspace(1, 11, 11)])
-    single = best_single_at(means, costs, budgets, mask[:1]).squeeze(0)
-    mix = StaticMix(means, costs, budgets)
-    mixed, mixed_cost = (torch.lerp(v[mix.first], v[mix.second], mix.share) for v in (means, costs))
-    kept = budgets >= costs.min()
-    assert (mixed_cost <= budgets + 1e-9)[kept].all()
-    assert (mixed >= means[single] - 1e-9)[kept].all()
-    chosen = oracle_at_mean(accuracy, cost, mask, budgets)
-    assert (mean_of(cost, chosen) <= budgets + 1e-6)[kept].all()
-    one_exchange = (accuracy.amax(1) - accuracy.amin(1)).max() / len(accuracy)
-    assert (mean_of(accuracy, chosen) >= mixed - one_exchange - 1e-9)[kept].all()
-
-
 @settings(max_examples=25, deadline=None)
 @given(SEEDS, LEVELS, HOLES)
 def test_the_oracle_is_within_one_exchange_of_every_choice(seed, levels, holes):
