@@ -28,7 +28,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
-from knobwise.common.processes import Process, end_with
+from knobwise.common.interruption import end_with
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
 from knobwise.experiments.settings.selector_options import (
@@ -173,13 +173,11 @@ def run_hydra(
 
     from joblib.parallel import LokyBackend, register_parallel_backend
 
-    launched_by = Process.this()
-    # the workers of joblib's launcher: one that never gets a job has to end with this process too
-    workers = partial(LokyBackend, initializer=end_with, initargs=(launched_by,))
+    # the workers of joblib's launcher end with this process; Ray sees to its own
+    workers = partial(LokyBackend, initializer=end_with, initargs=(os.getpid(),))
     register_parallel_backend("loky", workers)
 
     def job(config: DictConfig) -> None:
-        end_with(launched_by)  # for other launchers
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
         task(settings_of(config), list(HydraConfig.get().overrides.task))
 

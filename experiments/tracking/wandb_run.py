@@ -66,36 +66,31 @@ class WandbRun:
     """The run as wandb has it."""
     _broken: bool = False
     """True after W&B refused numbers; no more are sent."""
-    _sent: dict[int, set[str]] = field(default_factory=dict)
-    """The names that earlier sessions sent, by step."""
-    _waiting: tuple[int, dict[str, float]] = (0, {})
-    """The latest step, whose numbers are sent when the next step begins."""
+    _sent: set[tuple[int, str]] = field(default_factory=set)
+    """The steps and names of the numbers that earlier sessions sent."""
+    _step: int | None = None
+    """The step of the row that is not complete yet."""
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
     """The max, min and last value of each name, over all sessions."""
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
         agent = [os.environ.get(name) for name in OF_AGENT]
-        # wandb is quiet, keeps artifacts in our folder, and sees no empty WANDB_… variable (an
-        # empty WANDB_SILENT crashes)
-        empty = [
-            name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
-        ]
+        # an empty WANDB_SILENT makes wandb crash
+        hidden = [name for name, value in os.environ.items() if name[:6] == "WANDB_" and not value]
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
+        # wandb is quiet, and keeps artifacts in our folder
         wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(environment({**dict.fromkeys([*empty, *NOT_FOR_WANDB]), **wanted}))
+            stack.enter_context(environment(dict.fromkeys([*hidden, *NOT_FOR_WANDB]) | wanted))
             try:
                 self.run = self._start(agent)
             except InputError:
                 raise
             except Exception as error:
                 # even offline, as wandb's own service may not start on a busy machine
-                line = (
-                    f"W&B does not start ({reason(error)}), so {self.about['name']} is not logged"
-                )
-                print(line, "there", file=sys.stderr)
+                print(f"{self.about['name']} is not in W&B ({reason(error)})", file=sys.stderr)
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
@@ -115,10 +110,8 @@ class WandbRun:
         elif kind is KeyboardInterrupt:
             exit_code = 130
         with self._environment, self.reporting("the end of the run"):
-            if not self._broken:
-                self._send()
-                if self.kept:
-                    self.run.summary.update(self._summaries)  # W&B's own cover this session only
+            if self.kept and not self._broken:
+                self.run.summary.update(self._summaries)  # W&B's own cover this session only
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -128,12 +121,13 @@ class WandbRun:
             return
         self._broken = True
         with self.reporting(f"step {step} and all that follows"):
-            if step != self._waiting[0]:
-                self._send()
             self._summarise(values)
-            sent = self._sent.get(step, ())
-            new = {name: value for name, value in values.items() if name not in sent}
-            self._waiting = step, self._waiting[1] | new
+            new = {name: value for name, value in values.items() if (step, name) not in self._sent}
+            if new:
+                if self._step not in (None, step):
+                    self.run.log({})  # the row of the step before is complete
+                self._step = step
+                self.run.log({**new, "step": step}, commit=False)
             self._broken = False
 
     @contextlib.contextmanager
@@ -144,13 +138,6 @@ class WandbRun:
         except Exception as error:
             line = f"W&B did not take {what} of {self.about['name']} ({reason(error)});"
             print(line, self.folder, "holds it", file=sys.stderr)
-
-    def _send(self) -> None:
-        """Send the numbers of the step that is waiting."""
-        step, values = self._waiting
-        self._waiting = step, {}
-        if values:
-            self.run.log({**values, "step": step})
 
     def _summarise(self, values: Mapping[str, float]) -> None:
         """Update the summary of metrics: the last value, and the best where that has a meaning."""
@@ -218,7 +205,7 @@ class WandbRun:
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
         if run.resumed or (resumes and not online):
             for step, values in self.earlier:
-                self._sent.setdefault(step, {THROUGHPUT}).update(values)
+                self._sent |= {(step, name) for name in [THROUGHPUT, *values]}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")

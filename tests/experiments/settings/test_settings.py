@@ -100,7 +100,7 @@ def test_the_settings_of_the_original_selector():
     assert chosen(settings, wanted) == wanted
     (name,) = settings.variants
     variant = {"live": False, "groups": "all", "own_draws": 0, "warmup": True}
-    assert chosen(settings.plan(name).variant, variant) == variant
+    assert chosen(settings.plans[name].variant, variant) == variant
 
 
 def test_defaults_and_overrides():
