@@ -195,14 +195,15 @@ def check_written(config: Any) -> None:
         # options that this verb does not have
         if value is None or isinstance(value, list):  # `compare` reads its runs
             continue
+        is_file = name in ("json", "html")
         # the folder that exists, in which others would be made
         folder = Path(value)
-        if name in ("json", "html"):
+        if is_file:
             folder = folder.parent
         while not folder.exists():
             folder = folder.parent
         problem = ""
-        if folder != Path(value) and Path(value).is_dir():
+        if is_file and Path(value).is_dir():
             problem = "is a folder, not a file"
         elif not folder.is_dir():
             problem = f"{folder} is a file, not a folder"

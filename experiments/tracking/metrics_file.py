@@ -43,17 +43,16 @@ class MetricsFile:
         with locked(path.parent):
             rows = self._read()
             mine = [row for row in rows if row["seed"] == self.seed]
-            kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= resume_step]
+            kept = [row for row in mine if int(row["step"]) <= resume_step]
             # a killed process or a full disk may have lost rows that a checkpoint still has
             wanted = [self._row(*row) for row in known]
             if any(row not in kept for row in wanted):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
-                kept = [row for row in kept if row["seed"] != self.seed] + wanted
-                mine = wanted + [row for row in mine if int(row["step"]) > resume_step]
-            self.earlier = list(map(_numbers, mine))
-            self.kept = [row for row in self.earlier if row[0] <= resume_step]
+                kept = wanted
+            self.kept = list(map(_numbers, kept))
+            self.earlier = self.kept + [row for row in map(_numbers, mine) if row[0] > resume_step]
             if path.exists() or kept:
-                self._write(kept)
+                self._write([row for row in rows if row["seed"] != self.seed] + kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add one row to the file."""
@@ -118,6 +117,8 @@ def _numbers(row: Mapping[str, str]) -> Row:
 def _are_numbers(line: list[str]) -> bool:
     """Return True for a line with a step, and with numbers or nothing in the other columns."""
     try:
-        return int(line[1]) >= 0 and len([float(value or 0) for value in line]) > 1
-    except (IndexError, ValueError):
+        for value in line:
+            float(value or 0)
+    except ValueError:
         return False
+    return line[1].isdecimal()

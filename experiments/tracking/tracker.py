@@ -207,12 +207,13 @@ class Tracker:
                     return wandb_results.log_model(self._wandb.run, self.folder, scores)
         return None
 
-    def log_results(self, *results: Any, **more: Any) -> None:
-        """Write the results of a finished run to W&B, with the arguments of
-        `wandb_results.log_results`."""
+    def log_results(
+        self, results: Mapping[str, Any], images: Mapping[str, bytes], model: Any
+    ) -> None:
+        """Write the results of a finished run to W&B, see `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):
-                wandb_results.log_results(self._wandb.run, self.folder, *results, **more)
+                wandb_results.log_results(self._wandb.run, self.folder, results, images, model)
 
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.experiments.tracking.metrics_file import Row
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
@@ -90,7 +90,7 @@ class WandbRun:
                 raise
             except Exception as error:
                 # even offline, as wandb's own service may not start on a busy machine
-                print(f"{self.about['name']} is not in W&B ({reason(error)})", file=sys.stderr)
+                say(f"W&B does not start ({reason(error)}): {self.about['name']} is not logged")
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
@@ -136,8 +136,8 @@ class WandbRun:
         try:
             yield
         except Exception as error:
-            line = f"W&B did not take {what} of {self.about['name']} ({reason(error)});"
-            print(line, self.folder, "holds it", file=sys.stderr)
+            name = self.about["name"]
+            say(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it")
 
     def _summarise(self, values: Mapping[str, float]) -> None:
         """Update the summary of metrics: the last value, and the best where that has a meaning."""
@@ -164,16 +164,16 @@ class WandbRun:
 
         id_file = self.folder / "wandb" / f"{self.key}.id"
         evaluates = self.about["job_type"] == "evaluate"
+        online = self.mode == "online"
         # results are logged once, at the end: a run interrupted there has logged none
         resumes = not (fresh or evaluates) and id_file.exists()
-        identity = os.urandom(4).hex()
-        sweep = parameters = None
-        if resumes:
-            identity = id_file.read_text().strip()
-        elif evaluates and not fresh and agent[1]:
+        job = sweep = parameters = None
+        if evaluates and not fresh and agent[1]:
             # a job of a sweep has its results in the W&B run that the agent names
             job, sweep, parameters = agent
-            identity = job or identity
+        identity = job or os.urandom(4).hex()
+        if resumes:
+            identity = id_file.read_text().strip()
         # a key without a network would otherwise block for minutes, and without a terminal init
         # raises
         settings = wandb.Settings(
@@ -185,7 +185,6 @@ class WandbRun:
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
         )
-        online = self.mode == "online"
         joins: Any = "allow" if resumes and online else None
         try:
             run = wandb.init(**self.about, id=identity, resume=joins, settings=settings)
@@ -195,7 +194,7 @@ class WandbRun:
             problem = f"W&B cannot be reached ({error})"
             if self.insist:
                 raise InputError(f"tracking: {problem}; use tracking=offline") from error
-            print(f"{problem}, so this run is logged offline", file=sys.stderr)
+            say(f"{problem}, so this run is logged offline")
             self.mode = "offline"
             return self._start(agent, fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)

@@ -12,7 +12,6 @@ from typing import Any
 import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
-from torch import Tensor
 
 from knobwise.agents import policy as policy_package
 from knobwise.agents.checkpoint import Loaded, load_checkpoint

@@ -230,7 +230,7 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
                 model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
         # drawing pictures takes longer than everything else here
-        images = result_images(results) if tracker.mode != "disabled" else None
+        images = result_images(results) if tracker.mode != "disabled" else {}
         tracker.log_results(results, images, model)
     if tracker.mode == "online" and config.tracking.workspace:
         save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])

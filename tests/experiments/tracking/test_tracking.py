@@ -221,7 +221,7 @@ def test_where_wandb_does_not_start_the_rest_goes_on(tmp_path, monkeypatch, capf
     environment = dict(os.environ)
     with tracker(tmp_path / "run", mode, seed=0) as log:
         log.log({"Train/Loss": 1.0}, 0)
-        log.log_results({})
+        log.log_results({}, {}, None)
     assert "No space left on device" in capfd.readouterr().err
     assert (log.mode, log.settings.mode) == ("disabled", mode)
     assert [row["Train/Loss"] for row in written(tmp_path / "run")] == ["1.0"]
@@ -232,7 +232,7 @@ def test_disabled_tracker_still_writes_metrics_csv(tmp_path):
     quiet = TrackingSettings(mode="disabled", tensorboard=False)
     with tracker(tmp_path, settings=quiet, seed=0) as log:
         log.log({"Train/Loss": 1.0}, 0)
-        log.log_results({})
+        log.log_results({}, {}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 

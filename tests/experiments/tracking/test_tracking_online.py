@@ -404,7 +404,7 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     shutil.copy(offline["controller"] / "decisions.parquet", tmp_path)
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
-        log.log_results(read_results(offline["controller"]))
+        log.log_results(read_results(offline["controller"]), {}, None)
     (logged,) = offline_runs(tmp_path)
     shown = tables(logged)["Test/decisions"]
     assert "Test/decisions" in capfd.readouterr().err
