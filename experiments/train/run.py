@@ -155,7 +155,7 @@ def train_seeds(
     total = sum(trainer.total for trainer in trainers)
     # a single seed shows a progress of its own
     silent = math.inf if len(trainers) == 1 else 0.0
-    with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
+    with progress("all seeds", total, sum(steps.values()), quiet_s=silent) as tick:
         for trainer in trainers:
 
             def count(step: int, seed: int = trainer.seed) -> None:

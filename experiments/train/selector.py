@@ -156,8 +156,10 @@ def check(config: SelectorRun, data: SelectorData) -> None:
             )
     # the trainers themselves refuse what they cannot learn from
     stages = SelectorStages(config, data, config.seeds[0], Path(config.runs))
-    stages.trainer("rce", data.table, stages.first)
-    stages.trainer("sft", data.table, stages.first, groups=GroupConfig("beams"))
+    table = stages.data.table
+    start = stages.first
+    stages.trainer("rce", table, start)
+    stages.trainer("sft", table, start, groups=GroupConfig("beams"))
     for name, plan in plans.items():
         variant = plan.variant
         if data.items is not None and (variant.hidden or plan.reward_model is not None):
@@ -166,11 +168,11 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 f"leave it out with encoder=clip, by variants.{name}=null"
             )
         hide(data.table, variant.hidden)
-        stages.trainer("rce", data.table, stages.first, reward=plan.reward)
+        stages.trainer("rce", table, start, reward=plan.reward)
         if plan.reward_model is not None:
-            recorded_answers(data.table, data.split.train)
-            learned = RewardModel(plan.reward_model, stages.first.mean, stages.first.scale)
-            stages.trainer("grpo", data.table, stages.first, reward_model=learned)
+            recorded_answers(table, data.split.train)
+            learned = RewardModel(plan.reward_model, start.mean, start.scale)
+            stages.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -442,12 +444,14 @@ def _decided(
     """
     test = hide(data.test, blocks)
     scorer = data.test_scorer
+    actors = []
+    for checkpoint in loaded:
+        embeddings = stored_embeddings(test, checkpoint, data.items)
+        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, config.shots))
     decided = {}
     for shots in config.judged_shots:
-        actors = []
-        for checkpoint in loaded:
-            embeddings = stored_embeddings(test, checkpoint, data.items)
-            actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, shots))
+        for actor in actors:
+            actor.shots = shots
         outcome = evaluation.decide_selectors(actors, test, scorer, data.test_rows)
         if scorer is not None:
             chosen = outcome.demonstrations
