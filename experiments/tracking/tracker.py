@@ -53,12 +53,14 @@ def wandb_mode(settings: TrackingSettings) -> str:
         source = "WANDB_MODE"
         mode = os.environ.get(source) or ("online" if _has_key() else "offline")
     one_of(source, mode, MODES)
-    mode = MODES[mode]
-    if mode == "online" and not _has_key():
-        raise InputError(f"{source}={mode}: needs a key; run `wandb login`, or use offline")
-    if mode != "disabled":
+    if MODES[mode] == "online" and not _has_key():
+        raise InputError(
+            f"{source}={mode}: needs a key; set WANDB_API_KEY, run `wandb login`, or use "
+            "tracking=offline"
+        )
+    if MODES[mode] != "disabled":
         _check_names(settings)
-    return mode
+    return MODES[mode]
 
 
 def _check_names(settings: TrackingSettings) -> None:
