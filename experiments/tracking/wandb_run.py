@@ -77,7 +77,9 @@ class WandbRun:
     def __enter__(self) -> WandbRun:
         agent = [os.environ.get(name) for name in OF_AGENT]
         # an empty WANDB_SILENT makes wandb crash
-        hidden = [name for name, value in os.environ.items() if name[:6] == "WANDB_" and not value]
+        hidden = [
+            name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
+        ]
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         # wandb is quiet, and keeps artifacts in our folder
@@ -110,8 +112,11 @@ class WandbRun:
         elif kind is KeyboardInterrupt:
             exit_code = 130
         with self._environment, self.reporting("the end of the run"):
-            if self.kept and not self._broken:
-                self.run.summary.update(self._summaries)  # W&B's own cover this session only
+            if not self._broken:
+                if self._step is not None:
+                    self.run.log({})  # the last row is complete
+                # W&B's own summaries cover this session only
+                self.run.summary.update(self._summaries)
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
