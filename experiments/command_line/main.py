@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,9 @@ def _run(arguments: list[str]) -> int:
         show_help(schema)
         return 0
     if verb == "train" and not {"-m", "--multirun"}.isdisjoint(arguments):
-        from knobwise.experiments.command_line.train import train_job
+        from knobwise.experiments.command_line.train import train
 
-        compose.run_hydra(schema, arguments, train_job)
+        compose.run_hydra(schema, arguments, partial(train, once=True))
         return 0
     if verb == "compare":
         arguments = _with_runs(arguments)
