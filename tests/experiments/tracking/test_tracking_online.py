@@ -401,7 +401,8 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     offline, tmp_path, monkeypatch, capfd
 ):
     whole = read_decisions(offline["controller"])
-    shutil.copy(offline["controller"] / "decisions.parquet", tmp_path)
+    for name in ("decisions.parquet", "report.html"):
+        shutil.copy(offline["controller"] / name, tmp_path)
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(read_results(offline["controller"]), {}, None)
@@ -413,7 +414,9 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     samples = sorted(shown["sample_id"].unique())
     assert samples == sorted(whole["sample_id"].unique())[: len(samples)]
     assert len(whole.filter(pl.col("sample_id").is_in(samples))) == len(shown)
-    updates = [record["config"]["update"] for record in logged.records if "config" in record]
-    charts = [update["_wandb.visualize.Test/by_budget"] for update in updates if len(update) == 1]
-    axes = {"x": "budget_ms", "y": "utility", "stroke": "policy"}
-    assert charts[0]["panel_config"]["fieldSettings"] == axes
+    config = {}
+    for record in logged.records:
+        if record["type"] == "config":
+            config |= record["config"]["update"]
+    chart = config["_wandb.visualize.Test/by_budget"]["panel_config"]
+    assert chart["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}
