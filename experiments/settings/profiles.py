@@ -164,6 +164,7 @@ def profile_of_run(checkpoint: str) -> Any:
     # the section is as claimed folders keep it, with its reader as `format`
     section = of_run(checkpoint, "profile")
     reader = of_run(checkpoint, "profile.format")
+    # a run of an earlier version may name a reader that is gone
     if reader is not None and reader not in PROFILES:
         path = _config_of(checkpoint)
         raise InputError(f"{path}: there is no profile={reader} in this version; give profile=…")

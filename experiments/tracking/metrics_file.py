@@ -51,6 +51,7 @@ class MetricsFile:
                 kept = wanted
             self.kept = list(map(_numbers, kept))
             self.earlier = self.kept + [row for row in map(_numbers, mine) if row[0] > resume_step]
+            # other seeds may be at work in processes of their own, so their rows stay
             if path.exists() or kept:
                 self._write([row for row in rows if row["seed"] != self.seed] + kept)
 

@@ -132,6 +132,7 @@ class WandbRun:
                 if self._step not in (None, step):
                     self.run.log({})  # the row of the step before is complete
                 self._step = step
+                # W&B joins all that is logged until the row is complete
                 self.run.log({**new, "step": step}, commit=False)
             self._broken = False
 

@@ -76,6 +76,7 @@ class ControllerExperiment(Experiment):
         # what everything but the trainers is fitted on
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
+        # the budgets to judge at, float [B]
         if self.mean:
             self._check_mean()
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)

@@ -345,6 +345,7 @@ class SelectorStages:
                 model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
                 model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
             self.reward_models[key] = model
+        # what GRPO does with it is the variant's own
         model = copy.deepcopy(self.reward_models[key])
         model.config = config
         return model
@@ -450,6 +451,7 @@ def _decided(
         actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, config.shots))
     decided = {}
     for shots in config.judged_shots:
+        # the same embeddings serve every number of shots
         for actor in actors:
             actor.shots = shots
         outcome = evaluation.decide_selectors(actors, test, scorer, data.test_rows)

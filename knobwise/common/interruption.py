@@ -131,6 +131,7 @@ def end_with(starter: int) -> None:
         starter: the id of the parent, which may be gone already.
     """
 
+    # a process gets another parent when its own is gone
     def watch() -> None:
         while os.getppid() == starter:
             time.sleep(0.5)
