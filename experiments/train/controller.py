@@ -48,7 +48,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
+from knobwise.experiments.train.run import Experiment, keep_best, seed_folder, train_seeds
 
 
 class ControllerExperiment(Experiment):
@@ -191,7 +191,7 @@ class ControllerExperiment(Experiment):
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
-        folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
+        folders = [seed_folder(folder, seed) for seed in self.config.seeds]
         best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
         results, decisions = self.judged(best)
         # the seed that was best on validation is deployed
