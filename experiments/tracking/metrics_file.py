@@ -43,17 +43,21 @@ class MetricsFile:
         with locked(path.parent):
             rows = self._read()
             mine = [row for row in rows if row["seed"] == self.seed]
-            kept = [row for row in mine if int(row["step"]) <= resume_step]
+            # rows of other seeds stay where they are
+            later = [row for row in mine if int(row["step"]) > resume_step]
+            kept = [
+                row for row in rows if row["seed"] != self.seed or int(row["step"]) <= resume_step
+            ]
             # a killed process or a full disk may have lost rows that a checkpoint still has
             wanted = [self._row(*row) for row in known]
             if any(row not in kept for row in wanted):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
-                kept = wanted
-            self.kept = list(map(_numbers, kept))
-            self.earlier = self.kept + [row for row in map(_numbers, mine) if row[0] > resume_step]
-            # other seeds may be at work in processes of their own, so their rows stay
+                kept = [row for row in kept if row["seed"] != self.seed] + wanted
+                mine = wanted + later
+            self.earlier = list(map(_numbers, mine))
+            self.kept = [row for row in self.earlier if row[0] <= resume_step]
             if path.exists() or kept:
-                self._write([row for row in rows if row["seed"] != self.seed] + kept)
+                self._write(kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add one row to the file."""
