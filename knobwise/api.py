@@ -53,9 +53,8 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     """
     content = _content(features)
     if not isinstance(data, (str, Path)):
-        if isinstance(data, pl.DataFrame):
-            frame = data
-        else:
+        frame = data
+        if not isinstance(data, pl.DataFrame):  # of pandas
             frame = pl.DataFrame(data.to_dict("list")).fill_nan(None)
         return table_from_frame(frame, features=content, **{"name": "frame", **options})
     path = Path(data)
@@ -105,11 +104,10 @@ def fit(
     >>> policy.decide(features, budget_ms=3.0).keys()
     dict_keys(['max_crops', 'top_k', 'num_active_blocks'])
     """
-    if isinstance(data, ProfileTable):
-        table = data
-    else:
+    table = data
+    if not isinstance(data, ProfileTable):
         table = read(data, features)
-    if table is data and features is not None:
+    elif features is not None:
         content = _content(features, sample_id=table.sample_ids, dataset=table.dataset_names)
         table = attach_features(table, content)
     options = {
@@ -153,8 +151,9 @@ def _content(features: Any, **ids: Any) -> Any:
     """Return features in memory with their ids, `ids` if they have none; a path as it is."""
     if features is None or isinstance(features, (str, Path)):
         return features
-    if isinstance(features, Mapping):
-        blocks = features
-    else:
+    blocks = features
+    if not isinstance(features, Mapping):
         blocks = {"features": features}
-    return features_from({**({} if "sample_id" in blocks else ids), **blocks}, "features")
+    if "sample_id" not in blocks:
+        blocks = ids | {**blocks}
+    return features_from(blocks, "features")

@@ -1089,7 +1089,7 @@ def test_s10_the_planned_experiments(experiment, planned):
 
     small_beams(40)[0].save("b.safetensors")
     settings = read_settings("train_selector", [f"experiment={experiment}"])
-    plans = {name: settings.plan(name) for name in settings.variants}
+    plans = settings.plans
     if experiment == "selector_rewards":
         tried = [plan.reward.mode for name, plan in plans.items() if name == plan.reward.mode]
         tried.append("hard_plus_soft_v2")  # the first, by default

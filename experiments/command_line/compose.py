@@ -28,7 +28,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
-from knobwise.common.processes import Process, end_with
+from knobwise.common.interruption import end_with
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
 from knobwise.experiments.settings.selector_options import (
@@ -108,14 +108,14 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
         InputError: an unknown key or group, a value of the wrong type or a missing one.
     """
     settings = settings_of(composed(verb, arguments))
+    named = {re.split("[=.]", argument)[0] for argument in arguments}
     if hasattr(settings, "checkpoint"):
         # None means that the verb can do without
-        for group in {"profile", "trained_on"} & groups_of(verb).keys():
+        for group in {"profile", "trained_on"} & groups_of(verb).keys() - named:
             default = getattr(settings, group)
-            is_named = any(re.match(rf"{group}[=.]", argument) for argument in arguments)
-            if default is not None and not is_named:
+            if default is not None:
                 setattr(settings, group, profile_of_run(settings.checkpoint) or default)
-    if verb == "evaluate" and not any(argument.startswith("baselines=") for argument in arguments):
+    if verb == "evaluate" and "baselines" not in named:
         settings.baselines = of_run(settings.checkpoint, "baselines") is not False
     return settings
 
@@ -173,13 +173,11 @@ def run_hydra(
 
     from joblib.parallel import LokyBackend, register_parallel_backend
 
-    launched_by = Process.this()
-    # the workers of joblib's launcher: one that never gets a job has to end with this process too
-    workers = partial(LokyBackend, initializer=end_with, initargs=(launched_by,))
+    # the workers of joblib's launcher end with this process; Ray sees to its own
+    workers = partial(LokyBackend, initializer=end_with, initargs=(os.getpid(),))
     register_parallel_backend("loky", workers)
 
     def job(config: DictConfig) -> None:
-        end_with(launched_by)  # for other launchers
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
         task(settings_of(config), list(HydraConfig.get().overrides.task))
 
@@ -233,9 +231,8 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     groups = {**groups_of(verb), "experiment": None}
     keys = [option.key for option in options_in(VERBS[verb](), groups)]
     # an option is known by its whole key and by the last part of it
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | dict(
-        zip(keys, keys, strict=True)
-    )
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    names |= {key: key for key in keys}
     # the first word that is like a known one, but not the same
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")

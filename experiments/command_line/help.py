@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,18 +43,17 @@ def show_help(verb: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     _print_options(console, [first[key] for key in common if key in first])
     # all other options under the heading of their section
-    sections: dict[str, list[Option]] = {"others": []}
+    sections = defaultdict[str, list[Option]](list)
     titles = {}
     for line in lines:
         if not line.default:  # a section
             titles[line.key] = f"{line.key}: {line.meaning}"
         elif first.get(line.key) != line:
-            section = line.choice or line.key.rpartition(".")[0] or "others"
-            sections.setdefault(section, []).append(line)
-    for section, options in sections.items():
-        if options:
-            print(f"\n{titles.get(section, section)}")
-            _print_options(console, options)
+            sections[line.choice or line.key.rpartition(".")[0]].append(line)
+    # those without a section come first
+    for section in sorted(sections, key=bool):
+        print(f"\n{titles.get(section, section or 'others')}")
+        _print_options(console, sections[section])
     if verb.startswith("train"):
         print(f"\n{TEXTS['sweeps']}\n\nExperiments and their questions\n")
         experiments = []
@@ -68,6 +68,6 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for width in (34, 22, None):
         table.add_column(overflow="fold", min_width=width)
-    for key, default, meaning, _ in options:
-        table.add_row(*map(escape, (key, default, meaning)))
+    for option in options:
+        table.add_row(*map(escape, option[:3]))
     console.print(table)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,9 @@ def _run(arguments: list[str]) -> int:
         show_help(schema)
         return 0
     if verb == "train" and not {"-m", "--multirun"}.isdisjoint(arguments):
-        from knobwise.experiments.command_line.train import train_job
+        from knobwise.experiments.command_line.train import train
 
-        compose.run_hydra(schema, arguments, train_job)
+        compose.run_hydra(schema, arguments, partial(train, once=True))
         return 0
     if verb == "compare":
         arguments = _with_runs(arguments)
@@ -195,14 +196,15 @@ def check_written(config: Any) -> None:
         # options that this verb does not have
         if value is None or isinstance(value, list):  # `compare` reads its runs
             continue
+        is_file = name in ("json", "html")
         # the folder that exists, in which others would be made
         folder = Path(value)
-        if name in ("json", "html"):
+        if is_file:
             folder = folder.parent
         while not folder.exists():
             folder = folder.parent
         problem = ""
-        if folder != Path(value) and Path(value).is_dir():
+        if is_file and Path(value).is_dir():
             problem = "is a folder, not a file"
         elif not folder.is_dir():
             problem = f"{folder} is a file, not a folder"

@@ -28,10 +28,11 @@ def profile(config: ProfileRun) -> None:
     Raises:
         InputError: options for another kind of model; see also the profilers.
     """
-    _check(config)
     # a model with knobs is measured, any other is asked which demonstrations help
+    has_knobs = config.data is not None or config.model in BUILT_IN or ":" in config.model
+    _check(config, has_knobs)
     try:
-        if config.model in BUILT_IN or ":" in config.model or config.data is not None:
+        if has_knobs:
             _summary(measure(config))
         else:
             _profile_beams(config)
@@ -76,14 +77,13 @@ def _summary(folder: Path) -> None:
     print(f"profile: {folder}")
 
 
-def _check(config: ProfileRun) -> None:
+def _check(config: ProfileRun, has_knobs: bool) -> None:
     """Refuse options that are for another kind of model."""
     if config.data is not None and config.model in (*BUILT_IN, "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
             "that answers these, model=NAME_OR_FOLDER"
         )
-    has_knobs = config.data is not None or config.model in BUILT_IN or ":" in config.model
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
             "knobs: is for model=elastic, a class of your own, model=ocr, or a Hugging Face model "

@@ -37,11 +37,6 @@ def train(config: Any, words: list[str], once: bool = False) -> Path:
     return experiment(replace(config, tracking=tracking)).run(words, once)
 
 
-def train_job(config: Any, words: list[str]) -> None:
-    """Train a job of a sweep, unless it is finished."""
-    train(config, words, once=True)
-
-
 def run(schema: str, config: Any, arguments: list[str]) -> None:
     """Train one run, and mention the sweep that the experiment's file has."""
     sweeper = composed(schema, arguments, return_hydra_config=True).hydra.sweeper

@@ -181,13 +181,11 @@ def stored_embeddings(
     encoder, if there is one, gets the items.
 
     Raises:
-        InputError: it was trained with another encoder, or along with CLIP by an earlier version.
+        InputError: it was trained with another encoder.
     """
     from knobwise.agents.selector.clip_encoder import as_read
     from knobwise.agents.selector.selector import StoredEmbeddings
 
-    if "lora" in loaded.extra:
-        raise InputError("an earlier version trained the selector along with CLIP; train it again")
     encoder = loaded.selector.encoder
     if (encoder is None) != (items is None):
         known = "stored" if encoder is None else "clip and its options"

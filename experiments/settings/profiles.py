@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
@@ -165,16 +163,16 @@ def profile_of_run(checkpoint: str) -> Any:
     """
     # the section is as claimed folders keep it, with its reader as `format`
     section = of_run(checkpoint, "profile")
+    reader = of_run(checkpoint, "profile.format")
+    # a run of an earlier version may name a reader that is gone
+    if reader is not None and reader not in PROFILES:
+        path = _config_of(checkpoint)
+        raise InputError(f"{path}: there is no profile={reader} in this version; give profile=…")
     try:
-        schema = PROFILES.get(section["format"])
-        if schema is not None:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), section))
-    except (OmegaConfBaseException, LookupError, TypeError, ValueError):
+        schema = OmegaConf.structured(PROFILES[reader])
+        return OmegaConf.to_object(OmegaConf.merge(schema, section))
+    except Exception:  # whatever a damaged file makes of it
         return None
-    raise InputError(
-        f"{_config_of(checkpoint)}: there is no profile={section['format']} in this version; give "
-        "profile=…"
-    )
 
 
 def of_run(checkpoint: str, key: str) -> Any:
@@ -182,15 +180,7 @@ def of_run(checkpoint: str, key: str) -> Any:
     None without one."""
     try:
         return OmegaConf.select(OmegaConf.load(_config_of(checkpoint)), key)
-    except (
-        YAMLError,
-        OmegaConfBaseException,
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):
+    except Exception:  # whatever a damaged file makes of it
         return None
 
 

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.agents.training.settings import StageConfig
-from knobwise.common.checks import a_seed
+from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardConfig
 from knobwise.experiments.settings.tracking import Training
@@ -126,12 +126,9 @@ class Variant:
     are then repeated without them, as hidden_sft and hidden_rce."""
 
     def __post_init__(self) -> None:
-        if self.groups not in GROUPS:
-            raise InputError(f"groups={self.groups!r}: must be one of {', '.join(GROUPS)}")
-        if self.own_draws < 0 or self.rounds < 1:
-            raise InputError(
-                f"own_draws={self.own_draws}, rounds={self.rounds}: must be at least 0 and 1"
-            )
+        one_of("groups", self.groups, GROUPS)
+        at_least("own_draws", self.own_draws, 0)
+        at_least("rounds", self.rounds, 1)
         if self.live and self.reward_model is not None:
             raise InputError(
                 "live=true answers every draw, so no reward_model is needed; leave out one of them"
@@ -179,28 +176,31 @@ class SelectorRun(Training):
             name: values for name, values in self.variants.items() if values is not None
         }
 
-    def plan(self, name: str) -> Plan:
-        """Return the plan of a variant: the run's settings, with the changes that it makes.
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plan of each variant: the run's settings, with the changes that it makes.
 
         Raises:
-            InputError: an unknown key in the variant, or a value of the wrong type.
+            InputError: an unknown key in a variant, or a value of the wrong type.
         """
-        section = f"variants.{name}"
-        variant = changed(Variant(), self.variants[name], section)
+        return {name: self._plan(f"variants.{name}", self.variants[name]) for name in self.variants}
+
+    def _plan(self, where: str, values: Any) -> Plan:
+        """Return the plan of a variant with these changes."""
+        variant = changed(Variant(), values, where)
         # what the variant does not set is the run's
         stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
         stage = {key: value for key, value in stage.items() if value is not None}
-        plan = Plan(
+        learned = None
+        if variant.reward_model is not None:
+            learned = changed(self.reward_model, variant.reward_model, f"{where}.reward_model")
+        return Plan(
             variant,
-            changed(self.grpo, stage, section),
-            changed(self.reward, variant.reward, f"{section}.reward"),
-            changed(self.loss, variant.loss, f"{section}.loss"),
-            reward_model=None,
+            changed(self.grpo, stage, where),
+            changed(self.reward, variant.reward, f"{where}.reward"),
+            changed(self.loss, variant.loss, f"{where}.loss"),
+            learned,
         )
-        if variant.reward_model is None:
-            return plan
-        learned = changed(self.reward_model, variant.reward_model, f"{section}.reward_model")
-        return plan._replace(reward_model=learned)
 
 
 def recorded_lengths(table: BeamTable) -> list[int]:

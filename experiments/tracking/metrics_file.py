@@ -22,7 +22,7 @@ class MetricsFile:
 
     Args:
         seed: the seed whose rows are appended; None for rows of all seeds together.
-        resume_step: the last step to keep of this seed; None to keep none.
+        resume_step: the last step to keep of this seed; −1 to keep none.
         known: the rows of this seed up to `resume_step`, from its checkpoints. Rows that the file
             has lost are written again.
 
@@ -35,24 +35,27 @@ class MetricsFile:
         self,
         path: Path,
         seed: int | None,
-        resume_step: int | None = None,
+        resume_step: int = -1,
         known: Sequence[Row] = (),
     ) -> None:
         self.path = path
         self.seed = "" if seed is None else str(seed)
-        last = -1 if resume_step is None else resume_step
         with locked(path.parent):
             rows = self._read()
             mine = [row for row in rows if row["seed"] == self.seed]
-            kept = [row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last]
+            # rows of other seeds stay where they are
+            later = [row for row in mine if int(row["step"]) > resume_step]
+            kept = [
+                row for row in rows if row["seed"] != self.seed or int(row["step"]) <= resume_step
+            ]
             # a killed process or a full disk may have lost rows that a checkpoint still has
             wanted = [self._row(*row) for row in known]
             if any(row not in kept for row in wanted):
                 say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
                 kept = [row for row in kept if row["seed"] != self.seed] + wanted
-                mine = wanted + [row for row in mine if int(row["step"]) > last]
+                mine = wanted + later
             self.earlier = list(map(_numbers, mine))
-            self.kept = [row for row in self.earlier if row[0] <= last]
+            self.kept = [row for row in self.earlier if row[0] <= resume_step]
             if path.exists() or kept:
                 self._write(kept)
 
@@ -119,6 +122,8 @@ def _numbers(row: Mapping[str, str]) -> Row:
 def _are_numbers(line: list[str]) -> bool:
     """Return True for a line with a step, and with numbers or nothing in the other columns."""
     try:
-        return int(line[1]) >= 0 and len([float(value or 0) for value in line]) > 1
-    except (IndexError, ValueError):
+        for value in line:
+            float(value or 0)
+    except ValueError:
         return False
+    return line[1].isdecimal()

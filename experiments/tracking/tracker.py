@@ -34,14 +34,9 @@ LONGEST_NAME = 40
 SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
 """The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen
 by."""
-MODES = {
-    "online": "online",
-    "run": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
-"""The modes that W&B knows, by our mode and by the values of WANDB_MODE."""
+MODES = {name: name for name in ("online", "offline", "disabled")}
+MODES |= {"run": "online", "dryrun": "offline"}
+"""Our modes, and old names that WANDB_MODE may have."""
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
@@ -117,9 +112,9 @@ class Tracker:
     profile: Mapping[str, Any] | None = None
     """Facts about the profile as in `results.json`; online the profile becomes an input of the W&B
     run of a seed."""
-    resume_step: int | None = None
-    """The step of the checkpoint that training resumes from. Later rows of this seed are dropped;
-    None starts from the beginning and drops every earlier row of this seed."""
+    resume_step: int = -1
+    """The last step to keep of this seed: that of the checkpoint that training resumes from, or −1
+    to start from the beginning."""
     stage: str = ""
     """The stage of a selector's training, which becomes part of the names in `metrics.csv`."""
     first: int = 0
@@ -135,15 +130,16 @@ class Tracker:
         self.folder = self.folder.absolute()
         if self.finished:
             self.resume_step = sys.maxsize
-        self.hparams = {**self.config}
+        self.mode = wandb_mode(self.settings)
         # one event file and one W&B run for each key
         self.key = self.job_type
+        self.hparams = {**self.config}
         if self.seed is not None:
-            self.key = "/".join(filter(None, (f"seed{self.seed}", self.stage)))
+            self.key = f"seed{self.seed}"
             self.hparams["seed"] = self.seed
         if self.stage:
+            self.key += f"/{self.stage}"
             self.hparams["stage"] = self.stage
-        self.mode = wandb_mode(self.settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
         self._stack = contextlib.ExitStack()
@@ -213,12 +209,13 @@ class Tracker:
                     return wandb_results.log_model(self._wandb.run, self.folder, scores)
         return None
 
-    def log_results(self, *results: Any, **more: Any) -> None:
-        """Write the results of a finished run to W&B, with the arguments of
-        `wandb_results.log_results`."""
+    def log_results(
+        self, results: Mapping[str, Any], images: Mapping[str, bytes], model: Any
+    ) -> None:
+        """Write the results of a finished run to W&B, see `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):
-                wandb_results.log_results(self._wandb.run, self.folder, *results, **more)
+                wandb_results.log_results(self._wandb.run, self.folder, results, images, model)
 
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -263,7 +260,7 @@ class Tracker:
         """Start the W&B run of this tracker, if W&B starts."""
         # after the first seed, training goes on without W&B rather than stop
         begun = any((self.folder / "wandb").glob("*.id"))
-        wandb_run = WandbRun(
+        run = WandbRun(
             self.folder,
             self.mode,
             self._about(),
@@ -272,18 +269,17 @@ class Tracker:
             earlier=self._rows(self._csv.earlier),
             insist=self.settings.mode == "online" and not begun,
         )
-        stack.enter_context(wandb_run)
-        before = self.mode
-        self.mode = wandb_run.mode
-        if self.mode == "disabled":
+        stack.enter_context(run)
+        if run.mode == "disabled":
+            self.mode = run.mode
             return
-        self._wandb = wandb_run
-        if self.mode != before:
-            self.settings.mode = self.mode  # the next seeds need not wait again
+        self._wandb = run
+        if run.mode != self.mode:
+            self.mode = self.settings.mode = run.mode  # the next seeds need not wait again
         trains = self.job_type == "train" and not self.finished
         if self.profile and trains and self.mode == "online":
-            with wandb_run.reporting("the profile"):
-                wandb_results.log_profile(wandb_run.run, self.profile)
+            with run.reporting("the profile"):
+                wandb_results.log_profile(run.run, self.profile)
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:

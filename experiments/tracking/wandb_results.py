@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.experiments.results.decisions import SAMPLE, read_decisions
 from knobwise.experiments.results.problem import DEADLINE, problem_of
 
@@ -96,17 +95,17 @@ def log_results(
     run: Any,
     folder: Path,
     results: Mapping[str, Any],
-    images: Mapping[str, bytes] | None = None,
-    model: Any = None,
+    images: Mapping[str, bytes],
+    model: Any,
 ) -> None:
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains
     every name.
 
-    `report.html` and `decisions.parquet` come from the folder of our run, if they exist.
+    `report.html` and `decisions.parquet` come from the folder of our run.
 
     Args:
         images: PNG, by name.
-        model: the artifact that `log_model` returned, which becomes an input.
+        model: the artifact that `log_model` returned, which becomes an input, or None.
     """
     import wandb
     from PIL import Image
@@ -116,12 +115,11 @@ def log_results(
         run.summary["best_seed"] = results["best_seed"]
     # tables, curves, the report and its pictures
     logged = _tables(results, folder) | _curves(results)
-    if (folder / "report.html").exists():
-        logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
-    for name, png in (images or {}).items():
+    logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
+    for name, png in images.items():
         logged[f"Charts/{name}"] = wandb.Image(Image.open(io.BytesIO(png)))
     run.log(logged)
-    log_profile(run, results.get("profile", {}))
+    log_profile(run, results["profile"])
     if model is not None and not run.offline:
         run.use_artifact(model)
 
@@ -169,12 +167,10 @@ def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
     artifact."""
     import wandb
 
-    model = wandb.Artifact(
-        _artifact_name(f"{run.group}-{folder.name}"), "model", metadata=dict(scores)
-    )
+    name = _artifact_name(f"{run.group}-{folder.name}")
+    model = wandb.Artifact(name, "model", metadata=dict(scores))
     for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
-        if (folder / path).exists():
-            model.add_file(str(folder / path))
+        model.add_file(str(folder / path))
     logged = run.log_artifact(model, aliases=["best"])
     if run.offline:
         return logged
@@ -189,11 +185,8 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
     """
     import wandb
 
-    data = wandb.Artifact(
-        _artifact_name(f"profile-{profile.get('name', run.name)}"),
-        "dataset",
-        metadata=dict(profile),
-    )
+    name = _artifact_name(f"profile-{profile['name']}")
+    data = wandb.Artifact(name, "dataset", metadata=dict(profile))
     with data.new_file("profile.json") as file:
         file.write(json.dumps(profile, indent=1))
     (run.log_artifact if run.offline else run.use_artifact)(data)
@@ -202,16 +195,12 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
 def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Return decisions of the trained policies and of the reference policies, at the main place.
 
-    They are of as many samples as fit into the table: all decisions of a sample or none. [] if the
-    run has none.
+    They are of as many samples as fit into the table: all decisions of a sample or none.
     """
     problem = problem_of(results)
     trained = {*problem.trained, *(results.get("variants") or ())} - set(problem.controls)
     references = {problem.low, problem.high} if problem.averaged else {problem.high}
-    try:
-        frame = _decided(results, folder, trained | references)
-    except InputError:
-        return []
+    frame = _decided(results, folder, trained | references)
     names = [name for name in frame.columns if not frame[name].is_null().all()]
     # samples are numbered from 1, in the order of their ids
     sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")
@@ -219,8 +208,7 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     # as many whole samples as the limit of cells allows
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
-        line = f"W&B: Test/decisions has {fits:,} of {count:,} samples; decisions.parquet has all"
-        print(line, file=sys.stderr)
+        say(f"W&B: Test/decisions has {fits:,} of {count:,} samples; decisions.parquet has all")
     return frame.filter(sample <= fits).select(names).to_dicts()
 
 

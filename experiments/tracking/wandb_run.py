@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.experiments.tracking.metrics_file import Row
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
@@ -66,36 +66,33 @@ class WandbRun:
     """The run as wandb has it."""
     _broken: bool = False
     """True after W&B refused numbers; no more are sent."""
-    _sent: dict[int, set[str]] = field(default_factory=dict)
-    """The names that earlier sessions sent, by step."""
-    _waiting: tuple[int, dict[str, float]] = (0, {})
-    """The latest step, whose numbers are sent when the next step begins."""
+    _sent: set[tuple[int, str]] = field(default_factory=set)
+    """The steps and names of the numbers that earlier sessions sent."""
+    _step: int | None = None
+    """The step of the row that is not complete yet."""
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
     """The max, min and last value of each name, over all sessions."""
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
         agent = [os.environ.get(name) for name in OF_AGENT]
-        # wandb is quiet, keeps artifacts in our folder, and sees no empty WANDB_… variable (an
-        # empty WANDB_SILENT crashes)
-        empty = [
+        # an empty WANDB_SILENT makes wandb crash
+        hidden = [
             name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
         ]
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
+        # wandb is quiet, and keeps artifacts in our folder
         wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(environment({**dict.fromkeys([*empty, *NOT_FOR_WANDB]), **wanted}))
+            stack.enter_context(environment(dict.fromkeys([*hidden, *NOT_FOR_WANDB]) | wanted))
             try:
                 self.run = self._start(agent)
             except InputError:
                 raise
             except Exception as error:
                 # even offline, as wandb's own service may not start on a busy machine
-                line = (
-                    f"W&B does not start ({reason(error)}), so {self.about['name']} is not logged"
-                )
-                print(line, "there", file=sys.stderr)
+                say(f"W&B does not start ({reason(error)}): {self.about['name']} is not logged")
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
@@ -116,9 +113,10 @@ class WandbRun:
             exit_code = 130
         with self._environment, self.reporting("the end of the run"):
             if not self._broken:
-                self._send()
-                if self.kept:
-                    self.run.summary.update(self._summaries)  # W&B's own cover this session only
+                if self._step is not None:
+                    self.run.log({})  # the last row is complete
+                # W&B's own summaries cover this session only
+                self.run.summary.update(self._summaries)
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -128,12 +126,14 @@ class WandbRun:
             return
         self._broken = True
         with self.reporting(f"step {step} and all that follows"):
-            if step != self._waiting[0]:
-                self._send()
             self._summarise(values)
-            sent = self._sent.get(step, ())
-            new = {name: value for name, value in values.items() if name not in sent}
-            self._waiting = step, self._waiting[1] | new
+            new = {name: value for name, value in values.items() if (step, name) not in self._sent}
+            if new:
+                if self._step not in (None, step):
+                    self.run.log({})  # the row of the step before is complete
+                self._step = step
+                # W&B joins all that is logged until the row is complete
+                self.run.log({**new, "step": step}, commit=False)
             self._broken = False
 
     @contextlib.contextmanager
@@ -142,15 +142,8 @@ class WandbRun:
         try:
             yield
         except Exception as error:
-            line = f"W&B did not take {what} of {self.about['name']} ({reason(error)});"
-            print(line, self.folder, "holds it", file=sys.stderr)
-
-    def _send(self) -> None:
-        """Send the numbers of the step that is waiting."""
-        step, values = self._waiting
-        self._waiting = step, {}
-        if values:
-            self.run.log({**values, "step": step})
+            name = self.about["name"]
+            say(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it")
 
     def _summarise(self, values: Mapping[str, float]) -> None:
         """Update the summary of metrics: the last value, and the best where that has a meaning."""
@@ -177,16 +170,16 @@ class WandbRun:
 
         id_file = self.folder / "wandb" / f"{self.key}.id"
         evaluates = self.about["job_type"] == "evaluate"
+        online = self.mode == "online"
         # results are logged once, at the end: a run interrupted there has logged none
         resumes = not (fresh or evaluates) and id_file.exists()
-        identity = os.urandom(4).hex()
-        sweep = parameters = None
-        if resumes:
-            identity = id_file.read_text().strip()
-        elif evaluates and not fresh and agent[1]:
+        job = sweep = parameters = None
+        if evaluates and not fresh and agent[1]:
             # a job of a sweep has its results in the W&B run that the agent names
             job, sweep, parameters = agent
-            identity = job or identity
+        identity = job or os.urandom(4).hex()
+        if resumes:
+            identity = id_file.read_text().strip()
         # a key without a network would otherwise block for minutes, and without a terminal init
         # raises
         settings = wandb.Settings(
@@ -198,7 +191,6 @@ class WandbRun:
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
         )
-        online = self.mode == "online"
         joins: Any = "allow" if resumes and online else None
         try:
             run = wandb.init(**self.about, id=identity, resume=joins, settings=settings)
@@ -208,7 +200,7 @@ class WandbRun:
             problem = f"W&B cannot be reached ({error})"
             if self.insist:
                 raise InputError(f"tracking: {problem}; use tracking=offline") from error
-            print(f"{problem}, so this run is logged offline", file=sys.stderr)
+            say(f"{problem}, so this run is logged offline")
             self.mode = "offline"
             return self._start(agent, fresh=True)  # wandb still holds the other one
         id_file.write_text(identity)
@@ -218,7 +210,7 @@ class WandbRun:
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
         if run.resumed or (resumes and not online):
             for step, values in self.earlier:
-                self._sent.setdefault(step, {THROUGHPUT}).update(values)
+                self._sent |= {(step, name) for name in [THROUGHPUT, *values]}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")

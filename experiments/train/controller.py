@@ -12,7 +12,6 @@ from typing import Any
 import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
-from torch import Tensor
 
 from knobwise.agents import policy as policy_package
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
@@ -49,7 +48,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train.run import Experiment, keep_best, train_seeds
+from knobwise.experiments.train.run import Experiment, keep_best, seed_folder, train_seeds
 
 
 class ControllerExperiment(Experiment):
@@ -77,21 +76,26 @@ class ControllerExperiment(Experiment):
         # what everything but the trainers is fitted on
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
+        # the budgets to judge at, float [B]
         if self.mean:
             self._check_mean()
-        self.budgets_ms = self._choose_budgets()
+            self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
+        else:
+            rows = budget_rows(table, self.split)
+            self.budgets_ms = judged_budgets(table, config.budgets_ms, rows)
         if config.budgets_ms is None:
             self.notes += few_budgets(self.budgets_ms)
         # config.yaml says how wide the layers became
-        policy = replace(self.config.policy, hidden=config.policy.hidden or self._width())
+        policy = replace(config.policy, hidden=config.policy.hidden or self._width())
         self.config = replace(self.config, policy=policy)
-        settings = self._trainer_settings()
-        self.trainers = [
-            ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds
-        ]
+        # folds differ from split to split
+        self.fold_seed = config.seeds[0] + number
+        self.trainers = [self._trainer(seed) for seed in config.seeds]
         # the first split makes the experiments on the others
-        splits = max(config.split.repeats, config.split.folds)
-        self.others = [self._on_split(other) for other in range(1, splits) if not number]
+        self.others: list[ControllerExperiment] = []
+        if not number:
+            splits = max(config.split.repeats, config.split.folds)
+            self.others = [self._on_split(other) for other in range(1, splits)]
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
 
@@ -105,32 +109,23 @@ class ControllerExperiment(Experiment):
             if getattr(self.config.split, option) > 1:
                 raise InputError(f"split.{option}: is for deadlines; budget=mean has one split")
 
-    def _choose_budgets(self) -> Tensor:
-        """Return the budgets to judge at, float [B]."""
-        if self.mean:
-            return mean_budgets(self.table, self.fitted, self.config.budgets_ms)
-        rows = budget_rows(self.table, self.split)
-        return judged_budgets(self.table, self.config.budgets_ms, rows)
-
-    @property
-    def fold_seed(self) -> int:
-        """The seed of the folds, which differ from split to split."""
-        return self.config.seeds[0] + self.number
-
-    def _trainer_settings(self) -> dict[str, Any]:
-        """Return the arguments of the trainers that all seeds share."""
+    def _trainer(self, seed: int) -> ControllerTrainer:
+        """Return the trainer of a seed."""
         config = self.config
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
-        settings |= {
-            "budgets_ms": self.budgets_ms,
-            "init_from": config.init_from and checkpoint_at(config.init_from),
-            "cost_ms": expected_cost_ms(self.table) if config.own_cost else 0.0,
-            "fold_seed": self.fold_seed,
-        }
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
-        return settings
+        return ControllerTrainer(
+            self.table,
+            self.split,
+            seed=seed,
+            budgets_ms=self.budgets_ms,
+            init_from=config.init_from and checkpoint_at(config.init_from),
+            cost_ms=expected_cost_ms(self.table) if config.own_cost else 0.0,
+            fold_seed=self.fold_seed,
+            **settings,
+        )
 
     def _on_split(self, number: int) -> ControllerExperiment:
         """Return the experiment on another split, at the same budgets, so that rows can be
@@ -196,7 +191,7 @@ class ControllerExperiment(Experiment):
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
-        folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
+        folders = [seed_folder(folder, seed) for seed in self.config.seeds]
         best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
         results, decisions = self.judged(best)
         # the seed that was best on validation is deployed

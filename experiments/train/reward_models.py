@@ -18,7 +18,8 @@ from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.agents.training.seeding import seeded
 from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.experiments.settings.beams import SelectorData, hide
-from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.selector_options import Plan, SelectorRun
+from knobwise.experiments.train.run import seed_folder
 
 BINS = 10
 """Number of bins of the calibration."""
@@ -33,44 +34,44 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
     that the reward was learned from. `calibration` compares every learned reward with the scorer,
     where there is one, on sequences that RCE and the variant itself draw for held-out queries.
     """
-    true_calls = list[dict[str, Any]]()
-    bins = list[dict[str, Any]]()
-    for name in config.variants:
-        variant, _, _, _, learned = config.plan(name)
-        if not variant.live and learned is None:
+    true_calls = []
+    bins = []
+    for name, plan in config.plans.items():
+        if not plan.variant.live and plan.reward_model is None:
             continue
         # the last checkpoint of a training has the number of its calls
-        seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
+        seeds = [seed_folder(folder, seed) for seed in config.seeds]
         states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
         calls = [state["calls"] for state in states]
         row = {"policy": name, "calls": calls, "recorded": 0}
         true_calls.append(row)
-        if learned is None:
+        if plan.reward_model is None:
             continue
         models = [state["reward_model"] for state in states]
         row["recorded"] = len(models[0]["answered"][0]) - calls[0]
         if data.test_scorer is None:
             continue
         # the policy draws as it was before GRPO, then as it is after GRPO
-        for drawn_by in ("hidden_rce" if variant.hidden else "rce", name):
+        for drawn_by in ("hidden_rce" if plan.variant.hidden else "rce", name):
             policies = [seed / drawn_by / "best.pt" for seed in seeds]
-            for members in calibration(*_predicted(config, data, name, policies, models)):
+            for members in calibration(*_predicted(config.shots, data, plan, policies, models)):
                 bins.append({"policy": name, "drawn_by": drawn_by} | members)
     facts = {"true_calls": true_calls, "calibration": bins}
     return {key: value for key, value in facts.items() if value}
 
 
 def _predicted(
-    config: SelectorRun,
+    shots: int,
     data: SelectorData,
-    name: str,
+    plan: Plan,
     policies: Sequence[Path],
     models: Sequence[dict[str, Any]],
 ) -> tuple[Tensor, Tensor]:
     """Let policies draw for the held-out queries, and predict the answers by a learned reward.
 
     Args:
-        name: the variant that has the learned reward.
+        shots: T, the demonstrations in a sequence.
+        plan: the variant that has the learned reward.
         policies: the checkpoint of the drawing policy, of each seed.
         models: the state of the variant's learned reward, of each seed.
 
@@ -78,10 +79,9 @@ def _predicted(
         For each sequence the probability of a right answer that the reward expects, and 1 where
         the answer was right; float [n] each.
     """
-    variant, _, _, _, learned = config.plan(name)
-    assert learned is not None
+    assert plan.reward_model is not None
     assert data.test_scorer is not None
-    test = hide(data.test, variant.hidden)
+    test = hide(data.test, plan.variant.hidden)
     queries = data.test_rows.repeat_interleave(DRAWS)
     embeddings = StoredEmbeddings(test.queries, test.candidates)
     # one tensor for each seed
@@ -89,11 +89,12 @@ def _predicted(
     right = []
     for policy, state in zip(policies, models, strict=True):
         selector = load_checkpoint(policy).selector
-        model = RewardModel(learned, selector.mean, selector.scale)
+        model = RewardModel(plan.reward_model, selector.mean, selector.scale)
         model.load_state_dict(state)
         with seeded(0, "cpu"):
-            actor = SelectorActor(selector, embeddings, test.pool, config.shots)
-            drawn = draw(actor, data.test_rows, DRAWS)
+            drawn = draw(
+                SelectorActor(selector, embeddings, test.pool, shots), data.test_rows, DRAWS
+            )
         # int64 [n · DRAWS, shots], rows of the bank
         sequences = bank_rows(test.pool[data.test_rows], drawn).flatten(0, 1)
         expected.append(model.probabilities(test, queries, sequences).mean(0))
@@ -111,7 +112,7 @@ def calibration(expected: Tensor, right: Tensor) -> list[dict[str, Any]]:
     Returns:
         For each bin the number of `sequences`, and the means of `expected` and `right`.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     # fewer sequences than bins leave some bins empty
     for members in expected.argsort(stable=True).tensor_split(BINS):
         if len(members):

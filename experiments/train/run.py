@@ -131,28 +131,31 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
     return best
 
 
+def seed_folder(folder: Path, seed: int) -> Path:
+    """Return the folder of the checkpoints of a seed, inside that of the run."""
+    return folder / "checkpoints" / f"seed{seed}"
+
+
 def train_seeds(
     trainers: Sequence[Trainer],
     config: Any,
     folder: Path,
-    complete: Callable[[Any, Path], None] = lambda *_: None,
+    complete: Callable[[Any, Path], None],
 ) -> None:
     """Train the seeds of a run one after the other, each from where it stopped.
 
     Args:
         complete: called with each trainer that is done and the folder of its checkpoints.
     """
+    steps = {}
     for trainer in trainers:
-        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
+        trainer.folder = seed_folder(folder, trainer.seed)
         trainer.resume(trainer.folder / "last.pt")
-    steps = {
-        trainer.seed: trainer.total if trainer.finished else trainer.iteration
-        for trainer in trainers
-    }
+        steps[trainer.seed] = trainer.total if trainer.finished else trainer.iteration
     total = sum(trainer.total for trainer in trainers)
     # a single seed shows a progress of its own
     silent = math.inf if len(trainers) == 1 else 0.0
-    with progress("all seeds", total, sum(steps.values()), silent or 60.0, silent) as tick:
+    with progress("all seeds", total, sum(steps.values()), quiet_s=silent) as tick:
         for trainer in trainers:
 
             def count(step: int, seed: int = trainer.seed) -> None:
@@ -162,17 +165,28 @@ def train_seeds(
             if trainer.finished:
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
-                # the checkpoint was written before the rows of its own iteration were complete
-                tracker = tracker_of(
-                    config, folder, trainer.table, "train", trainer.seed, trainer.iteration - 1
-                )
-                tracker.known = trainer.logged
-                tracker.tick = count
-                with tracker as trainer.log:
-                    trainer.run()
+                known = trainer.logged
+                run_logged(trainer, config, folder, trainer.table, known=known, tick=count)
             say(_best_of(trainer))
-            complete(trainer, folder / "checkpoints" / f"seed{trainer.seed}")
+            complete(trainer, seed_folder(folder, trainer.seed))
             count(trainer.total)
+
+
+def run_logged(
+    trainer: Trainer, config: Any, folder: Path, table: Any, first: int = 0, **options: Any
+) -> None:
+    """Run a training to its end, and log it.
+
+    Args:
+        first: the step of `metrics.csv` that it begins at.
+        options: more arguments of `Tracker`.
+    """
+    # the checkpoint was written before the rows of its own iteration were complete
+    resumed = first + trainer.iteration - 1
+    with tracker_of(
+        config, folder, table, "train", trainer.seed, resume_step=resumed, first=first, **options
+    ) as trainer.log:
+        trainer.run()
 
 
 def _best_of(trainer: Trainer) -> str:
@@ -210,12 +224,13 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
     kept = (results.get("best_policy", ""), results.get("best_seed"))
     if wandb_mode(config.tracking) != "disabled":
         for (stage, seed), scores in scores_by_seed(results, folder).items():
-            options: dict[str, Any] = {"stage": stage, "finished": True}
-            with tracker_of(config, folder, table, "train", seed, **options) as tracker:
+            with tracker_of(
+                config, folder, table, "train", seed, stage=stage, finished=True
+            ) as tracker:
                 model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
         # drawing pictures takes longer than everything else here
-        images = result_images(results) if tracker.mode != "disabled" else None
+        images = result_images(results) if tracker.mode != "disabled" else {}
         tracker.log_results(results, images, model)
     if tracker.mode == "online" and config.tracking.workspace:
         save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])
@@ -228,14 +243,9 @@ def tracker_of(
     table: Any,
     job_type: str,
     seed: int | None = None,
-    step: int = -1,
     **options: Any,
 ) -> Tracker:
-    """Return the tracker of a run, or of one of its seeds.
-
-    Args:
-        step: the step that a resumed seed continues from; negative to start from the beginning.
-    """
+    """Return the tracker of a run, or of one of its seeds, with more arguments of `Tracker`."""
     # tags that runs are filtered by in W&B
     if isinstance(config, SelectorRun):
         tags = [f"reward-{config.reward.mode}"]
@@ -256,6 +266,5 @@ def tracker_of(
         seed=seed,
         tags=tags,
         profile=profile_of(table),
-        resume_step=step if step >= 0 else None,
         **options,
     )

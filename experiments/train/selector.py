@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.common.interruption import stopped_by_signals
-from knobwise.common.processes import Process, end_with
+from knobwise.common.interruption import end_with, stopped_by_signals
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
@@ -43,6 +43,7 @@ from knobwise.experiments.settings.beams import (
     stored_embeddings,
 )
 from knobwise.experiments.settings.selector_options import (
+    Plan,
     SelectorRun,
     recorded_lengths,
     resolve,
@@ -50,7 +51,13 @@ from knobwise.experiments.settings.selector_options import (
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import in_stage
 from knobwise.experiments.train.reward_models import learned_rewards
-from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
+from knobwise.experiments.train.run import (
+    Experiment,
+    keep_best,
+    run_logged,
+    seed_folder,
+    set_up_torch,
+)
 from knobwise.profiling.demonstrations.beam_search import probability, score
 
 TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
@@ -61,11 +68,10 @@ def policies(config: SelectorRun) -> dict[str, list[str]]:
     """Return every policy that is trained, by the name of its folder and row, with the blocks that
     are hidden from it."""
     blocks: dict[str, list[str]] = {"sft": [], "rce": []}
-    for name in config.variants:
-        hidden = config.plan(name).variant.hidden
-        if hidden:
-            blocks |= {"hidden_sft": hidden, "hidden_rce": hidden}
-        blocks[name] = hidden
+    for name, plan in config.plans.items():
+        blocks[name] = plan.variant.hidden
+        if blocks[name]:
+            blocks |= dict.fromkeys(("hidden_sft", "hidden_rce"), blocks[name])
     return blocks
 
 
@@ -98,7 +104,7 @@ class SelectorExperiment(Experiment):
             backend="loky",
             return_as="generator_unordered",
             initializer=end_with,
-            initargs=(Process.this(),),
+            initargs=(os.getpid(),),
         )
         trained = parallel(delayed(train_seed)(self.config, seed, folder) for seed in seeds)
         with progress("seeds", len(seeds)) as tick:
@@ -109,17 +115,14 @@ class SelectorExperiment(Experiment):
         """Judge every policy on the same held-out queries, and keep the best on validation.
         Controls do not compete."""
         config = self.config
-        seeds = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
-        competing = []
-        for name in config.variants:
-            plan = config.plan(name)
-            if not plan.variant.hidden and not plan.reward.shuffled:
-                competing.append(name)
         results, decisions = judge_run(config, self.data, folder)
+        plans = config.plans.items()
+        controls = {name for name, plan in plans if plan.variant.hidden or plan.reward.shuffled}
         # the validation score of every seed of every policy that competes
         scores: dict[Path, float] = {}
-        for name in competing or ["rce"]:
-            scores |= zip([seed / name for seed in seeds], results["validation"][name], strict=True)
+        for name in [name for name in config.variants if name not in controls] or ["rce"]:
+            folders = [seed_folder(folder, seed) / name for seed in config.seeds]
+            scores |= zip(folders, results["validation"][name], strict=True)
         best = keep_best(folder, scores)
         facts = {
             "reward_mode": config.reward.mode,
@@ -141,30 +144,35 @@ def check(config: SelectorRun, data: SelectorData) -> None:
         raise InputError(
             f"shots={config.shots}: recorded sequences have {lengths} demonstrations only"
         )
-    plans = {name: config.plan(name) for name in config.variants}
-    for name, (variant, *_) in plans.items():
+    plans = config.plans
+    for name, plan in plans.items():
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
-        if data.scorer is None and (variant.live or variant.rounds > 1):
+        if data.scorer is None and (plan.variant.live or plan.variant.rounds > 1):
             raise InputError(
                 f"variants.{name}: live draws and rounds need a scorer, which recorded beams do "
                 f"not have; leave it out by variants.{name}=null, or train with "
                 "experiment=selector_replay"
             )
     # the trainers themselves refuse what they cannot learn from
-    stages = SelectorStages(config, data, config.seeds[0], None)
-    stages.check("rce")
-    stages.check("sft", groups=GroupConfig("beams"))
-    for name, (variant, _, reward, _, learned) in plans.items():
-        if data.items is not None and (variant.hidden or learned is not None):
+    stages = SelectorStages(config, data, config.seeds[0], Path(config.runs))
+    table = stages.data.table
+    start = stages.first
+    stages.trainer("rce", table, start)
+    stages.trainer("sft", table, start, groups=GroupConfig("beams"))
+    for name, plan in plans.items():
+        variant = plan.variant
+        if data.items is not None and (variant.hidden or plan.reward_model is not None):
             raise InputError(
                 f"variants.{name}: hidden and reward_model are for stored embeddings; "
                 f"leave it out with encoder=clip, by variants.{name}=null"
             )
         hide(data.table, variant.hidden)
-        stages.check("rce", reward=reward)
-        if learned is not None:
-            stages.check("grpo", learned, reward=reward)
+        stages.trainer("rce", table, start, reward=plan.reward)
+        if plan.reward_model is not None:
+            recorded_answers(table, data.split.train)
+            learned = RewardModel(plan.reward_model, start.mean, start.scale)
+            stages.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -191,62 +199,55 @@ class SelectorStages:
     """The stages of one seed: what each stage starts from, and what it learns from.
 
     The checkpoints of a policy go into `checkpoints/seed<k>/<policy>` of the run's folder.
-
-    Args:
-        folder: the folder of the run; None to check the stages without training.
     """
 
-    def __init__(
-        self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None
-    ) -> None:
+    def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path) -> None:
         self.config = config
         self.seed = seed
         self.folder = folder
         self.data = data._replace(table=as_read(data.table, data.items))
         self.step = 0  # of the next stage, in metrics.csv
         self.logged = list[Row]()
-        # states of learned rewards after learning from records
-        self.reward_models: dict[Any, dict[str, Any]] = {}
+        # learned rewards as they are before GRPO
+        self.reward_models = dict[Any, RewardModel]()
 
-    def check(self, stage: str, learned: RewardModelConfig | None = None, **settings: Any) -> None:
-        """Refuse a stage that cannot be trained, for example where the records lack what its reward
-        needs. Raises InputError, which names what is missing."""
-        table = self.data.table
-        if learned is not None:
-            recorded_answers(table, self.data.split.train)
-            settings["reward_model"] = RewardModel(learned, self.first.mean, self.first.scale)
-        self._trainer(stage, table, self.first, **settings)
-
-    def _trainer(
+    def trainer(
         self, stage: str, table: BeamTable, start: Selector, **settings: Any
     ) -> SelectorTrainer:
-        """Return the trainer of a stage, with `settings` in place of those of the run."""
+        """Return the trainer of a stage, with `settings` in place of those of the run.
+
+        Raises:
+            InputError: the records lack what the stage learns from.
+        """
         config = self.config
         usual = {
-            **{"config": getattr(config, stage), "loss": config.loss, "reward": config.reward},
-            **{"shots": config.shots, "scorer": self.data.scorer, "seed": self.seed},
+            "config": getattr(config, stage),
+            "loss": config.loss,
+            "reward": config.reward,
+            "shots": config.shots,
+            "scorer": self.data.scorer,
+            "seed": self.seed,
             "device": config.device,
         }
         return SelectorTrainer(stage, table, self.data.split, start, **(usual | settings))
 
     def all(self) -> None:
         """Train every stage and variant that the settings name."""
-        # sft and rce by the blocks that are hidden from them
-        bases = {"": self._base("", self.data.table)}
-        for name in self.config.variants:
-            hidden = self.config.plan(name).variant.hidden
-            key = ",".join(hidden)
-            table = hide(self.data.table, hidden)
-            if key not in bases:
-                bases[key] = self._base("hidden_", table)
-            self._variant(name, table, *bases[key])
-        if self.folder is not None:
-            MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
+        # variants with hidden blocks start from SFT and RCE without these blocks
+        seeing = self._base("", self.data.table, self.first)
+        blind = None
+        for name, plan in self.config.plans.items():
+            if not plan.variant.hidden:
+                self._variant(name, plan, self.data.table, *seeing)
+                continue
+            table = hide(self.data.table, plan.variant.hidden)
+            # all hide the same blocks
+            blind = blind or self._base("hidden_", table, self.fresh(table))
+            self._variant(name, plan, table, *blind)
+        MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
 
-    def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
-        """Train SFT and RCE, which variants start from. Variants with hidden blocks start from SFT
-        and RCE without these blocks."""
-        start = self.fresh(table) if prefix else self.first
+    def _base(self, prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
+        """Train SFT and RCE, which variants start from."""
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
@@ -290,30 +291,32 @@ class SelectorStages:
             )
         return selector
 
-    def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
+    def _variant(
+        self, name: str, plan: Plan, table: BeamTable, sft: Selector, rce: Selector
+    ) -> None:
         """Train a variant, from its warm-up to its last round."""
-        variant, stage, reward, loss, learned = self.config.plan(name)
-        settings = {"reward": reward, "loss": loss, "config": stage, "reference": sft}
+        variant = plan.variant
+        changes: dict[str, Any] = {"reward": plan.reward, "loss": plan.loss}
         start = sft
         if variant.warmup:
             # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
             start = rce
-            if replace(reward, shuffled=False) != self.config.reward:
-                start = self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
-        if learned is not None:
-            settings["reward_model"] = self.reward_model(table, sft, learned)
-        if variant.live or learned is not None:
-            self.stage(name, "grpo", table, start, live=variant.live, **settings)
+            if replace(plan.reward, shuffled=False) != self.config.reward:
+                start = self.stage(f"{name}-rce", "rce", table, sft, **changes)
+        changes |= {"config": plan.stage, "reference": sft}
+        if plan.reward_model is not None:
+            changes["reward_model"] = self.reward_model(table, sft, plan.reward_model)
+        if variant.live or plan.reward_model is not None:
+            self.stage(name, "grpo", table, start, live=variant.live, **changes)
             return
         # in replay, each round adds draws of the latest policy to the records
-        settings["groups"] = GroupConfig(variant.groups, rounds=1)
+        changes["groups"] = GroupConfig(variant.groups, rounds=1)
         drawing = sft
         for k in range(1, variant.rounds + 1):
             if variant.own_draws:
                 table = self.recorded(table, drawing, variant.own_draws, k)
             policy = name if k == variant.rounds else f"{name}-{k}"
-            start = self.stage(policy, "grpo", table, start, **settings)
-            drawing = start
+            start = drawing = self.stage(policy, "grpo", table, start, **changes)
 
     def recorded(self, table: BeamTable, selector: Selector, count: int, k: int) -> BeamTable:
         """Return the table with draws of a selector for every query, scored once, as beams of round
@@ -337,14 +340,14 @@ class SelectorStages:
         """Return the learned reward as it is before GRPO. Variants whose settings differ only in
         GRPO share the fit."""
         key = table.digest, config.members, config.width, config.epochs
-        with seeded(self.seed, "cpu"):
-            model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
-            if key in self.reward_models:
-                model.load_state_dict(copy.deepcopy(self.reward_models[key]))
-            else:
-                answered = recorded_answers(table, self.data.split.train)
-                model.learn(table, answered, config.epochs)
-                self.reward_models[key] = copy.deepcopy(model.state_dict())
+        if key not in self.reward_models:
+            with seeded(self.seed, "cpu"):
+                model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
+                model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
+            self.reward_models[key] = model
+        # what GRPO does with it is the variant's own
+        model = copy.deepcopy(self.reward_models[key])
+        model.config = config
         return model
 
     def stage(
@@ -357,40 +360,30 @@ class SelectorStages:
             stage: sft, rce or grpo.
             settings: arguments of the trainer in place of those of the run.
         """
-        assert self.folder is not None
-        folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
-        trainer = self._trainer(stage, table, start, folder=folder, **settings)
+        folder = seed_folder(self.folder, self.seed) / name
+        trainer = self.trainer(stage, table, start, folder=folder, **settings)
         trainer.title = f"seed {self.seed} · {name}"
         # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
+        known = self.logged + in_stage(trainer.logged, name, self.step)
         if not trainer.finished:
-            self._run(trainer, name)
+            run_logged(
+                trainer,
+                self.config,
+                self.folder,
+                self.data.table,
+                stage=name,
+                first=self.step,
+                known=known,
+            )
+            known = self.logged + in_stage(trainer.logged, name, self.step)
         # the rows of the next stage follow in metrics.csv
-        self.logged += in_stage(trainer.logged, name, self.step)
+        self.logged = known
         self.step += trainer.total + 1
-        best = load_checkpoint(folder / "best.pt")
-        if best.selector.encoder is not None:
-            best.selector.encoder.items = self.data.items
-        return best.selector
-
-    def _run(self, trainer: SelectorTrainer, name: str) -> None:
-        """Run a stage that is not finished, and log it."""
-        assert self.folder is not None
-        # the checkpoint was written before the rows of its own iteration were complete
-        resumed = self.step + trainer.iteration - 1
-        tracker = tracker_of(
-            self.config,
-            self.folder,
-            self.data.table,
-            "train",
-            self.seed,
-            resumed,
-            stage=name,
-            first=self.step,
-        )
-        tracker.known = self.logged + in_stage(trainer.logged, name, self.step)
-        with tracker as trainer.log:
-            trainer.run()
+        best = load_checkpoint(folder / "best.pt").selector
+        if best.encoder is not None:
+            best.encoder.items = self.data.items
+        return best
 
 
 # -- judging ---------------------------------------------------------------------------------------
@@ -423,8 +416,7 @@ def judge_run(
     for name, blocks in policies(config).items():
         hidden.update(blocks)
         loaded = [
-            load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt")
-            for seed in config.seeds
+            load_checkpoint(seed_folder(folder, seed) / name / "best.pt") for seed in config.seeds
         ]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
@@ -452,27 +444,22 @@ def _decided(
         loaded: the checkpoint of each seed.
     """
     test = hide(data.test, blocks)
-    rows = data.test_rows
     scorer = data.test_scorer
-    longest = max(config.judged_shots)
     actors = []
     for checkpoint in loaded:
         embeddings = stored_embeddings(test, checkpoint, data.items)
-        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, longest))
+        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, config.shots))
     decided = {}
-    # a longer greedy choice begins with the shorter one
-    whole = [] if scorer is None else [evaluation.choose(actor, rows) for actor in actors]
     for shots in config.judged_shots:
+        # the same embeddings serve every number of shots
         for actor in actors:
             actor.shots = shots
-        if scorer is None:
-            decided[shots] = evaluation.decide_selectors(actors, test, None, rows)
-            continue
-        # of each seed, int64 [n, shots]
-        chosen = [choices[:, :shots] for choices in whole]
-        outcome = evaluation.judged_choices(test, scorer, chosen, rows)
-        assert outcome.demonstrations is not None
-        votes = torch.stack([scorer.vote(rows, sequences) for sequences in outcome.demonstrations])
-        times = evaluation.decision_us(actors[0], rows)
-        decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
+        outcome = evaluation.decide_selectors(actors, test, scorer, data.test_rows)
+        if scorer is not None:
+            chosen = outcome.demonstrations
+            assert chosen is not None
+            votes = torch.stack([scorer.vote(data.test_rows, sequences) for sequences in chosen])
+            times = evaluation.decision_us(actors[0], data.test_rows)
+            outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
+        decided[shots] = outcome
     return decided

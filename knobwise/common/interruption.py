@@ -8,6 +8,7 @@ by nohup, stays ignored.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -120,3 +121,20 @@ def status_of(stop: KeyboardInterrupt) -> int:
     """Return the exit status that shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
     number = next(iter(stop.args), None)
     return 128 + (number if isinstance(number, int) else signal.SIGINT)
+
+
+def end_with(starter: int) -> None:
+    """Have this process end soon after its parent, or it would go on writing beside the work that
+    resumes.
+
+    Args:
+        starter: the id of the parent, which may be gone already.
+    """
+
+    # a process gets another parent when its own is gone
+    def watch() -> None:
+        while os.getppid() == starter:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

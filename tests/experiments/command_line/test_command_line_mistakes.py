@@ -32,8 +32,6 @@ def _folder(tmp_path, monkeypatch):
 
 WITH_TORCH = {
     "tracking=online": "tracking=offline",
-    "tracking.mode=nonsense": "tracking.mode",
-    "tracking.project=a/b": "tracking.project",
     "profile=table profile.path=none.csv": "none.csv",
     "profile=exp5_exp6 profile.exp5_dir=a profile.exp6_dir=b profile.dataset_name=c": "b",
     "split.train=0.9": "train=0.9",
@@ -61,9 +59,7 @@ def test_a_mistake_that_shows_when_data_are_read(words, capsys):
 )
 def test_a_mistake_in_the_environment_is_said_by_its_name(name, value, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
-    line = refused(["train", *SIMULATED], capsys)
-    assert name in line
-    assert value in line
+    assert f"{name}={value}" in refused(["train", *SIMULATED], capsys).replace("'", "")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +117,8 @@ MISTAKES = {
     "train experiment=none": "rce_only",
     "train policy=utilty": "did you mean policy=utility?",
     "train --lr 0.01": "optimiser.lr=",
-    "train --optimiser.lr=0.01": "optimiser.lr=0.01",
     "train lr=0.01": "did you mean optimiser.lr=0.01",
     "train policy.hiden=1": "did you mean policy.hidden=1",
-    "train optimizer.iterations=3": "did you mean optimiser.iterations=3",
     "train seed=3": "seeds=3",
     "evaluate --live": "live=",
     "evaluate -m": "-m",
@@ -136,7 +130,6 @@ MISTAKES = {
     "train =3": "override",
     "train seeds=": "seeds=",
     "train seeds=3": "seeds=3",
-    "train seeds=null": "seeds",
     "train policy.hidden=8,16": "policy.hidden=8,16",
     "train split=3": "split",
     "train baselines=4.5": "baselines=4.5",
@@ -148,7 +141,6 @@ MISTAKES = {
     "train seeds=[4294967296]": "4294967295",
     "train experiment=selector seeds=[-1]": "seeds=-1",
     "train split.seed=-1": "split.seed=-1",
-    "train profile=simulated profile.seed=-1": "profile.seed=-1",
     "train reward.miss=-1": "reward.miss=-1",
     "train reward.miss=inf": "reward.miss=inf",
     "train reward.kind=nice": "reward.kind='nice'",

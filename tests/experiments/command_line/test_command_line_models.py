@@ -120,8 +120,7 @@ def decided(folder, requests):
         text=True,
         check=True,
     )
-    result = json.loads(ran.stdout)
-    return result
+    return json.loads(ran.stdout)
 
 
 def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, train):
@@ -181,13 +180,11 @@ def test_two_files_as_one_profile(folder, train):
     words = ["evaluate", *JOINT, f"checkpoint={run}", "budgets_ms=[8,12]"]
     assert main([*words, "baselines=false", "own_cost=false", "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
-    rows_of_file = [
-        [row for row in result["rows"] if row["policy"] == "controller"]
-        for result in (results, again)
-    ]
-    assert [row["utility"] for row in rows_of_file[0]] == [
-        row["utility"] for row in rows_of_file[1]
-    ]
+    before, after = (
+        [row["utility"] for row in content["rows"] if row["policy"] == "controller"]
+        for content in (results, again)
+    )
+    assert before == after
 
 
 def test_a_data_set_is_left_out(folder, train):
@@ -195,9 +192,8 @@ def test_a_data_set_is_left_out(folder, train):
     results = json.loads((run / "results.json").read_text())
     assert results["test_samples"] == 60
     seen = load_checkpoint(run / BEST).extra
-    assert (
-        max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60 <= seen["test_rows"].min()
-    )
+    assert max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60
+    assert seen["test_rows"].min() >= 60
 
 
 # -- mistakes --------------------------------------------------------------------------------------
@@ -229,7 +225,6 @@ MISTAKES = {
     "LIVE of_BUILTIN html=files/occupied/live.html": "files/occupied",
     "LIVE of_BUILTIN json=files": "json=files",
     "evaluate of_BUILTIN stream.requests=5": "stream: ",
-    "profile model=files/model device=cpu out=out data=gone.jsonl": "gone.jsonl",
     "profile data=files/questions.jsonl out=out": "model=NAME_OR_FOLDER",
     "profile out=out model=learner knobs.top_k=[1]": "knobs: ",
     "profile out=out knobs.top_k=[5]": "top_k=5",
@@ -237,7 +232,6 @@ MISTAKES = {
     "ASKED importance=files/importance.json": "'first'",
     "ASKED device=tpu": "device=tpu",
     "ASKED knobs.top_k=[9]": "top_k=9",
-    "ASKED knobs.count=-1": "knobs.count=-1",
     "TRAIN profile=joint": "profile.paths",
     "TRAIN profile=joint profile.paths=[files/first.parquet,files/experts.parquet]": "knobs",
     "TRAIN JOINT profile.features=[files/first.npz]": "1 files for 2 paths",
@@ -245,14 +239,11 @@ MISTAKES = {
     "TRAIN JOINT split.leave_out=fourth": "split.leave_out='fourth'",
     "TRAIN FIRST split.leave_out=first": "leaving one out",
     "TRAIN profile=simulated profile.datasets=[gqa]": "text_vqa, coco_vqa, okvqa",
-    "TRAIN profile=simulated profile.grid=99": "profile.grid='99'",
-    "TRAIN profile=simulated profile.signal=2": "profile.signal=2.0",
     "TRAIN FIRST balance.by=dataset": "balance",
     "TRAIN FIRST balance.by=length": "balance.by='length'",
     "TRAIN FIRST policy.dataset_input=true": "policy.dataset_input=true",
     "TRAIN FIRST policy.project=99": "policy.project=99",
     "TRAIN FIRST policy.project=-1": "policy.project=-1",
-    "TRAIN FIRST runs=files/occupied": "files/occupied",
 }
 """Commands, and what the message about each names."""
 

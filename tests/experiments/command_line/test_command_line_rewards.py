@@ -21,19 +21,8 @@ TRAIN = [
     "reward=function",
 ]
 MODULE = """
-import torch
-
 def fastest(accuracy, latency_ms, budget_ms, knobs):
     return 3 - latency_ms / budget_ms
-
-def in_pairs(accuracy, latency_ms, budget_ms, knobs):
-    return accuracy[:, ::2]
-
-def undefined(accuracy, latency_ms, budget_ms, knobs):
-    return accuracy * torch.nan
-
-def raises(accuracy, latency_ms, budget_ms, knobs):
-    return accuracy * knobs["max_crop"]
 """
 
 
@@ -46,26 +35,20 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     write_table()
     Path("my_rewards.py").write_text(MODULE)
-    Path("weight.txt").write_text("2")
 
 
 @pytest.mark.usefixtures("_folder")
-def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys):
-    words = [
-        "reward=function",
-        "reward.function=my_rewards:fastest",
-        "own_cost=false",
-        "baselines=false",
-    ]
+def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it():
+    words = ["reward=function", "reward.function=my_rewards:fastest"]
+    words += ["own_cost=false", "baselines=false"]
     assert main([*TRAIN, *words, "name=x"]) == 0
     run = Path("runs/controller/x")
     assert OmegaConf.load(run / "config.yaml").reward.function == "my_rewards:fastest"
     trained = json.loads((run / "results.json").read_text())
     for row in trained["rows"]:
         if row["budget_ms"] is not None and row["policy"] == "budget_aware_static":
-            assert row["reward"] == pytest.approx(
-                3 - row["latency_ms_mean"] / row["budget_ms"], abs=1e-3
-            )
+            expected = 3 - row["latency_ms_mean"] / row["budget_ms"]
+            assert row["reward"] == pytest.approx(expected, abs=1e-3)
     assert main(["evaluate", *TABLE, *words, "json=again.json"]) == 0
     again = json.loads(Path("again.json").read_text())
     rewards = [
@@ -73,15 +56,9 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys):
         for each in (trained, again)
     ]
     assert rewards[0] == pytest.approx(rewards[1])
-    capsys.readouterr()
 
 
 MISTAKES = {
-    "reward.function=my_rewards:raises": "KeyError: 'max_crop'",
-    "reward.function=my_rewards:undefined": "nan",
-    # 60 samples, and four copies of each under drift
-    "reward.function=my_rewards:in_pairs": "[300, 6]",
-    "reward.function=my_rewards:slowest": "slowest",
     "reward.function=your_rewards:fastest": "your_rewards",
     "reward.function=math:pi": "pi",
     "reward.function=fastest": "module:name",

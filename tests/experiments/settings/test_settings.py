@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from helpers import small_beams, small_table
+from helpers import small_beams
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.predictors.regressors import FAMILIES
@@ -58,35 +58,19 @@ def test_the_settings_of_the_original_system():
 
 
 def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different():
-    wide = [
-        "profile=simulated",
-        "profile.datasets=[text_vqa]",
-        "profile.samples=8",
-        "profile.grid='240'",
-    ]
+    wide = ["profile=simulated", "profile.datasets=[text_vqa]", "profile.samples=8"]
+    wide.append("profile.grid='240'")
     small, large = (
         read_settings("train", [f"experiment={name}", *wide]) for name in ("seeds_small", "seeds")
     )
-    same = {
-        "experiment": large.experiment,
-        "policy": replace(small.policy, hidden=large.policy.hidden),
-    }
-    assert replace(small, **same) == large
+    policy = replace(small.policy, hidden=large.policy.hidden)
+    assert replace(small, experiment=large.experiment, policy=policy) == large
     table = read_profile(small.profile)
-    assert {name: block.shape[1] for name, block in table.features.items()} == {
-        "image_features": 768, "language_features": 2048
-    }  # fmt: skip
+    widths = {name: block.shape[1] for name, block in table.features.items()}
+    assert widths == {"image_features": 768, "language_features": 2048}
     assert table.num_configurations == 240
-    counts = {}
-    for budget_width in (
-        small.policy.budget_width,
-        33,
-    ):  # 33 makes 2,848 inputs and the budget itself
-        config = replace(small.policy, budget_width=budget_width)
-        controller = Controller.for_table(table, torch.arange(8), config)
-        counts[budget_width] = sum(parameter.numel() for parameter in controller.parameters())
-    assert counts == {9: 500_011, 33: 503_995}
-    assert all(abs(count / 500_000 - 1) < 0.03 for count in counts.values())
+    controller = Controller.for_table(table, torch.arange(8), small.policy)
+    assert sum(parameter.numel() for parameter in controller.parameters()) == 500_011
 
 
 def test_the_settings_of_the_original_selector():
@@ -100,7 +84,7 @@ def test_the_settings_of_the_original_selector():
     assert chosen(settings, wanted) == wanted
     (name,) = settings.variants
     variant = {"live": False, "groups": "all", "own_draws": 0, "warmup": True}
-    assert chosen(settings.plan(name).variant, variant) == variant
+    assert chosen(settings.plans[name].variant, variant) == variant
 
 
 def test_defaults_and_overrides():
@@ -126,9 +110,8 @@ def test_defaults_and_overrides():
 
 def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings():
     settings = read_settings("train", ["budget=mean"])
-    assert settings.reward.kind == "utility"
     assert resolve(settings).reward.kind == "priced"
-    assert resolve(read_settings("train", [])) == read_settings("train", [])
+    assert settings.reward.kind == "utility"
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
@@ -136,15 +119,6 @@ def test_help_names_every_key_once(verb):
     lines = help_lines(verb)
     assert len({(line.key, line.choice) for line in lines}) == len(lines)
     assert all(line.meaning for line in lines)
-
-
-def test_a_saved_table_is_a_profile_too(tmp_path):
-    table = small_table(20)
-    table.save(tmp_path / "t.safetensors")
-    settings = read_settings(
-        "inspect", ["profile=table", f"profile.path={tmp_path / 't.safetensors'}"]
-    )
-    assert read_profile(settings.profile).digest == table.digest
 
 
 # -- what the selector experiment learns from and is judged on -------------------------------------
@@ -165,11 +139,9 @@ def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen
     table, _ = small_beams(50)
     table.save(tmp_path / "t.safetensors")
     data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
-    parts = [
-        set(rows.tolist()) for rows in (data.split.train, data.split.validation, data.test_rows)
-    ]
+    parts = [data.split.train, data.split.validation, data.test_rows]
     assert [len(part) for part in parts] == [40, 5, 5]
-    assert len(set.union(*parts)) == 50
+    assert len(torch.cat(parts).unique()) == 50
     assert data.judged_by == "recorded"
 
 

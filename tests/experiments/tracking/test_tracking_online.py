@@ -3,6 +3,7 @@ and by `wandb sync`, at a small W&B server on this machine."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -22,31 +23,17 @@ from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.tracker import Tracker, git_commit
 
 TRAIN = [
-    "train",
-    *TABLE,
-    "policy=utility",
+    *("train", *TABLE, "policy=utility", "policy.hidden=8", "seeds=[0,3]", "baselines=false"),
+    *("optimiser.teacher_iterations=2", "optimiser.warmup_iterations=2", "optimiser.iterations=4"),
+    *("optimiser.contexts=16", "optimiser.evaluate_every=2", "tracking.tags=[nightly]"),
     "name=tiny",
-    "optimiser.warmup_iterations=2",
-    "optimiser.iterations=4",
 ]
-TRAIN += ["optimiser.teacher_iterations=2", "optimiser.contexts=16", "optimiser.evaluate_every=2"]
-TRAIN += ["policy.hidden=8", "seeds=[0,3]"]
-TRAIN += ["tracking.tags=[nightly]", "baselines=false"]
 SELECT = [
-    "train",
-    "experiment=selector_replay",
-    "beams.path=b.safetensors",
-    "beams.train=0.6",
-    "beams.validation=0.2",
+    *("train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6"),
+    *("beams.validation=0.2", "selector.width=16", "selector.heads=2", "sft.epochs=1"),
+    *("rce.epochs=1", "variants.grpo_recorded.epochs=1"),
+    *("variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name=tiny"),
 ]
-SELECT += [
-    "selector.width=16",
-    "selector.heads=2",
-    "sft.epochs=1",
-    "rce.epochs=1",
-    "variants.grpo_recorded.epochs=1",
-]
-SELECT += ["variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name=tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +97,7 @@ def curves(run, seed):
         .drop("seed")
     )
     steps = frame.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
-    return [
-        {name: value for name, value in row.items() if value is not None}
-        for row in steps.to_dicts()
-    ]
+    return [whole_of(row) for row in steps.to_dicts()]
 
 
 def tables(found):
@@ -129,24 +113,22 @@ def tables(found):
 
 
 def flat(row):
-    ends = {
-        f"{k}_{e}": v[i]
-        for k, v in row.items()
-        if k.endswith("_ci95")
-        for i, e in enumerate(("low", "high"))
-    }
-    ends |= {"ci95_low": row["ci95"][0], "ci95_high": row["ci95"][1]} if "ci95" in row else {}
-    return {k: v for k, v in row.items() if not isinstance(v, list)} | ends
+    ends = {}
+    for name, value in row.items():
+        if name.endswith("ci95"):
+            ends |= {f"{name}_low": value[0], f"{name}_high": value[1]}
+    return {name: value for name, value in row.items() if not isinstance(value, list)} | ends
+
+
+def whole_of(row):
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def same(shown, rows):
     """A table of W&B and rows of a file, number by number; a column that a row does not have is
     empty there."""
-    assert len(shown) == len(rows)
     for one, row in zip(shown.iter_rows(named=True), rows, strict=True):
-        assert {k: v for k, v in one.items() if v is not None} == {
-            k: v for k, v in row.items() if v is not None
-        }
+        assert whole_of(one) == whole_of(row)
 
 
 def of_stage(rows, stage):
@@ -177,6 +159,7 @@ def holds(found, run):
         stage, seed = trained.get(name, ("", None))
         job_type = "evaluate" if seed is None else "train"
         assert each.exit_code == 0
+        assert not (run / "tensorboard" / "evaluate").exists()  # a single step is no curve
         assert (each.about["groupName"], each.about["jobType"]) == (run.parent.name, job_type)
         assert (each.config.get("stage", ""), each.config.get("seed")) == (stage, seed)
         assert each.config["run"] == f"{run.parent.name}/tiny"
@@ -414,31 +397,26 @@ def test_training_goes_on_without_a_server(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
 
 
-def test_of_many_decisions_whole_samples_are_kept(
-    offline,
-    tmp_path,
-    monkeypatch,
-    capfd,
+def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
+    offline, tmp_path, monkeypatch, capfd
 ):
-    results = read_results(offline["controller"])
-    (tmp_path / "decisions.parquet").write_bytes(
-        (offline["controller"] / "decisions.parquet").read_bytes()
-    )
+    whole = read_decisions(offline["controller"])
+    for name in ("decisions.parquet", "report.html"):
+        shutil.copy(offline["controller"] / name, tmp_path)
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
-        log.log_results(results)
-    (one,) = offline_runs(tmp_path)
-    shown = tables(one)["Test/decisions"]
-    count = shown["sample_id"].n_unique()
-    message = (
-        f"W&B: Test/decisions has {count} of {results['test_samples']} "
-        "samples; decisions.parquet has all\n"
-    )
-    assert capfd.readouterr().err == message
-    whole = read_decisions(offline["controller"]).filter(
-        pl.col("policy").is_in(shown["policy"].unique())
-    )
+        log.log_results(read_results(offline["controller"]), {}, None)
+    (logged,) = offline_runs(tmp_path)
+    shown = tables(logged)["Test/decisions"]
+    assert "Test/decisions" in capfd.readouterr().err
     assert 500 < len(shown) * len(shown.columns) <= 1000
-    kept = whole.filter(pl.col("sample_id").is_in(shown["sample_id"].unique()))
-    assert len(kept) == len(shown)
-    assert sorted(shown["sample_id"].unique()) == sorted(whole["sample_id"].unique())[:count]
+    whole = whole.filter(pl.col("policy").is_in(shown["policy"].unique()))
+    samples = sorted(shown["sample_id"].unique())
+    assert samples == sorted(whole["sample_id"].unique())[: len(samples)]
+    assert len(whole.filter(pl.col("sample_id").is_in(samples))) == len(shown)
+    config = {}
+    for record in logged.records:
+        if record["type"] == "config":
+            config |= record["config"]["update"]
+    chart = config["_wandb.visualize.Test/by_budget"]["panel_config"]
+    assert chart["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}

