@@ -124,11 +124,11 @@ def _training(comparison: Comparison, labels: list[str]) -> list[alt.LayerChart]
     # the score on validation, and the rewards of stages
     scores = ("Val/Utility", comparison.problem.validation)
     logged = pl.concat(frames).with_columns(pl.col("seed").fill_null(""))
-    shown = pl.col("variable").is_in(scores) | (pl.col("of_stage") & (pl.col("part") != "train"))
+    drawn = pl.col("variable").is_in(scores) | (pl.col("of_stage") & (pl.col("part") != "train"))
     # steps that only some seeds reached have no mean over the seeds
     curve = ["policy", "name", "panel"]
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
-    points = logged.filter(shown).filter(pl.col("step") <= last)
+    points = logged.filter(drawn).filter(pl.col("step") <= last)
     value = pl.col("value")
     points = points.group_by(*curve, "step", maintain_order=True).agg(
         value.mean().round_sig_figs(5), low=value.min(), high=value.max()

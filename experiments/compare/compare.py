@@ -160,8 +160,8 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
         gap = f"{points(largest.difference)} points"
         tiles.append((gap, f"{largest.run} against {reference}", span(largest.ci95).strip(" ()")))
         differing = sum(difference.sign != 0 for difference in differences)
-        shown = f"{differing} of {len(differences)}"
-        tiles.append((shown, f"runs differ from {reference}", "by more than chance"))
+        share = f"{differing} of {len(differences)}"
+        tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles
 
 

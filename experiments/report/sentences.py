@@ -123,8 +123,8 @@ def _on_rivals(results: Results, score: str) -> list[str]:
     if not rivals:
         return []
     # higher by more than the last digit that is printed: a tie is not better
-    own = value_of(means[LEARNED], score)
-    better = sum(round(value_of(row, score) - own, 3) > 0 for row in rivals)
+    learned = value_of(means[LEARNED], score)
+    better = sum(round(value_of(row, score) - learned, 3) > 0 for row in rivals)
     return [
         f"{better or 'None'} of the {len(rivals)} other baselines "
         f"{'do' if better > 1 else 'does'} better; the strongest is "
