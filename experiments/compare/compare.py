@@ -17,7 +17,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.compare.runs import ComparedRun, find_runs
+from knobwise.experiments.compare.runs import find_runs
+from knobwise.experiments.report.tables import Folded
 from knobwise.experiments.report.words import SIGN_WORDS, points, read_results, span
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
@@ -58,28 +59,24 @@ def _compare(config: CompareRun) -> Comparison:
             lines.append(f"{output}: {path}{replaced}")
             write(comparison, path)
     words.print_comparison(comparison, Console())
-    for line in lines:
-        print(line)
+    print("\n".join(lines))
     return comparison
 
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page and return its path."""
     from knobwise.experiments.compare.charts import comparison_charts, forest  # altair is slow
-    from knobwise.experiments.report.page import Folded, render_page
+    from knobwise.experiments.report.page import render_page
 
     runs = comparison.runs
     problem = comparison.problem
+    # the first sentence stands at the head of the page
     lead, *sentences = words.verdict(comparison)
-    figures = {name: [figure] for name, figure in comparison_charts(comparison).items()}
-    # a single comparison needs no correction
-    by_place, stages = (
-        f" p is corrected for the {len(family)} comparisons of this table." * (len(family) > 1)
-        for family in (comparison.by_place, comparison.by_policy)
-    )
+    main = words.place_name(comparison, comparison.main)
+    corrected = "p is corrected for the number of comparisons in this table."
     tables = [
         Folded(
-            f"Every run, {words.where(comparison)}",
+            f"Every run, {main}",
             [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)],
         ),
         Folded(
@@ -87,17 +84,15 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
             [
                 f"{problem.score.capitalize()} with its interval; below it the difference to the "
                 "first run in points, p, and its interval; * where the interval excludes 0 and p "
-                f"is small enough.{by_place}",
+                f"is small enough. {corrected}",
                 words.scores_by_place(comparison),
             ],
         ),
     ]
     if comparison.by_policy:
-        where = words.where(comparison)
-        about = f"The same for every policy that both runs trained, {where}.{stages}"
+        about = f"The same for every policy that both runs trained, {main}. {corrected}"
         tables.append(Folded("Stage by stage", [about, words.stages(comparison)]))
     folders = {run.label: f"{run.folder} · {run.results.get('command', '')}" for run in runs}
-    tables.append(Folded("The runs: folders and commands", [folders]))
     settings: Any = "Nothing." if all(run.settings for run in runs) else "Nothing that is known."
     if comparison.settings:
         settings = words.settings_cells(comparison)
@@ -105,13 +100,20 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         "Differences": [forest(comparison)] if comparison.differences else [],
         "What the runs show": [sentences + comparison.notes],
         "What differs in the settings": [settings],
-        **figures,
-        "Tables": tables,
+        **{name: [figure] for name, figure in comparison_charts(comparison).items()},
+        "Tables": [*tables, Folded("The runs: folders and commands", [folders])],
     }
+    # the experiment, if there is only one, and the runs
+    name = f"{len(runs)} runs"
+    if len(runs) <= words.SIDE_BY_SIDE:
+        name = " · ".join(run.label for run in runs)
+    experiments = {run.experiment for run in runs}
+    if len(experiments) == 1:
+        name = f"{experiments.pop()}: {name}"
     return render_page(
         path,
         "knobwise comparison",
-        _name(runs),
+        name,
         sections,
         facts=[_facts(comparison)],
         tiles=_tiles(comparison),
@@ -130,15 +132,6 @@ ABOUT = {
 """Kind of problem → what the table of runs holds."""
 
 
-def _name(runs: Sequence[ComparedRun]) -> str:
-    """Return the title of the page: the experiment, if there is one only, and the runs."""
-    labels = f"{len(runs)} runs"
-    if len(runs) <= words.SIDE_BY_SIDE:
-        labels = " · ".join(run.label for run in runs)
-    experiments = {run.experiment for run in runs}
-    return f"{experiments.pop()}: {labels}" if len(experiments) == 1 else labels
-
-
 def _facts(comparison: Comparison) -> str:
     """Say what the runs were judged on."""
     reference = comparison.reference
@@ -146,10 +139,9 @@ def _facts(comparison: Comparison) -> str:
     profile = (reference.results.get("profile") or {}).get("name", "unnamed")
     judged = reference.results.get(f"test_{samples}", "?")
     places = ", ".join(words.place_name(comparison, place) for place in comparison.places)
-    alike = len(comparison.comparable) == len(comparison.runs)
     return (
         f"compared with {reference.label} · profile {profile} · judged on {judged} test {samples} "
-        f"at {places}{'' if alike else ', which not every run was'}"
+        f"at {places}, as {len(comparison.comparable)} of {len(comparison.runs)} runs were"
     )
 
 
@@ -165,19 +157,11 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     if differences:
         # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
+        gap = f"{points(largest.difference)} points"
+        tiles.append((gap, f"{largest.run} against {reference}", span(largest.ci95).strip(" ()")))
         differing = sum(difference.sign != 0 for difference in differences)
-        tiles += [
-            (
-                f"{points(largest.difference)} points",
-                f"{largest.run} against {reference}",
-                span(largest.ci95).strip(" ()"),
-            ),
-            (
-                f"{differing} of {len(differences)}",
-                f"runs differ from {reference}",
-                "by more than chance",
-            ),
-        ]
+        share = f"{differing} of {len(differences)}"
+        tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles
 
 

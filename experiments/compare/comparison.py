@@ -4,7 +4,7 @@ scores."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,12 @@ import polars.selectors as cs
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, place_of, read_runs
-from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
+from knobwise.experiments.report.words import (
+    Row,
+    kept_before_grpo,
+    unit_of,
+    value_of,
+)
 from knobwise.experiments.results.problem import Problem
 from knobwise.experiments.results.statistics import Difference, holm
 
@@ -32,7 +37,7 @@ class Comparison:
     main: float | None
     """Where the main numbers are taken: None for the mean over the budgets, or a number of
     shots."""
-    rows: list[Mapping[str, Any]]
+    rows: list[Row]
     """The row at `main` of the policy that stands for the run, for each run."""
     differences: list[Difference]
     """The differences at `main`."""
@@ -51,10 +56,6 @@ class Comparison:
         return self.runs[0]
 
     @property
-    def policies(self) -> list[str]:
-        return [run.policy for run in self.runs]
-
-    @property
     def problem(self) -> Problem:
         return self.reference.problem
 
@@ -68,19 +69,13 @@ class Comparison:
             self.comparable, key=lambda i: -value_of(self.rows[i], self.problem.ranked_by)
         )
 
-    def reference_rows(self) -> list[Mapping[str, Any]]:
+    def reference_rows(self) -> list[Row]:
         """Return the rows of the policies that controllers are judged against, from the first
         run."""
         if not self.problem.averaged:
             return []
         names = (self.problem.low, self.problem.high)
         return [row for name in names if (row := row_over(self.reference, name, self.places, None))]
-
-    def difference(self, label: str) -> Difference | None:
-        """Return the difference of a run at `main`; None if it was not tested."""
-        return next(
-            (difference for difference in self.differences if difference.run == label), None
-        )
 
 
 def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> Comparison:
@@ -113,7 +108,6 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
                     by_policy += differences(reference, run, (name, name), [main])[0]
     # a highest needs means over the same samples
     judged = places if main is None else [main]
-    alike = [judged_alike(reference, run, judged) for run in runs[1:]]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
     if main is None and elsewhere:
         notes.append(
@@ -129,7 +123,11 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         differences=holm([difference for difference in every if difference.place == main]),
         by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
-        comparable=[i for i, same in enumerate([True, *alike]) if same],
+        comparable=[
+            i
+            for i, run in enumerate(runs)
+            if run is reference or judged_alike(reference, run, judged)
+        ],
         notes=notes + _before_grpo(runs),
     )
 
@@ -141,11 +139,12 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
             "compare: give runs, or a folder with runs in it, as in `knobwise compare runs/lean`"
         )
     finished, unfinished = find_runs(folders)
-    # unfinished runs are no runs to compare, but are named
     if len(finished) < 2:
-        only = f"{finished[0]} is the only finished run" if finished else "there is no finished run"
-        rest = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
-        raise InputError(f"compare: two runs are needed, {only} in {', '.join(folders)}{rest}")
+        names = [", ".join(map(str, runs)) or "none" for runs in (finished, unfinished)]
+        raise InputError(
+            f"compare: two runs are needed in {', '.join(folders)}; finished: {names[0]}; not "
+            f"finished: {names[1]}"
+        )
     runs = read_runs(finished)
     notes = []
     if unfinished:
@@ -182,19 +181,12 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
     early = []
     for run in runs:
         if count := kept_before_grpo(run.results):
-            seeds = len(run.results["chosen"])
-            early.append(run.label + f" in {count} of {seeds} seeds" * (seeds > 1))
-    if not early:
-        return []
-    return [
-        "GRPO does not improve the policy; the best checkpoint is the one before GRPO: "
-        f"{', '.join(early)}."
-    ]
+            early.append(f"{run.label} in {count} of {len(run.results['chosen'])} seeds")
+    before = "GRPO does not improve the policy; the best checkpoint is the one before GRPO"
+    return [f"{before}: {', '.join(early)}."] * bool(early)
 
 
-def row_over(
-    run: ComparedRun, policy: str, places: Sequence[float], main: float | None
-) -> Mapping[str, Any]:
+def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Row:
     """Return the row of a policy at `main`. A mean over budgets (None) is over those of `places`
     only, or over all of the run's budgets where it was judged at none of them. Only a mean over all
     of them has intervals."""
@@ -217,6 +209,5 @@ def row_over(
 
 def _means(run: ComparedRun, policy: str, places: Sequence[float]) -> dict[str, Any]:
     """Return the means of all numbers in the rows of a policy at these places."""
-    rows = pl.DataFrame([run.row(policy, place) for place in places], infer_schema_length=None)
-    numbers = cs.numeric().cast(pl.Float64).fill_nan(None)
-    return rows.select(numbers.mean()).row(0, named=True)
+    rows = pl.DataFrame(run.rows_at(policy, places), infer_schema_length=None)
+    return rows.select(cs.numeric().cast(pl.Float64).fill_nan(None).mean()).row(0, named=True)

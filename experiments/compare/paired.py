@@ -42,7 +42,7 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[floa
     """Return whether the numbers of two runs at these places are means over the same samples, with
     the same measurements; False if that is unknown. A mean is over the samples of which every
     policy's accuracy is known."""
-    if not set(places) <= set(run.places) or other_measurements(reference, run):
+    if not set(places) <= set(run.places) or not same_measurements(reference, run):
         return False
     known = pl.col("accuracy").fill_nan(None).is_not_null().all()
     keys = ("place", "sample")
@@ -58,74 +58,63 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[floa
 def differences(
     reference: ComparedRun, run: ComparedRun, policies: tuple[str, str], places: Sequence[float]
 ) -> tuple[list[Difference], str]:
-    """Compare a policy of `run` with one of `reference`: the mean over `places` where that has a
-    meaning, then each place.
+    """Compare a policy of `run` with one of `reference`, a run of the same problem: the mean over
+    `places` where that has a meaning, then each place.
 
     Args:
-        reference: a run of the same problem.
+        reference: what is compared with.
+        run: what is compared.
         policies: that of the reference, that of the run.
         places: sorted; only those that both runs were judged at count.
 
     Returns:
-        the differences, and in words what is restricted, or why there are none ("" where all is
-        well).
+        the differences, and in words what is restricted, or why there are none.
     """
-    for side in (reference, run):
-        if side.decisions is None:
-            return [], f"{side.label} {side.missing}, so it is shown but not tested"
+    # what cannot be compared
+    sides = []
+    for side, policy in zip((reference, run), policies, strict=True):
         if "split_seeds" in side.results:
-            return [], f"{side.label} was judged on several splits, so it is shown but not tested"
-    old = decisions_of(reference, policies[0])
-    new = decisions_of(run, policies[1])
-    if old is None or new is None:
-        label = reference.label if old is None else run.label
-        return [], f"{label}: its decisions are incomplete, so it is not tested"
-    if refusal := other_measurements(reference, run):
-        return [], refusal
-    samples = set(old["sample"].unique()) & set(new["sample"].unique())
-    judged = set(old["place"].unique()) & set(new["place"].unique())
-    common = [place for place in places if place in judged]
-    if len(samples) < FEWEST:
-        how_many = f"only {len(samples)} test samples" if samples else "no test sample"
-        where = f"in common with {reference.label}"
-        return [], f"{run.label} has {how_many} {where}, so it is not tested"
-    if not common:
-        where = f"{run.problem.place_words[1]} of {reference.label}"
-        return [], f"{run.label} was judged at none of the {where}, so it is not tested"
-
+            return [], f"{side.label} was judged on several splits, so it is not tested"
+        decisions = decisions_of(side, policy)
+        if decisions is None:
+            missing = side.missing or "has incomplete decisions"
+            return [], f"{side.label} {missing}, so it is not tested"
+        sides.append(decisions)
+    if not same_measurements(reference, run):
+        measured = f"judged on other measurements than {reference.label}"
+        return [], f"{run.label} was {measured}, so it is not tested"
+    shared = {}
+    for key in ("seed", "sample", "place"):
+        shared[key] = set(sides[0][key]) & set(sides[1][key])
+    samples = shared["sample"]
+    common = [place for place in places if place in shared["place"]]
+    place_words = run.problem.place_words[1]
+    if len(samples) < FEWEST or not common:
+        return [], (
+            f"{run.label} has {len(samples)} test samples and {len(common)} {place_words} in "
+            f"common with {reference.label}, so it is not tested"
+        )
     # the same samples and places of both, in the same order
-    pair = [
-        side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common))
-        for side in (old, new)
-    ]
-    same_seeds = set(old["seed"].unique()) == set(new["seed"].unique())
+    both = pl.col("sample").is_in(samples) & pl.col("place").is_in(common)
+    pair = [side.filter(both) for side in sides]
+    same_seeds = all(set(side["seed"]) == shared["seed"] for side in sides)
     tests = _tests(_scores(reference, pair, len(common)), same_seeds, run.problem.averaged)
-    columns: Sequence[float | None] = common
-    if run.problem.averaged:
-        columns = [None, *common]
+    columns = [*[None] * run.problem.averaged, *common]
     names = (run.label, reference.label, policies[1], policies[0])
     tested = []
     for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
 
-    restrictions = _restrictions(reference, run, (old, new), len(samples))
+    restrictions = []
+    judged = [side["sample"].n_unique() for side in sides]
+    if len(samples) < max(judged):
+        counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
+        restrictions.append(f"tested on {len(samples):,} samples that both share ({counts})")
     if left_out := len(places) - len(common):
-        mean = ", so its mean is over the others" if run.problem.averaged else ""
-        restrictions.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
+        restrictions.append(f"not judged at {left_out} of the {place_words}, which do not count")
     if not same_seeds:
         restrictions.append("trained with other seeds, so seeds are not paired")
-    return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
-
-
-def _restrictions(
-    reference: ComparedRun, run: ComparedRun, pair: tuple[pl.DataFrame, pl.DataFrame], samples: int
-) -> list[str]:
-    """Say how many samples were tested, where these are not all."""
-    judged = [side["sample"].n_unique() for side in pair]
-    if samples == max(judged):
-        return []
-    counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
-    return [f"tested on the {samples:,} samples that both were judged on ({counts})"]
+    return tested, f"{run.label}: {'; '.join(restrictions)}" * bool(restrictions)
 
 
 def _tests(
@@ -161,50 +150,47 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -
     """Return the numbers of both that are compared, float64 [S, n, P], NaN where unknown: the
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
     latency that was spent."""
-
-    # [S, n, P]
-    def cube(side: pl.DataFrame, column: str) -> np.ndarray:
-        values = side[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
-        return values.reshape(side["seed"].n_unique(), -1, places)
-
     hull = reference.results.get("static_hull")
     if hull is None:
-        return [cube(side, "score") for side in pair]
+        return [_cube(side, "score", places) for side in pair]
     costs = np.array([corner["latency_ms"] for corner in hull])
     gains = np.array([corner["accuracy"] for corner in hull])
-    latency = [cube(side, "latency_ms") for side in pair]
+    latency = [_cube(side, "latency_ms", places) for side in pair]
     spent = [cost.mean((0, 1)) for cost in latency]
     worth = [np.interp(cost, np.maximum.accumulate(costs), gains) for cost in spent]
     further = spent[1] - spent[0]
     same = np.abs(further) < 1e-9
     # the slope of the static mix, accuracy per ms, between the latencies that the two spent
     price = np.where(same, 0.0, (worth[1] - worth[0]) / np.where(same, 1.0, further))
-    return [cube(side, "accuracy") - price * cost for side, cost in zip(pair, latency, strict=True)]
+    return [
+        _cube(side, "accuracy", places) - price * cost
+        for side, cost in zip(pair, latency, strict=True)
+    ]
 
 
-def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
-    """Return why two runs were not judged on the same measurements; "" where they were.
+def _cube(decisions: pl.DataFrame, column: str, places: int) -> np.ndarray:
+    """Return a column as float64 [S, n, P], NaN where it is unknown."""
+    values = decisions[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
+    return values.reshape(decisions["seed"].n_unique(), -1, places)
+
+
+def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
+    """Return whether two runs were judged on the same measurements.
 
     The digest of a profile covers its features too, but runs with other features of the same
     measurements can be compared. The measurements are the same where the oracle, which looks up the
     best choice, has the same outcome for every sample.
     """
     digests = []
-    for side in (reference.results, run.results):
-        digests.append(side.get("test_digest") or (side.get("profile") or {}).get("digest"))
-    if digests[0] == digests[1]:
-        return ""
-    old = decisions_of(reference, "oracle")
-    new = decisions_of(run, "oracle")
-    if old is not None and new is not None:
-        common = set(old["place"].unique()) & set(new["place"].unique())
-        first, second = (
-            side.filter(pl.col("place").is_in(common)).drop("seed") for side in (old, new)
-        )
-        # unknown latencies are not equal: accuracy alone proves nothing
-        if common and first.equals(second, null_equal=False):
-            return ""
-    return (
-        f"{run.label} was judged on other measurements than "
-        f"{reference.label}, so it is shown but not tested"
-    )
+    oracles = []
+    for side in (reference, run):
+        profile = side.results.get("profile") or {}
+        digests.append(side.results.get("test_digest") or profile.get("digest"))
+        oracles.append(decisions_of(side, "oracle"))
+    old, new = oracles
+    if digests[0] == digests[1] or old is None or new is None:
+        return bool(digests[0] == digests[1])
+    common = set(old["place"]) & set(new["place"])
+    first, second = (side.filter(pl.col("place").is_in(common)).drop("seed") for side in (old, new))
+    # unknown latencies are not equal: accuracy alone proves nothing
+    return bool(common) and first.equals(second, null_equal=False)

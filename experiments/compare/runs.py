@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.report.words import read_results
+from knobwise.experiments.report.words import (
+    Row,
+    read_results,
+)
 from knobwise.experiments.results.decisions import FILE, read_decisions
 from knobwise.experiments.results.problem import Problem, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
@@ -73,13 +77,18 @@ class ComparedRun:
         judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
         return [name for name in judged if name in names]
 
-    def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
+    def row(self, policy: str, place: float | None) -> Row:
         """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
+        return next(iter(self.rows_at(policy, [place])), {})
+
+    def rows_at(self, policy: str, places: Sequence[float | None]) -> list[Row]:
+        """Return the rows of a policy at these places, where it has any."""
+        rows = {}
         for row in self.problem.rows(self.results):
-            if row["policy"] == policy and place_of(row.get(self.problem.place)) == place:
-                return row
-        return {}
+            if row["policy"] == policy:
+                rows[place_of(row.get(self.problem.place))] = row
+        return [rows[place] for place in places if place in rows]
 
 
 def place_of(place: Any) -> Any:
@@ -216,11 +225,9 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all runs: key → the value in every run, as the
     command line takes it."""
-    keys: dict[str, None] = {}  # in the order of the files
-    for run in settings:
-        keys |= dict.fromkeys(run)
     table = {}
-    for key in keys:
+    # in the order of the files
+    for key in dict.fromkeys(itertools.chain(*settings)):
         values = [value_words(run[key]) if key in run else UNKNOWN for run in settings]
         if key.split(".")[0] not in NOT_COMPARED and len(set(values)) > 1:
             table[key] = values
@@ -241,10 +248,8 @@ def value_words(value: Any) -> str:
 def labels_of(folders: Sequence[Path]) -> list[str]:
     """Call each run by the name of its folder, or where several have the same name by that of the
     folder above too, or by its whole path."""
+    paths = [folder.resolve() for folder in folders]
+    ways = [[path.name for path in paths], ["/".join(path.parts[-2:]) for path in paths]]
     # the shortest way that tells all runs apart
-    labels = [folder.resolve().name for folder in folders]
-    if len(set(labels)) < len(labels):
-        labels = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
-    if len(set(labels)) < len(labels):
-        labels = list(map(str, folders))
-    return labels
+    unique = (labels for labels in ways if len(set(labels)) == len(labels))
+    return next(unique, list(map(str, folders)))

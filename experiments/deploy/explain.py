@@ -21,7 +21,8 @@ from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
-from knobwise.experiments.report.sentences import decision, explanation
+from knobwise.experiments.report.report import print_explanation
+from knobwise.experiments.report.sentences import decision
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at
@@ -59,7 +60,7 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
             f"{config.checkpoint}: its results hold no explanation, as those of selectors and of "
             "earlier versions; explain one decision of a controller with sample=ID budget_ms=MS"
         )
-    print_lines(Console(), explanation(results))
+    print_explanation(results, Console())
     return {**results["explanation"], "knob_usage": results["knob_usage"]}
 
 

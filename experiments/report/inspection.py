@@ -14,7 +14,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +25,21 @@ from torch import Tensor
 from knobwise.agents.learning.logged import read_log
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.tables import (
+    Folded,
+    print_lines,
+    print_sections,
+    print_table,
+    table_of,
+)
 from knobwise.experiments.report.words import listed, number, points, policy_name, quantity
 from knobwise.experiments.results.statistics import pareto_front
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+Facts = Mapping[str, Any]
+"""What `inspect_table` or `inspect_log` returns."""
 QUANTILES = (0.05, 0.5, 0.95)
 """The quantiles of latency for each configuration."""
 EXAMPLES = 6
@@ -65,28 +72,28 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     # the digest is that of the whole profile
     digest = table.digest
     table = table.without_first_look
-    # NaN cells count nowhere: the mask is False there
-    mask = table.mask
-    accuracy = table.accuracy.nan_to_num()
-    latency = table.latency_ms.nan_to_num()
-    means = {"accuracy": _mean(accuracy, mask), "latency_ms": _mean(latency, mask)}
+    # NaN where a cell was not profiled
+    accuracy = table.accuracy.double().where(table.mask, torch.nan)
+    latency = table.latency_ms.double().where(table.mask, torch.nan)
+    means = {"accuracy": accuracy.nanmean(0), "latency_ms": latency.nanmean(0)}
     front = pareto_front(*(values.numpy() for values in means.values()))
-    lowest, highest = _range(accuracy.where(mask, torch.nan).T)
-    facts: dict[str, Any] = {
+    lowest, highest = _range(accuracy.T)
+    deviation = (latency - means["latency_ms"]).square().nanmean(0).sqrt()
+    facts = {
         "name": table.name,
         "digest": digest,
         "samples": table.num_samples,
         "configurations": table.num_configurations,
         "grid": math.prod(table.knob_sizes),
-        "coverage": float(mask.double().mean()),
+        "coverage": float(table.mask.double().mean()),
         "config_dependent_share": float((highest - lowest > 1e-6).double().mean()),
-        "latency_cv_within_configuration": _variation(latency, means["latency_ms"], mask),
+        "latency_cv_within_configuration": float(
+            (deviation / means["latency_ms"].clamp_min(1e-9)).mean()
+        ),
         "latency_jitter_within_cell": _log_spread(table.measurements_ms),
         "latency_spread_between_configurations": _log_spread(table.latency_ms),
-        "knobs": {
-            knob.name: _marginal(table, k, accuracy, latency) for k, knob in enumerate(table.knobs)
-        },
-        **_headroom(table, accuracy),
+        "knobs": _marginals(table, accuracy, latency),
+        **_headroom(table, accuracy, latency),
         "configuration_means": _configuration_means(table, means),
         "datasets": dict(Counter(table.dataset_names)),
         "images": len(set(table.image_ids)) or None,
@@ -98,19 +105,17 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     return facts | {"warnings": _warnings(facts) + few_budgets(default_budgets(table))}
 
 
-def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> list[Any]:
     """Return for each configuration its means over the profiled samples, their number, and the
     quantiles of its latency."""
-    profiled = table.mask.sum(0)
+    profiled = table.mask.sum(0).tolist()
     # [3, C] → C lists
     quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
     rows = []
     for c in range(table.num_configurations):
-        row: dict[str, Any] = {"label": table.label(c), "knobs": table.configuration(c)}
-        row["samples"] = int(profiled[c])
+        row = {"label": table.label(c), "knobs": table.configuration(c), "samples": profiled[c]}
         row |= {name: float(values[c]) for name, values in means.items()}
-        row["latency_ms_quantiles"] = quantiles[c]
-        rows.append(row)
+        rows.append(row | {"latency_ms_quantiles": quantiles[c]})
     return rows
 
 
@@ -121,17 +126,6 @@ def _feature_facts(name: str, block: Tensor) -> dict[str, Any]:
     missing = float(block.isnan().double().mean())
     constant = int((lowest >= highest).sum())
     return {"name": name, "width": block.shape[1], "missing": missing, "constant": constant}
-
-
-def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the profiled samples of each configuration: [N, C] → float64 [C]."""
-    return (values.double() * mask).sum(0) / mask.sum(0)
-
-
-def _variation(values: Tensor, means: Tensor, mask: Tensor) -> float:
-    """Return standard deviation / mean over the profiled samples, as a mean over configurations."""
-    deviation = ((values - means).square() * mask).sum(0).div(mask.sum(0)).sqrt()
-    return float((deviation / means.clamp_min(1e-9)).mean())
 
 
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +147,7 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     return None
 
 
-def _examples(table: ProfileTable, accuracy: Tensor) -> list[dict[str, Any]]:
+def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
     """Return some samples, from the one that is answered right soonest to the one that takes
     longest."""
     # inf where no configuration is right
@@ -166,30 +160,24 @@ def _examples(table: ProfileTable, accuracy: Tensor) -> list[dict[str, Any]]:
     ]
 
 
-def _marginal(
-    table: ProfileTable, knob: int, accuracy: Tensor, latency: Tensor
-) -> dict[str, list[Any]]:
-    """Return mean accuracy and latency over all profiled cells with each value of a knob."""
-    values = table.knobs[knob].values
-    # [3, C]: cells, and the sums of accuracy and latency
-    totals = torch.stack(
-        [
-            table.mask.double().sum(0),
-            (accuracy.double() * table.mask).sum(0),
-            (latency.double() * table.mask).sum(0),
-        ]
-    )
-    sums = torch.zeros(3, len(values), dtype=torch.float64)
-    cells, accuracy_sum, latency_sum = sums.index_add(1, table.configurations[:, knob], totals)
-    return {
-        "values": list(values),
-        "accuracy": (accuracy_sum / cells).tolist(),
-        "latency_ms": (latency_sum / cells).tolist(),
-        "cells": cells.int().tolist(),
-    }
+def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
+    """Return for each knob the mean accuracy and latency over all profiled cells with each of its
+    values, and their number."""
+    marginals = {}
+    for k, knob in enumerate(table.knobs):
+        # [C, V]: whether a configuration has a value
+        has = torch.nn.functional.one_hot(table.configurations[:, k], len(knob.values)).double()
+        cells = table.mask.double().sum(0) @ has
+        marginals[knob.name] = {
+            "values": list(knob.values),
+            "accuracy": (accuracy.nansum(0) @ has / cells).tolist(),
+            "latency_ms": (latency.nansum(0) @ has / cells).tolist(),
+            "cells": cells.int().tolist(),
+        }
+    return marginals
 
 
-def _headroom(table: ProfileTable, accuracy: Tensor) -> dict[str, Any]:
+def _headroom(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
     """Return at each default budget the utility of the best static configuration and of the oracle,
     that configuration, and the share of samples that some configuration serves in time."""
     budgets = default_budgets(table).tolist()
@@ -197,20 +185,19 @@ def _headroom(table: ProfileTable, accuracy: Tensor) -> dict[str, Any]:
     choices = []
     feasible = []
     for budget in budgets:
-        # [N, C]
-        in_time = (table.latency_ms <= budget) & table.mask
+        # [N, C], NaN where a cell was not profiled
+        in_time = (latency <= budget).double().where(table.mask, torch.nan)
         utility = accuracy * in_time
-        per_configuration = _mean(utility, table.mask)
-        best = int(per_configuration.argmax())
-        oracle.append(float(utility.amax(1).double().mean()))
-        feasible.append(float(in_time.any(1).double().mean()))
+        best = int(utility.nanmean(0).argmax())
+        oracle.append(float(utility.nan_to_num().amax(1).mean()))
+        feasible.append(float(in_time.nan_to_num().amax(1).mean()))
         choices.append(
             {
                 "budget_ms": budget,
                 "label": table.label(best),
                 "knobs": table.configuration(best),
-                "utility": float(per_configuration[best]),
-                "satisfaction": float(_mean(in_time, table.mask)[best]),
+                "utility": float(utility[:, best].nanmean()),
+                "satisfaction": float(in_time[:, best].nanmean()),
                 "samples": int(table.mask[:, best].sum()),
             }
         )
@@ -228,7 +215,7 @@ NEXT_TO_NOTHING = 0.02
 """A smaller share or variation counts as next to nothing."""
 
 
-def _warnings(facts: Mapping[str, Any]) -> list[str]:
+def _warnings(facts: Facts) -> list[str]:
     """Say what a person should know before training on this profile."""
     headroom = facts["headroom"]
     gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
@@ -271,30 +258,27 @@ def _warnings(facts: Mapping[str, Any]) -> list[str]:
     return [warning for warning, holds in warnings.items() if holds]
 
 
-def _sentences(facts: Mapping[str, Any]) -> list[str]:
+def _sentences(facts: Facts) -> list[str]:
     """Say what the profile holds, and what choosing per input could gain."""
-    datasets = ""
-    if len(facts["datasets"]) > 1:
-        counts = (f"{count} of {name}" for name, count in facts["datasets"].items())
-        datasets = f" ({', '.join(counts)})"
-    grid = ""
-    if facts["grid"] != facts["configurations"]:
-        grid = f" (of {facts['grid']} combinations of knob values)"
-    varies = number(facts["latency_cv_within_configuration"], ".0%")
+    counts = ", ".join(f"{name} {count:,}" for name, count in facts["datasets"].items())
+    widths = ", ".join(f"{block['name']} ({block['width']})" for block in facts["features"])
     lines = [
-        f"{facts['samples']:,} samples{datasets} × {facts['configurations']} configurations{grid}; "
-        f"{number(facts['coverage'], '.1%')} of the cells are profiled.",
+        f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
+        f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
+        f"cells are profiled. Samples by data set: {counts}.",
         "Accuracy depends on the configuration for "
         f"{number(facts['config_dependent_share'], '.1%')} of the samples. Within one "
-        f"configuration latency varies by {varies} between samples (standard deviation / mean).",
+        "configuration latency varies by "
+        f"{number(facts['latency_cv_within_configuration'], '.0%')} between samples (standard "
+        "deviation / mean).",
     ]
     # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
-    spread = facts["latency_spread_between_configurations"]
-    if jitter is not None and spread is not None:
+    if jitter is not None:
+        spread = number(facts["latency_spread_between_configurations"], ".0%")
         lines.append(
             "Measurements of the same sample and configuration vary by "
-            f"{number(jitter, '.1%')}, the configurations of a sample by {number(spread, '.0%')} "
+            f"{number(jitter, '.1%')}, the configurations of a sample by {spread} "
             "(standard deviation of ln latency, median)."
         )
     static, oracle = _mean_headroom(facts)
@@ -303,78 +287,74 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
         f"{number(static, '.3f')}, the oracle {number(oracle, '.3f')}. Choosing per input could "
         f"gain {number(oracle - static, '.3f')} at most; both are measured on these same samples."
     )
-    if blocks := [f"{block['name']} ({block['width']})" for block in facts["features"]]:
-        lines.append(f"Features: {', '.join(blocks)}.")
-    return lines
+    return [*lines, f"Features: {widths or 'none'}."]
 
 
-def _mean_headroom(facts: Mapping[str, Any]) -> list[float]:
+def _mean_headroom(facts: Facts) -> list[float]:
     """Return the mean utility over the budgets of static and of the oracle."""
     headroom = facts["headroom"]
     return [float(np.mean(headroom[key])) for key in ("budget_aware_static", "oracle")]
 
 
-def print_inspection(facts: Mapping[str, Any], console: Console) -> None:
-    """Print the facts in words and three small tables; without colours and frames if this is no
+def print_inspection(facts: Facts, console: Console) -> None:
+    """Print the sentences and tables of the page; without colours and frames if this is no
     terminal."""
-    bold = partial(console.print, style="bold", markup=False, highlight=False)
-    bold(f"{facts['name']}  {facts['digest']}")
-    print_lines(console, _sentences(facts))
-    for title, table in _tables(facts).items():
-        bold(f"\n{title}")
-        print_table(console, table.header, table.rows, range(len(table.header)))
-    for title, lines in (("Warnings", facts["warnings"]), ("Notes of the reader", facts["notes"])):
-        if lines:
-            bold(f"\n{title}")
-            print_lines(console, [f"- {line}" for line in lines])
+    print_lines(console, [f"{facts['name']}  {facts['digest']}"])
+    print_sections(console, _sections(facts, {}))
 
 
-def _tables(facts: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the three tables: title → cells."""
+def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the page, heading → blocks, with these figures, or with none for a terminal."""
     per_budget = zip(
         facts["static_choices"], facts["headroom"]["oracle"], facts["feasible_share"], strict=True
     )
-    budgets = []
-    for static, oracle, share in per_budget:
-        utilities = [f"{static['utility']:.3f}", f"{oracle:.3f}", f"{share:.1%}"]
-        budgets.append([quantity(static["budget_ms"]), *utilities, static["label"]])
+    budgets = [
+        {
+            "budget": quantity(static["budget_ms"]),
+            "static": f"{static['utility']:.3f}",
+            "oracle": f"{oracle:.3f}",
+            "feasible": f"{feasible:.1%}",
+            "best static configuration": static["label"],
+        }
+        for static, oracle, feasible in per_budget
+    ]
     knobs = []
     for name, knob in facts["knobs"].items():
-        values = zip(knob["values"], knob["accuracy"], knob["latency_ms"], strict=True)
-        for value, accuracy, latency in values:
-            knobs.append([name, str(value), f"{accuracy:.3f}", quantity(latency)])
-    best = []
-    for mean in _front(facts):
-        means = [f"{mean['accuracy']:.3f}", quantity(mean["latency_ms"])]
-        best.append([mean["label"], *means, f"{mean['samples']:,}"])
-    headers = {
-        "Headroom per budget": [
-            "budget",
-            "static",
-            "oracle",
-            "feasible",
-            "best static configuration",
-        ],
-        "Knobs, means over all profiled cells": ["knob", "value", "accuracy", "latency"],
-        "Pareto front: no other configuration is more accurate without being slower": [
-            *("configuration", "accuracy", "latency", "samples")
-        ],
+        for i, value in enumerate(knob["values"]):
+            line = {"knob": name, "value": str(value), "accuracy": f"{knob['accuracy'][i]:.3f}"}
+            knobs.append(line | {"latency": quantity(knob["latency_ms"][i])})
+    best = [
+        {
+            "configuration": mean["label"],
+            "accuracy": f"{mean['accuracy']:.3f}",
+            "latency": quantity(mean["latency_ms"]),
+            "samples": f"{mean['samples']:,}",
+        }
+        for mean in _front(facts)
+    ]
+    pareto = "Pareto front: no other configuration is more accurate without being slower"
+    tables = {
+        "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
+        "What the profile holds": _sentences(facts),
+        "Warnings and notes": facts["warnings"] + facts["notes"],
+        "Samples": None,
+        "Accuracy and latency": Folded(pareto, [table_of(best)]),
+        "Latency distributions": None,
+        "Effect of each knob": Folded("Means over all profiled cells", [table_of(knobs)]),
+        "Coverage": None,
     }
-    rows = (budgets, knobs, best)
-    return {
-        title: Table(header, cells)
-        for (title, header), cells in zip(headers.items(), rows, strict=True)
-    }
+    # a figure stands above its numbers
+    return {name: [*figures.get(name, []), block] for name, block in tables.items()}
 
 
-def _front(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _front(facts: Facts) -> list[Facts]:
     """Return the means of the configurations that no other beats."""
     return [facts["configuration_means"][c] for c in facts["pareto"]]
 
 
-def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
+def write_inspection(facts: Facts, path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
-    from knobwise.experiments.report.page import Folded, render_page
+    from knobwise.experiments.report.page import render_page
 
     static, oracle = _mean_headroom(facts)
     tiles = [
@@ -394,45 +374,39 @@ def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
             "oracle against the best fixed configuration for each budget",
         ),
     ]
-    figures = _figures(facts)
-    folded = [Folded("The numbers", [table]) for table in _tables(facts).values()]
-    sections = {
-        "Headroom": [figures["Headroom"], folded[0]],
-        "What the profile holds": [_sentences(facts)],
-        "Warnings and notes": [facts["warnings"] + facts["notes"]],
-        "Samples": _pictures(facts),
-        "Accuracy and latency": [figures["Accuracy and latency"], folded[2]],
-        "Latency distributions": [figures["Latency distributions"]],
-        "Effect of each knob": [figures["Effect of each knob"], folded[1]],
-        "Coverage": [figures.get("Coverage")],
-    }
     return render_page(
-        path, "knobwise profile", facts["name"], sections, facts=[facts["digest"]], tiles=tiles
+        path,
+        "knobwise profile",
+        facts["name"],
+        _sections(facts, _figures(facts)),
+        facts=[facts["digest"]],
+        tiles=tiles,
     )
 
 
-def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the figures of the page; that of the coverage only where there are holes."""
+def _figures(facts: Facts) -> dict[str, list[Any]]:
+    """Draw the figures of the page, heading → blocks; that of the coverage only where there are
+    holes."""
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
+    headroom = facts["headroom"]
     names = {key: policy_name(key) for key in ("budget_aware_static", "oracle")}
-    lines = pl.DataFrame(facts["headroom"]).rename({"budgets_ms": "budget_ms"} | names)
-    lines = lines.unpivot(index="budget_ms", variable_name="policy", value_name="utility").unique(
-        maintain_order=True
-    )
-    lines = lines.with_columns(name="policy")
+    lines = []
+    for key, name in names.items():
+        columns = {"budget_ms": headroom["budgets_ms"], "utility": headroom[key]}
+        lines.append(pl.DataFrame(columns).with_columns(policy=pl.lit(name), name=pl.lit(name)))
+    utility = pl.concat(lines).unique(maintain_order=True)
     spread = []
     # a line from the fastest to the slowest samples, a dot at the median
     for configuration in _front(facts):
         low, median, high = configuration["latency_ms_quantiles"]
-        row = {"low": low, "value": median, "high": high}
-        row["name"] = " · ".join(map(str, configuration["knobs"].values()))
-        row["beside"] = f"{configuration['accuracy']:.1%} right"
-        spread.append(row)
+        values = " · ".join(map(str, configuration["knobs"].values()))
+        name = f"{values}: {configuration['accuracy']:.1%} right"
+        spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
-            charts.by_budget(lines, "utility", "utility (0 to 1)", list(names.values())),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", list(names.values())),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",
@@ -455,14 +429,14 @@ def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
     if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
         figures["Coverage"] = Figure(
-            charts.coverage(_coverage(facts)),
+            [charts.coverage(frame) for frame in _coverage(facts)],
             "Share of all samples × combinations with these values that were profiled; blank: "
             "none.",
         )
-    return figures
+    return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
 
 
-def _pictures(facts: Mapping[str, Any]) -> list[Any]:
+def _pictures(facts: Facts) -> list[Any]:
     """Return the examples as pictures with question and latency needed; only the built-in profile
     has any."""
     if facts["name"] != "builtin":
@@ -487,24 +461,21 @@ def _pictures(facts: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:
+def _coverage(facts: Facts) -> list[pl.DataFrame]:
     """Return the share that is profiled for every pair of the first three knobs, or for a single
     knob: a frame each, with the columns share and the knobs' names."""
     names = list(facts["knobs"])[:3]
-    cells = []
-    for configuration in facts["configuration_means"]:
-        values = {name: configuration["knobs"][name] for name in names}
-        cells.append(values | {"samples": configuration["samples"]})
-    rows = pl.DataFrame(cells)
-    pairs: list[tuple[str, ...]] = [*itertools.combinations(names, 2)] or [(names[0],)]
     frames = []
-    for pair in pairs:
+    for pair in itertools.combinations(names, min(2, len(names))):
         # combinations of all other knobs
         sizes = [len(knob["values"]) for name, knob in facts["knobs"].items() if name not in pair]
         whole = facts["samples"] * math.prod(sizes)
-        frames.append(
-            rows.group_by(*pair, maintain_order=True).agg(share=pl.col("samples").sum() / whole)
-        )
+        shares = []
+        for row in facts["configuration_means"]:
+            values = {name: row["knobs"][name] for name in pair}
+            shares.append(values | {"share": row["samples"] / whole})
+        cells = pl.DataFrame(shares).group_by(*pair, maintain_order=True)
+        frames.append(cells.agg(pl.col("share").sum()))
     return frames
 
 
@@ -528,9 +499,9 @@ def inspect_log(folder: str) -> dict[str, Any]:
     # an empty log has shares of 0
     count = max(len(rows), 1)
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    labels = []
+    labels: Counter[str] = Counter()
     for row in rows:
-        labels.append(", ".join(f"{name}={value}" for name, value in row["knobs"].items()))
+        labels[", ".join(f"{name}={value}" for name, value in row["knobs"].items())] += 1
     return {
         "log": folder,
         "requests": len(rows),
@@ -538,27 +509,23 @@ def inspect_log(folder: str) -> dict[str, Any]:
         "labelled": len(accuracies) / count,
         "explored": sum(row["choice"] != row["best"] for row in rows) / count,
         "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "configurations": dict(Counter(labels).most_common()),
+        "configurations": dict(labels.most_common()),
         "controllers": dict(Counter(row["controller"] for row in rows)),
         "set_aside": dict(log.aside),
     }
 
 
-def print_log(facts: Mapping[str, Any], console: Console) -> None:
+def print_log(facts: Facts, console: Console) -> None:
     """Print the facts in words and a table."""
-    accuracy = ""
-    if facts["accuracy"] is not None:
-        accuracy = f", of which {facts['accuracy']:.1%} are right"
+    total = facts["requests"]
     lines = [
-        f"{facts['log']}: {facts['requests']:,} requests by {len(facts['controllers'])} "
-        "controllers",
-        f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled{accuracy}, "
-        f"{facts['explored']:.1%} explored",
+        f"{facts['log']}: {total:,} requests by {len(facts['controllers'])} controllers",
+        f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
+        f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
     ]
     for reason, count in sorted(facts["set_aside"].items()):
         lines.append(f"{count:,} set aside: {reason}")
     print_lines(console, lines)
-    total = facts["requests"]
     used = facts["configurations"].items()
     cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
     print_table(console, ["configuration", "requests", "share"], cells, range(3))

@@ -46,13 +46,6 @@ class Figure(NamedTuple):
     """How many charts stand side by side; 0 for all, up to three."""
 
 
-class Folded(NamedTuple):
-    """Blocks behind a title that opens them with a click."""
-
-    title: str
-    blocks: Sequence[Any]
-
-
 # -- colours ---------------------------------------------------------------------------------------
 
 

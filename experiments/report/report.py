@@ -7,7 +7,6 @@ sentences, tables and charts are made in the modules beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +14,32 @@ from markupsafe import Markup
 
 from knobwise.common.progress import duration
 from knobwise.experiments.report import charts, tables, words
-from knobwise.experiments.report.page import Figure, Folded, render_page
+from knobwise.experiments.report.page import Figure, render_page
 from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import (
     baselines,
     condition,
-    feature_name,
     on_difficulty,
     on_tree,
+    on_usage,
     setting,
 )
 from knobwise.experiments.report.sentences import verdict as verdict
-from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.tables import (
+    Folded,
+    Table,
+    print_lines,
+    print_sections,
+    print_table,
+    table_of,
+)
 from knobwise.experiments.report.training_charts import training
 from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
+    Results,
+    Row,
     number,
     points,
     policy_name,
@@ -49,7 +57,6 @@ from knobwise.experiments.results.problem import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-Results = Mapping[str, Any]
 Tiles = list[tuple[str, str, str]]
 
 
@@ -64,12 +71,12 @@ def write_report(run_folder: str | Path) -> Path:
     figures = {heading: [figure] for heading, figure in result_charts(results).items()}
     # what training added is said in its own section
     of_training = training(results, folder / "metrics.csv")
-    lead, *sentences = verdict(results, guard=False)
+    lead, *sentences = verdict(results)
     others = [line for line in sentences if line not in of_training]
     # the first figure comes before the sentences
     first = next(iter(figures), "")
     sections = {first: figures.pop(first, []), "What the run shows": [others]}
-    sections |= figures | _on_datasets(results) | _explanation(results)
+    sections |= figures | _on_datasets(results) | explanation(results)
     sections |= {"Training": of_training, "Guarantees": _guarantees(results)}
     sections |= {"Tables": _tables(results), "How to reproduce": _how_to_reproduce(results, folder)}
     return render_page(
@@ -78,7 +85,7 @@ def write_report(run_folder: str | Path) -> Path:
         f"{folder.parent.name} / {folder.name}",
         sections,
         facts=[_when(results.get("run") or {}), _facts(results)],
-        tiles=_selector_tiles(results) if "shots" in results else _tiles(results),
+        tiles=_tiles(results),
         lead=lead,
     )
 
@@ -99,31 +106,28 @@ def on_decisions(results: Results) -> str:
     """Compare in a sentence the time of a decision with the latency. Reading features and setting
     knobs do not count, because only a live run measures them. Empty if the time is not known, or if
     the budget limits no time."""
-    learned = words.means_of(results).get(LEARNED, {})
-    micros = float(learned.get("decision_us_p50") or 0)
-    mean = float(learned.get("latency_ms_mean") or 0)
-    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+    learned = words.rows_at(results, None).get(LEARNED, {})
+    share = _of_latency(results, learned)
+    if not share:
         return ""
-    share = micros / 1e3 / mean
-    return f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency."
+    return f"A decision takes {quantity(learned['decision_us_p50'], 'µs')}, {share}."
 
 
 # -- the head of the page --------------------------------------------------------------------------
 
 
-def _when(run: Mapping[str, Any]) -> str:
+def _when(run: Row) -> str:
     """Say when the run was made, how long it took and with which code; "" if that is not known."""
     if not run:
         return ""
-    commit = run["commit"] or ""
-    dirty = "-dirty" if "dirty" in commit else ""
-    code = f" · commit {commit[:9]}{dirty}" if commit else ""
-    return f"{run['started']} UTC · took {duration(run['seconds'])}{code}"
+    commit, _, dirty = (run["commit"] or "unknown").partition("-")
+    code = f"{commit[:9]}-{dirty}".removesuffix("-")
+    return f"{run['started']} UTC · took {duration(run['seconds'])} · commit {code}"
 
 
 def _facts(results: Results) -> str:
     """Say what the run was trained and judged on."""
-    profile = results.get("profile", {})
+    profile = {"samples": 0, "candidates": 0, **results.get("profile", {})}
     name = profile.get("name", "unnamed")
     seeds = f"seeds {', '.join(map(str, results.get('seeds', [])))}"
     if not problem_of(results).averaged:
@@ -131,19 +135,18 @@ def _facts(results: Results) -> str:
         if "test_candidates" in results:
             bank = f", with their own bank of {results['test_candidates']:,} candidates"
         return (
-            f"trained on {name}: {profile.get('samples', 0):,} queries, "
-            f"{profile.get('candidates', 0):,} candidates · judged on {results['test_queries']:,} "
-            f"held-out queries{bank} · {seeds} · shots {', '.join(map(str, results['shots']))}, "
+            f"trained on {name}: {profile['samples']:,} queries, {profile['candidates']:,} "
+            f"candidates · judged on {results['test_queries']:,} held-out queries{bank} · {seeds} "
+            f"· shots {', '.join(map(str, results['shots']))}, "
             f"trained with {results['trained_shots']}"
         )
     splits = len(results.get("split_seeds", []))
     part = f"parts of {splits} splits" if splits else "split"
-    budgets = problem_of(results).judged_at(results)
     return (
-        f"profile {name}: {profile.get('samples', '?')} samples × "
-        f"{profile.get('configurations', '?')} configurations · judged on the "
-        f"{results.get('split', 'test')} {part} ({results.get('test_samples', '?')} samples) · "
-        f"{seeds} · budgets {_budgets(results, budgets)}"
+        f"profile {name}: {profile['samples']:,} samples × {profile.get('configurations', '?')} "
+        f"configurations · judged on the {results.get('split', 'test')} {part} "
+        f"({results.get('test_samples', '?')} samples) · {seeds} · budgets "
+        f"{_budgets(results, problem_of(results).judged_at(results))}"
     )
 
 
@@ -152,71 +155,67 @@ def _budgets(results: Results, budgets: list[float]) -> str:
 
 
 def _tiles(results: Results) -> Tiles:
-    """Return the numbers of a controller to be seen first."""
-    means = words.means_of(results)
-    learned = means.get(LEARNED)
-    static = means.get(STATIC)
-    if not learned or not (static or problem_of(results).equal_latency):
+    """Return the numbers to be seen first."""
+    problem = problem_of(results)
+    policy = problem.main_policy(results) or ""
+    learned = words.rows_at(results, problem.main_place(results)).get(policy)
+    if not learned:
         return []
-    # under mean budgets
-    if not static:
+    if problem is DEMONSTRATIONS:
+        tiles = _selector_tiles(results, policy, learned)
+    elif problem is MEAN_BUDGET:
         latency = quantity(learned["latency_ms_mean"], words.unit_of(results))
+        over_mix = "of accuracy over the static mix of equal mean latency"
         tiles = [
-            _gap(
-                learned, "over_static_mix", "of accuracy over the static mix of equal mean latency"
-            ),
+            _gap(learned, "over_static_mix", over_mix),
             (number(learned["accuracy"], ".1%"), "accuracy", f"{latency} mean latency"),
         ]
-        return [*tiles, *_decision_tile(results, learned)]
-    on_time = [number(row.get("satisfaction_feasible"), ".1%") for row in (learned, static)]
-    # the interval is of the paired difference
-    gain = dict(learned) | {"over_static": words.value_of(learned) - words.value_of(static)}
-    tiles = [
-        _gap(gain, "over_static", "of utility against budget-aware static"),
-        (on_time[0], "on time, where that is possible", f"budget-aware static: {on_time[1]}"),
-    ]
+    else:
+        static = words.rows_at(results, None).get(STATIC, {})
+        shares = [number(row.get("satisfaction_feasible"), ".1%") for row in (learned, static)]
+        tiles = [
+            _gap(learned, "over_static", "of utility against budget-aware static"),
+            (shares[0], "on time, where that is possible", f"budget-aware static: {shares[1]}"),
+        ]
     added = results.get("grpo_gain") or {}
     if "test" in added:
         method = (results.get("training") or {}).get("method", "GRPO")
-        bounds = " to ".join(map(words.hundredths, added["test_ci95"]))
-        gained = f"{words.hundredths(added['test'], '+.2f')} points"
-        tiles.append((gained, f"of utility added by {method}", f"95% interval {bounds}"))
-    return [*tiles, *_decision_tile(results, learned)]
+        tiles.append(_gap(added, "test", f"added by {method}"))
+    micros = learned.get("decision_us_p50")
+    if words.known(micros):
+        tiles.append((quantity(micros, "µs"), "for a decision", _of_latency(results, learned)))
+    return tiles
 
 
-def _gap(row: words.Row, key: str, meaning: str) -> tuple[str, str, str]:
+def _gap(row: Row, key: str, meaning: str) -> tuple[str, str, str]:
     """Return the tile of a difference, in points, with its interval."""
-    return f"{points(row[key])} points", meaning, words.span(row.get(f"{key}_ci95")).strip(" ()")
+    interval = words.span(row.get(f"{key}_ci95")).strip(" ()")
+    return f"{points(row.get(key))} points", meaning, interval
 
 
-def _decision_tile(results: Results, row: words.Row) -> Tiles:
-    micros = row.get("decision_us_p50")
-    mean = row.get("latency_ms_mean")
-    if not words.known(micros):
-        return []
-    share = ""
-    if words.unit_of(results) == "ms" and mean:
-        share = number(micros / 1000 / mean, ".1%", " of the mean latency")
-    return [(quantity(micros, "µs"), "for a decision", share)]
+def _of_latency(results: Results, row: Row) -> str:
+    """Compare the time of a decision with the mean latency; "" if one of them is not known, or if
+    the budget limits no time."""
+    micros = row.get("decision_us_p50") or 0
+    mean = row.get("latency_ms_mean") or 0
+    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+        return ""
+    return f"{micros / 1000 / mean:.1%} of the mean latency"
 
 
-def _selector_tiles(results: Results) -> Tiles:
-    """Return the numbers of a selector to be seen first."""
-    best = DEMONSTRATIONS.main_policy(results) or ""
-    shots = shown_at(results)
-    row = words.rows_at(results, shots).get(best)
-    if not row:
-        return []
+def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
+    """Return the tiles of the policy that stands for the run, with its row."""
     interval = words.span(row.get("accuracy_ci95"), ".1%").strip(" ()")
-    meaning = f"of the answers are right, with {policy_name(best, results)}"
+    meaning = f"of the answers are right, with {policy_name(policy, results)}"
     tiles = [(number(row["accuracy"], ".1%"), meaning, interval)]
-    over = words.differences_at(results, shots)
+    # (policy, against) → difference
+    over = words.differences_at(results, shown_at(results))
     # the strongest simple baseline, and where training began
     for name in (*baselines(results)[:1], "sft"):
-        if gap := over.get((best, name)):
+        if gap := over.get((policy, name)):
             against = f"against {policy_name(name, results)}"
             tiles.append(_gap({"gap": gap["difference"], "gap_ci95": gap["ci95"]}, "gap", against))
-    return [*tiles, *_decision_tile(results, row)]
+    return tiles
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
     return {"Data set by data set": [*blocks, Folded("The numbers", [tables.by_dataset(results)])]}
 
 
-def _explanation(results: Results) -> dict[str, list[Any]]:
+def explanation(results: Results) -> dict[str, list[Any]]:
     """Return the sections on why the deployed policy sets the knobs as it does."""
     why = results.get("explanation")
     if not why:
@@ -254,36 +253,29 @@ def _explanation(results: Results) -> dict[str, list[Any]]:
     seed = ""
     if results.get("best_seed") is not None and len(results["seeds"]) > 1:
         seed = f" (seed {results['best_seed']})"
+    # where the guard fell back, no feature is read
     about = (
         f"The deployed policy{seed} on {why['samples']:,} test samples, as if its decisions took "
-        "no time."
+        f"no time. It reads the features at {_budgets(results, why['reads']) or 'no budget'}."
     )
-    # where the guard fell back, no feature is read
-    if len(why["reads"]) < len(problem_of(results).judged_at(results)):
-        reads = _budgets(results, why["reads"]) or "no budget"
-        about += (
-            f" It reads the features at {reads}; at the other budgets the guard decides without "
-            "them."
-        )
-    hard = why["difficulty"]
     rules = []
     for rule in why["tree"]["rules"]:
-        shares = [number(rule[key], ".0%") for key in ("share", "alike")]
-        rules.append([condition(rule["when"], unit), setting(rule["then"]), *shares])
-    header = ["if", "then", "share of decisions", "agreement"]
+        line = {"if": condition(rule["when"], unit), "then": setting(rule["then"])}
+        line["share of decisions"] = number(rule["share"], ".0%")
+        rules.append(line | {"agreement": number(rule["alike"], ".0%")})
+    hard = why["difficulty"]
     return {
-        "Why these settings": [about],
+        "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
         "Easy and hard samples": [
             *on_difficulty(results),
             difficulty(hard, unit) if hard["groups"] else "",
             _correlations(hard, unit),
             "Spearman's rank correlation with difficulty, 95% intervals in brackets. In the last "
-            "row every configuration counts with its mean latency over all samples, so that a "
-            "sample that is slow under every configuration is not harder for that; a dash: all "
+            "row every configuration counts with its mean latency over all samples; a dash: all "
             "samples get the same setting.",
         ],
         "Which features matter": _importance(results),
-        "In a few rules": [on_tree(why["tree"]), Table(header, rows=rules, wordy=[0, 1])],
+        "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],
         "Single decisions": [
             _decisions("The decisions that gain most over static", why["best"], unit),
             _decisions("The decisions that lose most against static", why["worst"], unit),
@@ -291,7 +283,12 @@ def _explanation(results: Results) -> dict[str, list[Any]]:
     }
 
 
-def _correlations(hard: Mapping[str, Any], unit: str) -> Table:
+def print_explanation(results: Results, console: Console) -> None:
+    """Print the sections on why the deployed policy sets the knobs as it does."""
+    print_sections(console, explanation(results))
+
+
+def _correlations(hard: Row, unit: str) -> Table:
     """Return the correlations with difficulty at each budget."""
     names = {
         "correlation": ("latency of the choice", "ci95"),
@@ -308,69 +305,61 @@ def _correlations(hard: Mapping[str, Any], unit: str) -> Table:
 
 
 def _importance(results: Results) -> list[Any]:
-    importance = results["explanation"]["importance"]
-    if not importance:
-        return []
+    """Return what is lost without each block of features, or some of its columns."""
     score = "accuracy minus the price of the latency"
     if problem_of(results) is DEADLINE:
         score = "utility"
-    rows = []
-    for row in importance:
-        rows.append([feature_name(row), words.difference_cell(row["lost"], row["ci95"])])
-    return [
-        f"What is lost when each sample gets the features of another, in points of {score}, as a "
-        "mean over the budgets.",
-        Table(["features", "lost"], rows),
-    ]
+    lines = []
+    # a block of features, or one of its columns
+    for row in results["explanation"]["importance"]:
+        name = row["name"]
+        if row["column"] is not None:
+            name += f" [{row['column']}]"
+        loss = words.difference_cell({"difference": row["lost"], "ci95": row["ci95"]})
+        lines.append({"features": name, "lost": loss})
+    if not lines:
+        return []
+    about = (
+        f"Points of {score} lost when each sample gets the features of another, mean over budgets."
+    )
+    return [about, table_of(lines)]
 
 
-def _decisions(title: str, decisions: list[Mapping[str, Any]], unit: str) -> Folded | None:
+def _decisions(title: str, decisions: list[Row], unit: str) -> Folded | None:
     """Return single decisions of the policy beside those of static, folded; None without any."""
-    rows = []
+    lines = []
     for row in decisions:
-        sides = []
-        for side in (row["policy"], row["static"]):
+        line = {"sample": f"{row['question'] or ''}\n{row['dataset']}, {row['sample_id']}"}
+        line["budget"] = quantity(row["budget_ms"], unit)
+        for name in ("policy", "static"):
+            side = row[name]
             outcome = f"{number(side['accuracy'], '.2f')} accurate"
             latency = quantity(side["latency_ms"], unit)
-            sides.append(f"{setting(side['configuration'])}\n{outcome}, {latency}")
-        sample = f"{row['question'] or ''}\n{row['dataset']}, {row['sample_id']}"
-        budget = quantity(row["budget_ms"], unit)
-        rows.append([sample, budget, *sides, number(row["gain"], "+.2f")])
-    header = ["sample", "budget", "policy", "static", "gain"]
-    return Folded(title, [Table(header, rows, wordy=[0, 2, 3])]) if rows else None
+            line[name] = f"{setting(side['configuration'])}\n{outcome}, {latency}"
+        lines.append(line | {"gain": number(row["gain"], "+.2f")})
+    if not lines:
+        return None
+    return Folded(title, [table_of(lines, wordy=[0, 2, 3])])
 
 
 def _guarantees(results: Results) -> list[Any]:
-    table = tables.guarantees(results) if results.get("guard") else None
-    if not table or not table.rows:
+    """Return what the guard decided, and how."""
+    table = tables.guarantees(results)
+    if not table.rows:
         return []
     if problem_of(results).equal_latency:
         return ["Decided on held-out samples; one line per seed.", table]
-    text = (
+    return [
         "Before a controller is deployed, each budget is checked on held-out samples, from which "
         "all these numbers are. Where it is not shown to gain anything over budget-aware static, "
-        "static decides."
-    )
-    # only a guard with a level promises a share on time
-    if len(table.header) > 3:
-        level = table.header[-1].removesuffix(" on time")
-        text += (
-            f" Where {level} of the feasible requests can be answered on time without giving up "
-            "much utility, the controller sees to it: it plans with a share of the budget, its "
-            "margin."
-        )
-    return [text, table]
+        "static decides. A share on time that is guaranteed is kept by planning with a share of "
+        "the budget, the margin, unless that would cost too much utility.",
+        table,
+    ]
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
-BY_BUDGET = {
-    DEADLINE.name: "Utility with its interval; below it accuracy, mean latency and the share on "
-    "time.",
-    MEAN_BUDGET.name: "Accuracy with its interval; below it the mean latency spent, the difference "
-    "to the static mix of equal mean latency, and the price.",
-}
-"""Kind of problem → what the cells of `tables.by_budget` hold."""
 GLOSSARY = {
     DEADLINE.name: {
         "utility": "the accuracy of an answer that is on time, 0 for one that is late; what "
@@ -439,68 +428,59 @@ def _glossary(results: Results) -> Folded:
 def _tables(results: Results) -> list[Any]:
     """Return the tables of all policies, folded."""
     problem = problem_of(results)
-    if not problem.averaged:
-        return _selector_tables(results)
-    blocks = [
-        Folded(
-            "Every policy, means over the budgets", [tables.policies(results), _glossary(results)]
-        ),
-        Folded(
-            "Every policy, budget by budget", [BY_BUDGET[problem.name], tables.by_budget(results)]
-        ),
+    policies = [tables.policies(results), _glossary(results)]
+    if problem is DEMONSTRATIONS:
+        return [Folded("Every policy, by the number of demonstrations", policies)] + [
+            Folded(title, blocks)
+            for title, blocks in _comparisons(results).items()
+            if blocks[-1].rows
+        ]
+    folded = [
+        Folded("Every policy, means over the budgets", policies),
+        Folded("Every policy, budget by budget", [tables.by_budget(results)]),
     ]
     if chosen := results.get("chosen"):
         iterations = ", ".join(str(seed["iteration"]) for seed in chosen)
         seeds = ", ".join(map(str, results.get("seeds", range(len(chosen)))))
         text = f"The network of iteration {iterations} (seeds {seeds})."
         # a network alone has no weights to show
-        weights = tables.chosen(results)
-        if weights.rows:
+        weights = [table for table in [tables.chosen(results)] if table.rows]
+        if weights:
             text += " In its teacher the network and the experts have these weights."
-        blocks.append(
-            Folded("What was chosen on held-out samples", [text, *[weights] * bool(weights.rows)])
-        )
-    return blocks
+        folded.append(Folded("What was chosen on held-out samples", [text, *weights]))
+    return folded
 
 
-def _selector_tables(results: Results) -> list[Any]:
-    """Return the tables of selectors: accuracies, differences, votes and controls."""
+def _comparisons(results: Results) -> dict[str, list[Any]]:
+    """Return the further tables of selectors, which may be empty: title → sentence and table."""
     trained = DEMONSTRATIONS.trained
     controls = DEMONSTRATIONS.controls
-    shots = shots_words(shown_at(results))
-    about = f"Share of held-out queries answered correctly; the best with {shots} come first."
-    blocks = [
-        Folded(
-            "Every policy, by the number of demonstrations",
-            [about, tables.policies(results), _glossary(results)],
-        )
-    ]
-    between = tables.differences(results, trained, trained)
-    if between.rows:
-        simple = tables.differences(results, trained, baselines(results))
-        about = (
-            "In points, on the same queries and seed by seed; the last column says what the "
-            f"interval shows with {shots}."
-        )
-        folded = Folded("Compared with the simple baselines", [simple])
-        blocks.append(Folded("Differences", [about, between, folded]))
-    if results.get("votes"):
-        about = (
+    hidden = words.listed(results.get("hidden") or ["information"])
+    paired = (
+        "In points, on the same queries and seed by seed; the last column says what the interval "
+        f"shows with {shots_words(shown_at(results))}."
+    )
+    return {
+        "Differences": [paired, tables.differences(results, trained, trained)],
+        "Compared with the simple baselines": [
+            paired,
+            tables.differences(results, trained, baselines(results)),
+        ],
+        "Without the model": [
             "The answer that the chosen demonstrations give themselves, by majority for each part "
-            "of the question: how much of the accuracy comes from choosing, and how much from the "
-            "model."
-        )
-        blocks.append(Folded("Without the model", [about, tables.at_shots(results, "votes")]))
-    if results.get("controls"):
-        hidden = words.listed(results.get("hidden") or ["information"])
-        about = (
+            "of the question: how much of the accuracy comes from choosing, not from the model.",
+            tables.at_shots(results, "votes"),
+        ],
+        "Controls": [
             "They should gain nothing: GRPO on rewards shuffled within each group, and selectors "
-            f"that do not see the {hidden}, compared with each other. Their differences, in "
-            "points, are in the second table."
-        )
-        others = tables.differences(results, controls, (*trained, *controls))
-        blocks.append(Folded("Controls", [about, tables.at_shots(results, "controls"), others]))
-    return blocks
+            f"that do not see the {hidden}.",
+            tables.at_shots(results, "controls"),
+        ],
+        "Differences of the controls": [
+            paired,
+            tables.differences(results, controls, (*trained, *controls)),
+        ],
+    }
 
 
 def _how_to_reproduce(results: Results, folder: Path) -> list[Any]:

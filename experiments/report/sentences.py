@@ -10,21 +10,19 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.experiments.report.words import (
     COMPARED,
     LEARNED,
-    MIX,
     ORACLE,
     SINGLE,
     STATIC,
     TEACHER,
+    Results,
     Row,
     difference_words,
     differences_at,
     guarantees,
-    hundredths,
+    in_seeds,
     kept_before_grpo,
     known,
     listed,
-    mean_of,
-    means_of,
     number,
     points,
     policy_name,
@@ -45,61 +43,68 @@ from knobwise.experiments.results.problem import (
     shown_at,
 )
 
-Results = Mapping[str, Any]
 
-
-def verdict(results: Results, guard: bool = True) -> list[str]:
-    """Say what the run shows, the most important first.
-
-    Args:
-        results: the content of `results.json`.
-        guard: whether to say where the guard fell back; a page has a table of that.
-    """
+def verdict(results: Results) -> list[str]:
+    """Say what the run shows, the most important first."""
     problem = problem_of(results)
     if problem is DEMONSTRATIONS:
         return _of_selectors(results)
     # a run may judge baselines alone
-    if LEARNED not in means_of(results):
-        best = [row for row in ranked(results, problem.ranked_by) if row["policy"] != ORACLE][:1]
-        others = [f" The best is {_with_score(row)}." for row in best]
+    if LEARNED not in rows_at(results, None):
+        best = [row for row in ranked(results) if row["policy"] != ORACLE][:1]
+        others = [f" The best is {_with_score(row, problem.ranked_by)}." for row in best]
         return ["".join(["No learned policy was judged.", *others])]
-    if problem.equal_latency:
-        lines = _under_mean_budgets(results)
-        of_guard = _mean_guard(results)
-    else:
-        lines = _under_deadlines(results)
-        of_guard = _deadline_guard(results)
-    return [*lines, *on_training(results), *of_guard * guard]
+    say = _under_mean_budgets if problem.equal_latency else _under_deadlines
+    return [*say(results), *on_training(results), *_on_guard(results)]
 
 
 def baselines(results: Results) -> list[str]:
     """Return the policies that are neither learned nor references, the best first."""
     problem = problem_of(results)
-    if not problem.averaged:
-        rows = rows_at(results, shown_at(results))
-        simple = [name for name in SIMPLE if name in rows]
-        return sorted(simple, key=lambda name: -float(rows[name]["accuracy"]))
+    policies = [row["policy"] for row in ranked(results)]
+    if problem is DEMONSTRATIONS:
+        return [name for name in policies if name in SIMPLE]
     references = (*problem.trained, problem.low, SINGLE, problem.high)
-    policies = (row["policy"] for row in ranked(results, problem.ranked_by))
     return [name for name in policies if name not in references]
 
 
-def _with_score(row: Row, score: str = "utility") -> str:
-    return f"{policy_name(row['policy'])} ({number(value_of(row, score), '.3f')})"
+def _with_score(row: Row, score: str) -> str:
+    """Name a policy with its score, and the interval of that."""
+    interval = span(row.get(f"{score}_ci95"), ".3f").strip(" ()")
+    numbers = [number(value_of(row, score), ".3f"), *[interval] * bool(interval)]
+    return f"{policy_name(row['policy'])} ({', '.join(numbers)})"
 
 
-# -- under deadlines -------------------------------------------------------------------------------
+# -- controllers -----------------------------------------------------------------------------------
 
 
 def _under_deadlines(results: Results) -> list[str]:
     """Compare the learned controller with static, its teacher and the baselines."""
     # the row of each policy with its means over the budgets
-    means = means_of(results)
+    means = rows_at(results, None)
     learned = means[LEARNED]
-    lines = _against_static(learned, means.get(STATIC))
+    utility = value_of(learned)
+    static = value_of(means.get(STATIC, {}))
+    ci95 = learned.get("gap_closed_ci95")
+    lines = [
+        f"The learned controller {COMPARED[sign_of(ci95)]} budget-aware static: mean utility "
+        f"{number(utility, '.3f')} against {number(static, '.3f')}, "
+        f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed{span(ci95, '.0%')}."
+    ]
+    free = learned.get("utility_free")
+    if known(free):
+        # a busy machine may be all that is between the two
+        busy = " On a busy machine decisions take longer than they should."
+        lines.append(
+            f"A decision takes {quantity(learned.get('decision_us_p50'), 'µs')}; if decisions were "
+            f"free, its utility would be {number(free, '.3f')}." + busy * (free > static > utility)
+        )
     if TEACHER in means:
-        lines.append(_against_teacher(learned, means[TEACHER]))
-    lines += _against_baselines(learned, [means[name] for name in baselines(results)])
+        lines.append(
+            "It learned from a teacher that predicts every outcome, is too slow to be deployed and "
+            f"decides for free here: mean utility {number(value_of(means[TEACHER]), '.3f')}."
+        )
+    lines += _on_rivals(results, "utility")
     if known(learned.get("satisfaction_feasible")):
         lines.append(_on_time(learned, results.get("satisfaction_level")))
     if "split_seeds" in results:
@@ -111,85 +116,19 @@ def _under_deadlines(results: Results) -> list[str]:
     return lines
 
 
-def _against_static(learned: Row, static: Row | None) -> list[str]:
-    utility = number(value_of(learned), ".3f")
-    if static is None:
-        return [
-            f"The learned controller has a mean utility of {utility}; no static policy was judged."
-        ]
-    both = f"mean utility {utility} against {number(value_of(static), '.3f')}"
-    gap = learned.get("gap_closed")
-    ci95 = learned.get("gap_closed_ci95")
-    if known(gap) and ci95 and all(map(known, ci95)):
-        lines = [
-            f"The learned controller {COMPARED[sign_of(ci95)]} budget-aware static: {both}, "
-            f"{number(gap, '.0%')} of the oracle gap closed{span(ci95, '.0%')}."
-        ]
-    else:
-        lines = [f"Learned controller and budget-aware static: {both}; no interval is known."]
-    # a busy machine may be all that is between the two
-    free = learned.get("utility_free")
-    if known(free) and free > value_of(static) > value_of(learned):
-        lines.append(
-            f"Its decisions took {quantity(learned['decision_us_p50'], 'µs')} here. If they were "
-            f"free, its utility would be {number(free, '.3f')}, above budget-aware static. On a "
-            "busy machine decisions take longer than they should."
-        )
-    return lines
-
-
-def _against_teacher(learned: Row, teacher: Row) -> str:
-    lead, free = (
-        round(value_of(learned, key) - value_of(teacher), 3) for key in ("utility", "utility_free")
-    )
-    line = (
-        "The controller learned from a teacher that predicts every outcome. The teacher is too "
-        "slow to be deployed and is not charged for its decisions: mean utility "
-        f"{number(value_of(teacher), '.3f')}. The controller is {_lead(lead)}"
-    )
-    # what the decisions cost, where that changes the number printed
-    if known(free) and free != lead:
-        line += f", and would be {_lead(free)} if its own decisions were free"
-    if known(learned.get("decision_us_p50")):
-        line += f"; a decision takes {quantity(learned['decision_us_p50'], 'µs')}"
-    return f"{line}."
-
-
-def _lead(lead: float) -> str:
-    if not lead:
-        return "as good"
-    return f"{points(abs(lead), '')} points {'above' if lead > 0 else 'below'}"
-
-
-def _against_baselines(learned: Row, rivals: Sequence[Row]) -> list[str]:
-    """Compare by the interval that each has by itself: intervals that do not overlap leave no
-    doubt."""
+def _on_rivals(results: Results, score: str) -> list[str]:
+    """Say how many baselines have a higher score than the controller, and which is the best."""
+    means = rows_at(results, None)
+    rivals = [means[name] for name in baselines(results)]
     if not rivals:
         return []
-    # by more than the last digit that is printed
-    leads = {row["policy"]: round(value_of(row) - value_of(learned), 3) for row in rivals}
-    compared = []
-    for row in rivals:
-        lead = leads[row["policy"]]
-        text = f"{_with_score(row)}, the same"
-        if lead:
-            higher = "higher" if lead > 0 else "lower"
-            text = f"{_with_score(row)}, {number(abs(lead), '.3f')} {higher}"
-        first = row.get("utility_ci95")
-        second = learned.get("utility_ci95")
-        if first and second:
-            overlap = first[0] <= second[1] and second[0] <= first[1]
-            text += f", intervals {'overlap' if overlap else 'do not overlap'}"
-        compared.append(text)
-    # a tie is not better
-    better = sum(lead > 0 for lead in leads.values())
-    if better:  # rivals are sorted, the best first
-        return [
-            f"{better} of {len(rivals)} other baselines do better than the controller: "
-            f"{'; '.join(compared[:better])}."
-        ]
+    # higher by more than the last digit that is printed: a tie is not better
+    learned = value_of(means[LEARNED], score)
+    better = sum(round(value_of(row, score) - learned, 3) > 0 for row in rivals)
     return [
-        f"None of the {len(rivals)} other baselines does better; the strongest is {compared[0]}."
+        f"{better or 'None'} of the {len(rivals)} other baselines "
+        f"{'do' if better > 1 else 'does'} better; the strongest is "
+        f"{_with_score(rivals[0], score)}."
     ]
 
 
@@ -199,60 +138,14 @@ def _on_time(learned: Row, level: float | None) -> str:
     if level is not None:
         meets = "meets" if share >= level else "falls short of"
         line += f", which {meets} the {number(level, '.0%')} asked for"
-    if (learned.get("infeasible") or 0) > 0:
-        line += f" ({number(learned['infeasible'], '.1%')} of all requests are infeasible)"
-    return f"{line}."
-
-
-ON_GUARD = {
-    "worse": "The guard fell back to budget-aware static at {budgets}: on held-out samples the "
-    "policy is not shown to be better.",
-    "safer": "The guard fell back to budget-aware static at {budgets}: only static is on time "
-    "often enough.",
-    "unattainable": "At {budgets}, {level} is unattainable, so it is not enforced.",
-    "too_dear": "At {budgets}, a guarantee of {level} would cost too much utility, so there is "
-    "none.",
-    "unshown": "At {budgets}, held-out requests are too few to guarantee {level}.",
-}
-"""What the guard found at some budgets → a sentence."""
-
-
-def _deadline_guard(results: Results) -> list[str]:
-    guard = guarantees(results)
-    lines = []
-    # a sentence for each finding, with the budgets where it holds
-    for finding, sentence in ON_GUARD.items():
-        budgets = []
-        everywhere = True
-        for seeds in guard:
-            # a row for each seed
-            passed = [row for row in seeds if row[finding]]
-            everywhere = everywhere and len(passed) == len(seeds)
-            if not passed:
-                continue
-            # where static decides, nothing is promised, so its share on time is not said
-            notes = []
-            if finding not in ("worse", "safer"):
-                notes.append(number(mean_of(passed, "satisfaction_deployed"), ".1%", " on time"))
-            if len(passed) < len(seeds):
-                notes.append(f"{len(passed)} of {len(seeds)} seeds")
-            budget = quantity(seeds[0]["budget_ms"], unit_of(results))
-            budgets.append(f"{budget} ({', '.join(notes)})" if notes else budget)
-        if budgets:
-            where = "every budget" if everywhere and finding == "worse" else listed(budgets)
-            level = f"{100 * guard[0][0].get('level', 0):g}% on time"
-            lines.append(sentence.format(budgets=where, level=level))
-    return lines
-
-
-# -- under mean budgets ----------------------------------------------------------------------------
+    infeasible = number(learned.get("infeasible"), ".1%")
+    return f"{line} ({infeasible} of all requests are infeasible)."
 
 
 def _under_mean_budgets(results: Results) -> list[str]:
     """Say what is gained at equal mean latency over the best single configuration, the static mix
     and other policies."""
-    policies = {row["policy"]: row for row in ranked(results, MEAN_BUDGET.ranked_by)}
-    learned = policies[LEARNED]
+    learned = rows_at(results, None)[LEARNED]
     budgets = MEAN_BUDGET.judged_at(results)
     # where time is short, choosing matters most
     tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
@@ -260,53 +153,77 @@ def _under_mean_budgets(results: Results) -> list[str]:
     latencies = listed([quantity(row["latency_ms_mean"], unit_of(results)) for row in tight])
     # the gain of the oracle over the best single configuration
     most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
-    tightest = "two tightest mean budgets" if len(tight) > 1 else "mean budget"
     ci95 = learned["over_static_mix_ci95"]
-    lines = [
-        f"At the {tightest} the controller gains {gains} points of accuracy over the best single "
-        f"configuration of equal mean latency ({latencies}); the oracle gains "
+    return [
+        f"At the tightest mean budgets the controller gains {gains} points of accuracy over the "
+        f"best single configuration of equal mean latency ({latencies}); the oracle gains "
         f"{listed(list(map(points, most)))}.",
         f"The learned controller {COMPARED[sign_of(ci95)]} the static mix of equal mean latency: "
         f"accuracy {points(learned['over_static_mix'])} points{span(ci95)}, mean over "
         f"{len(budgets)} mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap "
         "closed.",
+        *_on_rivals(results, MEAN_BUDGET.ranked_by),
     ]
-    rivals = [row for name, row in policies.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
-    if rivals:
-        better = sum(row["over_static_mix"] > learned["over_static_mix"] for row in rivals)
+
+
+PROMISES = {
+    "unattainable": "not possible here",
+    "too_dear": "would cost too much utility",
+    "unshown": "too few held-out requests to tell",
+}
+"""What the guard found → why a share on time is not guaranteed."""
+
+
+def promise(seeds: Sequence[Row]) -> str:
+    """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
+    reasons = []
+    for finding, why in PROMISES.items():
+        count = sum(row[finding] for row in seeds)
+        if count:
+            reasons.append(why + in_seeds(count, len(seeds)))
+    return "; ".join(reasons) or "kept"
+
+
+def _on_guard(results: Results) -> list[str]:
+    """Say where the guard fell back, and where it does not guarantee a share on time."""
+    if problem_of(results).equal_latency:
+        deployed = []
+        for rows in results.get("guard") or ():
+            deployed += [row["deployed"] for row in rows]
+        fell_back = deployed.count(False)
+        cases = f"In {fell_back} of {len(deployed)} cases (seeds × budgets)"
+        return [f"{cases} the guard fell back to the static mix."] * bool(fell_back)
+    # budgets, with the number of seeds where it is not all
+    fell_back_at = []
+    not_kept = []
+    level = 0
+    for seeds in guarantees(results):
+        budget = quantity(seeds[0]["budget_ms"], unit_of(results))
+        fallen = sum(not row["deployed"] for row in seeds)
+        if fallen:
+            fell_back_at.append(budget + in_seeds(fallen, len(seeds)))
+        level = seeds[0].get("level", 0)
+        if level and promise(seeds) != "kept":
+            not_kept.append(f"{budget} ({promise(seeds)})")
+    lines = []
+    if fell_back_at:
         lines.append(
-            f"{f'{better} of' if better else 'None of the'} {len(rivals)} other policies that see "
-            f"the input {'do' if better > 1 else 'does'} better; the strongest is "
-            f"{policy_name(rivals[0]['policy'])} ({points(rivals[0]['over_static_mix'])} points)."
+            f"The guard fell back to budget-aware static at {listed(fell_back_at)}: on held-out "
+            "samples the policy is not shown to be better there, or not on time often enough."
         )
+    if not_kept:
+        lines.append(f"{100 * level:g}% on time is not guaranteed at {listed(not_kept)}.")
     return lines
 
 
-def _mean_guard(results: Results) -> list[str]:
-    deployed = []
-    for rows in results.get("guard") or ():
-        deployed += [row["deployed"] for row in rows]
-    if all(deployed):
-        return []
-    return [
-        f"In {deployed.count(False)} of {len(deployed)} cases (seeds × budgets) the guard fell "
-        "back to the static mix."
-    ]
-
-
-# -- training --------------------------------------------------------------------------------------
-
 GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the training"}
 """Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
-ALL = {1: "", 2: "in both seeds ", 3: "in all three seeds ", 4: "in all four seeds "}
-ALL |= {5: "in all five seeds "}
-"""Number of seeds → all of them, in words."""
 
 
 def on_training(results: Results) -> list[str]:
-    """Say what GRPO or PPO added to the deployed policy, as far as it is known: the gain in
-    hundredths from its start to the weights that are kept, on the same samples; and whether its
-    weights are the deployed ones."""
+    """Say what GRPO or PPO added to the deployed policy, as far as it is known: the gain from its
+    start to the weights that are kept, on the same samples; and whether its weights are the
+    deployed ones."""
     early = kept_before_grpo(results)
     seeds = len(results.get("chosen") or ())
     method = (results.get("training") or {}).get("method", "GRPO")
@@ -314,10 +231,8 @@ def on_training(results: Results) -> list[str]:
     gains = []
     for key, samples in GAINED_ON.items():
         if key in gain:
-            bounds = " to ".join(map(hundredths, gain[f"{key}_ci95"]))
-            gains.append(
-                f"by {hundredths(gain[key], '+.2f')} points (95% interval {bounds}) {samples}"
-            )
+            gained = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
+            gains.append(f"by {difference_words(gained)} {samples}")
     # where all weights are from before GRPO, it added nothing
     lines = []
     if gains and (not early or early < seeds):
@@ -325,12 +240,11 @@ def on_training(results: Results) -> list[str]:
         lines.append(
             f"{method} changes the {score} of the deployed controller {', and '.join(gains)}."
         )
-    before = f"the best checkpoint is the one before {method}."
-    if 0 < early < seeds:
-        lines.append(f"In {early} of {seeds} seeds {method} does not improve this policy: {before}")
-    elif early:
-        everywhere = ALL.get(seeds, f"in all {seeds} seeds ")
-        lines.append(f"{method} does not improve this policy: {everywhere}{before}")
+    if early:
+        lines.append(
+            f"{method} does not improve this policy{in_seeds(early, seeds)}: the best checkpoint "
+            f"is the one before {method}."
+        )
     return lines
 
 
@@ -352,13 +266,11 @@ def _of_selectors(results: Results) -> list[str]:
     shots = shown_at(results)
     policy = DEMONSTRATIONS.main_policy(results)
     rows = rows_at(results, shots)
-    lines = []
-    if results.get("judged_by") in JUDGED_BY:
-        lines.append(JUDGED_BY[results["judged_by"]])
-    # simple baselines in words, the best first
-    simple = {name: _named(results, rows[name]) for name in baselines(results)}
+    lines = [JUDGED_BY[judge] for judge in JUDGED_BY if judge == results.get("judged_by")]
+    # the best simple baseline
+    simple = [_with_score(rows[name], "accuracy") for name in baselines(results)[:1]]
     if policy not in rows:
-        best = [f" The best simple baseline is {name}." for name in list(simple.values())[:1]]
+        best = [f" The best simple baseline is {name}." for name in simple]
         return [*lines, "".join(["No learned policy was judged.", *best])]
     row = rows[policy]
     name = policy_name(policy, results)
@@ -370,7 +282,14 @@ def _of_selectors(results: Results) -> list[str]:
     # (policy, against) → the paired difference
     at = differences_at(results, shots)
     lines += _of_stages(results, policy, at)
-    lines += _against_simple(name, simple, {other: at.get((policy, other)) for other in simple})
+    gaps = [at[policy, other] for other in baselines(results) if (policy, other) in at]
+    if gaps:
+        signs = [sign_of(gap["ci95"]) for gap in gaps]
+        lines.append(
+            f"Of {len(gaps)} simple baselines {name} is better than {signs.count(1)} and worse "
+            f"than {signs.count(-1)}; over the strongest, {simple[0]}: "
+            f"{difference_words(gaps[0])}."
+        )
     lines += [*_shuffled(at), *_hidden(results, at, at.get((policy, "sft")))]
     if vote := rows_at(results, shots, "votes").get(policy):
         lines.append(
@@ -380,29 +299,22 @@ def _of_selectors(results: Results) -> list[str]:
     return lines + _at_other_shots(results, policy)
 
 
-def _named(results: Results, row: Row) -> str:
-    return f"{policy_name(row['policy'], results)} ({row['accuracy']:.3f})"
-
-
 def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row]) -> list[str]:
     """Compare trained selectors with the stages before them, and say which trainings changed
     nothing because validation preferred the policy that they started from."""
-    learned = list(dict.fromkeys((policy, *DEMONSTRATIONS.trained)))
     lines = []
-    for name in learned:
+    for name in dict.fromkeys((policy, *DEMONSTRATIONS.trained)):
         parts = []
         for other in ("rce", "sft"):
             if row := at.get((name, other)):
-                gap = difference_words(row)
-                outcome = COMPARED[sign_of(row["ci95"])]
-                parts.append(f"{outcome} {policy_name(other, results)}: {gap}")
+                outcome = f"{COMPARED[sign_of(row['ci95'])]} {policy_name(other, results)}"
+                parts.append(f"{outcome}: {difference_words(row)}")
         if parts:
             lines.append(f"{policy_name(name, results)} {'; it '.join(parts)}.")
-    # trainings that changed nothing
-    for name, epochs in results.get("epochs", {}).items():
-        if name in learned and 0 in epochs:
+        epochs = results.get("epochs", {}).get(name, [])
+        if 0 in epochs:
             # a round starts from the round before
-            last = " of its last round" if name == "grpo_rounds" else ""
+            last = " of its last round" * (name == "grpo_rounds")
             lines.append(
                 f"{policy_name(name, results)}: in {epochs.count(0)} of {len(results['seeds'])} "
                 f"seeds no epoch{last} is better on validation than the start, so the policy stays "
@@ -411,51 +323,19 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
     return lines
 
 
-def _against_simple(
-    name: str, simple: Mapping[str, str], gaps: Mapping[str, Row | None]
-) -> list[str]:
-    """Compare with the simple baselines: name → in words, and → the difference, if known."""
-    rivals = {other: row for other, row in gaps.items() if row}
-    if not rivals:
-        return []
-    count = f"{len(rivals)} simple baselines"
-    # 1 better than the baseline, −1 worse, 0 not shown
-    signs = {other: sign_of(row["ci95"]) for other, row in rivals.items()}
-    winners = []
-    for other, row in rivals.items():
-        if signs[other] < 0:
-            winners.append(f"{simple[other]}, by {points(-row['difference'], '')} points")
-    strongest, row = next(iter(rivals.items()))
-    over = difference_words(row)
-    close = [simple[other] for other in rivals if signs[other] == 0]
-    if winners:
-        text = f"{len(winners)} of the {count} do better than {name}: {'; '.join(winners)}."
-    elif close:
-        text = f"{name} {COMPARED[0]} {listed(close)}; over the strongest of the {count}: {over}."
-    else:
-        text = f"{name} {COMPARED[1]} all {count}; over the strongest, {simple[strongest]}: {over}."
-    return [text]
-
-
 def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
     """Say whether GRPO on shuffled rewards gained anything, which it should not."""
     lines = []
     shuffled = {"recorded groups": "shuffled_recorded", "live draws": "shuffled_live"}
     for groups, control in shuffled.items():
-        row = at.get((control, "sft"))
-        if row is None:
-            continue
         # GRPO starts from RCE, which may have gained before any shuffling
-        start = at.get((control, "rce"))
-        if sign_of(row["ci95"]) <= 0:
+        over = {other: at[control, other] for other in ("sft", "rce") if (control, other) in at}
+        if "sft" in over:
+            gaps = [f"{difference_words(gap)} against {name.upper()}" for name, gap in over.items()]
             outcome = "no gain, as expected"
-        elif start and sign_of(start["ci95"]) <= 0:
-            gain = points(start["difference"])
-            outcome = f"but {gain} against RCE, its start: no gain, as expected"
-        else:
-            outcome = "an unexpected gain: something other than the reward is at work"
-        gap = difference_words(row)
-        lines.append(f"Control: shuffled rewards on {groups} against SFT: {gap}, {outcome}.")
+            if all(sign_of(gap["ci95"]) > 0 for gap in over.values()):
+                outcome = "an unexpected gain: something other than the reward is at work"
+            lines.append(f"Control: shuffled rewards on {groups}: {', '.join(gaps)}, {outcome}.")
     return lines
 
 
@@ -466,18 +346,14 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
         return []
     features = listed(results.get("hidden") or ["information"])
     # without a gain there is nothing to attribute
+    outcome = f"the gain does not vanish, so not all of it is shown to come from the {features}"
     if sign_of(real["ci95"]) <= 0:
-        outcome = "; there is no gain that could vanish."
+        outcome = "there is no gain that could vanish"
     elif sign_of(hidden["ci95"]) <= 0:
-        outcome = f": the gain vanishes, as expected if it comes from the {features}."
-    elif hidden["ci95"][1] < real["ci95"][0]:
-        outcome = ": the gain shrinks, but part of it comes from elsewhere."
-    else:
-        outcome = f": the gain does not vanish, so it is not shown to come from the {features}."
-    gap = difference_words(hidden)
+        outcome = f"the gain vanishes, as expected if it comes from the {features}"
     return [
-        f"Control: without the {features}, GRPO against SFT: {gap}; with it, "
-        f"{points(real['difference'])}{outcome}"
+        f"Control: without the {features}, GRPO against SFT: {difference_words(hidden)}; with it, "
+        f"{points(real['difference'])}: {outcome}."
     ]
 
 
@@ -497,9 +373,8 @@ def _at_other_shots(results: Results, policy: str) -> list[str]:
     lines = []
     if fewer:
         lines.append(
-            f"Not all of the {results['test_queries']:,} test queries could be judged with every "
-            f"number of shots, for lack of a recorded sequence: {listed(fewer)}. Every policy was "
-            "judged on the same ones."
+            f"Of {results['test_queries']:,} test queries not all have a recorded sequence to be "
+            f"judged by: {listed(fewer)} were judged, the same for every policy."
         )
     if accuracies:
         lines.append(
@@ -526,44 +401,7 @@ def condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
     return " and ".join(parts) or "always"
 
 
-def explanation(results: Results) -> list[str]:
-    """Say why the deployed policy sets the knobs as it does, from `results["explanation"]`."""
-    why = results["explanation"]
-    unit = unit_of(results)
-    lines = [*_usage(results), *on_difficulty(results)]
-    if why["importance"]:
-        lost = []
-        for row in why["importance"]:
-            lost.append(f"{feature_name(row)} {points(row['lost'])}{span(row['ci95'])}")
-        features = "; ".join(lost)
-        lines.append(
-            f"What is lost when each sample gets the features of another, in points: {features}."
-        )
-    # the policy in a few rules
-    lines.append(on_tree(why["tree"]))
-    for rule in why["tree"]["rules"]:
-        when = f"If {condition(rule['when'], unit)}" if rule["when"] else "Always"
-        lines.append(
-            f"{when}: {setting(rule['then'])} ({number(rule['share'], '.0%')} of the decisions; "
-            f"{number(rule['alike'], '.0%')} of their knob values agree)."
-        )
-    # single decisions
-    for key, verb in (("best", "gains most over"), ("worst", "loses most against")):
-        cases = []
-        for row in why[key]:
-            question = f" ({row['question']})" if row["question"] else ""
-            cases.append(f"{row['sample_id']}{question} at {quantity(row['budget_ms'], unit)}")
-        if cases:
-            lines.append(f"The policy {verb} static for: {'; '.join(cases)}.")
-    return lines
-
-
-def feature_name(row: Row) -> str:
-    """Return a block of features in words, or one of its columns."""
-    return row["name"] if row["column"] is None else f"{row['name']} [{row['column']}]"
-
-
-def _usage(results: Results) -> list[str]:
+def on_usage(results: Results) -> list[str]:
     """Say for each budget how often each value of a knob is used."""
     lines = []
     usage = [row for row in results["knob_usage"] if row["policy"] == LEARNED and row["share"] > 0]
@@ -574,9 +412,7 @@ def _usage(results: Results) -> list[str]:
             if row["budget_ms"] == budget:
                 knobs[row["knob"]].append(f"{row['value']} ({number(row['share'], '.0%')})")
         used = "; ".join(f"{knob} {', '.join(shares)}" for knob, shares in knobs.items())
-        read = budget in results["explanation"]["reads"]
-        blind = "" if read else " (decided without features)"
-        lines.append(f"At {quantity(budget, unit_of(results))}{blind}: {used}.")
+        lines.append(f"At {quantity(budget, unit_of(results))}: {used}.")
     return lines
 
 
@@ -584,22 +420,15 @@ def on_difficulty(results: Results) -> list[str]:
     """Say whether hard samples get costly settings, and whether more time is used."""
     why = results["explanation"]
     hard = why["difficulty"]
-    left_out = ""
-    if hard["unanswered"]:
-        left_out = (
-            f" {hard['unanswered']} of the {why['samples']} samples are left out: no configuration "
-            "answers them right."
-        )
     lines = [
         "The difficulty of a sample is the latency of its cheapest right configuration (right: an "
-        f"accuracy of at least 0.5).{left_out}"
+        f"accuracy of at least 0.5). {hard['unanswered']} of {why['samples']} samples have none, "
+        "and are left out."
     ]
     if hard["groups"]:
         lines.append(_on_correlation(results))
     else:
-        lines.append(
-            "At every budget all samples get the same setting, so there is nothing to compare."
-        )
+        lines.append("At every budget all samples get the same setting: nothing can be compared.")
     if more := why["more_time"]:
         lines.append(
             f"From one budget to the next larger one {number(more['cheaper'], '.1%')} of the "
@@ -610,35 +439,32 @@ def on_difficulty(results: Results) -> list[str]:
     return lines
 
 
+SPENDS_ON = {
+    1: "easy samples get cheap settings, hard ones costly settings.",
+    -1: "hard samples, which are often slow under every setting, get cheaper settings.",
+    0: "it is not shown that easy samples get cheaper settings than hard ones.",
+}
+"""`sign_of` the correlation of settings with difficulty → what it shows."""
+
+
 def _on_correlation(results: Results) -> str:
     """Say how the latency of the choice goes with difficulty, and what of that is the setting."""
     hard = results["explanation"]["difficulty"]
     row = next(row for row in hard["at"] if row["budget_ms"] == hard["budget_ms"])
-    line = f"At {quantity(hard['budget_ms'], unit_of(results))} the latency of the choice "
-    if row["correlation"] is None:
-        line += "does not vary with difficulty"
-    else:
-        line += (
-            "and difficulty have a rank correlation of "
-            f"{number(row['correlation'], '+.2f')}{span(row['ci95'], '+.2f')}"
-        )
-    if row["static"] is not None:
-        static = number(row["static"], "+.2f")
-        line += f"; with static, which treats all samples alike, it is {static}"
     sign = sign_of(row["setting_ci95"])
-    outcome = {
-        1: "easy samples get cheap settings, hard ones costly settings.",
-        -1: "hard samples, which are often slow under every setting, get cheaper settings.",
-        0: "it is not shown that easy samples get cheaper settings than hard ones.",
-    }[sign]
+    worthwhile = ""
     if sign < 0 and problem_of(results) is DEADLINE:
-        outcome += (
+        worthwhile = (
             " A deadline makes this worthwhile: time that is left over is worth nothing, and a "
             "costly setting would be late."
         )
     return (
-        f"{line}. With each setting at its mean latency it is {number(row['setting'], '+.2f')}"
-        f"{span(row['setting_ci95'], '+.2f')}: {outcome}"
+        f"At {quantity(hard['budget_ms'], unit_of(results))} the latency of the choice and "
+        f"difficulty have a rank correlation of {number(row['correlation'], '+.2f')}"
+        f"{span(row['ci95'], '+.2f')}; with static, which treats all samples alike, it is "
+        f"{number(row['static'], '+.2f')}. With each setting at its mean latency it is "
+        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}: "
+        f"{SPENDS_ON[sign]}{worthwhile}"
     )
 
 
@@ -670,13 +496,12 @@ def decision(explained: Row, unit: str) -> list[str]:
         nearest = quantity(guard["budget_ms"], unit)
         lines.append(f"The guard at {nearest}, its nearest calibrated budget: {reason}.")
     if without := explained["without_drift"]:
-        same = "the same" if without == explained["decision"] else setting(without)
-        lines.append(f"This uses what the tracker has learned; without it the choice is {same}.")
+        lines.append(
+            f"This uses what the tracker has learned; without it the choice is {setting(without)}."
+        )
     steps = explained["by_budget"]
     if steps:
-        changes = "is the same at all budgets" if len(steps) == 1 else "changes with the budget"
-        lines.append(f"The choice {changes}:")
-    # each choice holds up to the next budget in the list
+        lines.append("The choice by budget, each up to the next one:")
     for (budget, configuration), (following, _) in pairwise([*steps, (float("inf"), {})]):
         mark = " ← this budget" if budget <= budget_ms < following else ""
         lines.append(f"from {quantity(budget, unit)}: {setting(configuration)}{mark}")

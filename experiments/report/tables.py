@@ -6,9 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.experiments.report import words
+from knobwise.experiments.report.sentences import promise
 from knobwise.experiments.report.words import (
+    Results,
+    Row,
     cell,
     difference_cell,
+    in_seeds,
     number,
     policy_name,
     quantity,
@@ -17,7 +21,9 @@ from knobwise.experiments.report.words import (
 from knobwise.experiments.results.problem import (
     DECISION,
     DEMONSTRATIONS,
-    Metric,
+    FEASIBLE,
+    FREE,
+    GAP,
     problem_of,
     shown_at,
 )
@@ -37,204 +43,185 @@ class Table(NamedTuple):
     """The indices of the columns that hold sentences."""
 
 
+class Folded(NamedTuple):
+    """Blocks of a page behind a title that opens them with a click."""
+
+    title: str
+    blocks: Sequence[Any]
+
+
+def table_of(
+    lines: Sequence[Mapping[str, str]], strong: Collection[str] = (), wordy: Collection[int] = ()
+) -> Table:
+    """Return a table from its lines, heading → cell; without lines it has no headings. A line that
+    holds a name in `strong` is in bold."""
+    rows = [list(line.values()) for line in lines]
+    bold = [i for i, row in enumerate(rows) if not set(strong).isdisjoint(row)]
+    return Table([*lines[0]] if lines else [], rows, bold, wordy)
+
+
 NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6)}
-"""Kind of problem → the columns of `policies` that a terminal always has, the most important
-first."""
+"""Kind of problem → the columns of `policies` that a terminal always has."""
 NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}
 """Kind of problem → the columns of `by_dataset` that a terminal always has."""
 
 
-def policies(results: Mapping[str, Any]) -> Table:
+def policies(results: Results) -> Table:
     """Return a row for every policy, the best first: its metrics, or its accuracy at every number
     of shots."""
     problem = problem_of(results)
     if not problem.averaged:
         return at_shots(results)
-    rows = words.ranked(results, problem.ranked_by)
-    cells = [[policy_name(row["policy"]), *_metrics(results, row, problem.metrics)] for row in rows]
-    return Table(["policy", *_names(problem.metrics)], cells, _trained(results, rows))
+    rows = words.ranked(results)
+    lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
+    return table_of(lines, _trained(results))
 
 
-def narrow(results: Mapping[str, Any]) -> tuple[int, ...]:
+def narrow(results: Results) -> Collection[int]:
     """Return the columns of `policies` that a terminal always has."""
-    if problem_of(results).averaged:
-        return NARROW[problem_of(results).name]
+    problem = problem_of(results)
+    if problem.averaged:
+        return NARROW[problem.name]
+    # what is judged at the trained number of shots, and at the largest or smallest
     trained = 1 + results["shots"].index(shown_at(results))
     last = len(results["shots"])
-    return tuple(dict.fromkeys((0, trained, last if trained != last else 1)))
+    return tuple(dict.fromkeys((0, trained, last)))
 
 
-def by_dataset(results: Mapping[str, Any]) -> Table:
+def by_dataset(results: Results) -> Table:
     """Return the most important policies in each data set; no rows if there is only one data
     set."""
-    metrics = [metric for metric in problem_of(results).metrics if metric is not DECISION]
-    rows = results.get("by_dataset", [])
-    cells = []
-    before = None
-    for row in rows:
-        title = ""
-        if row["dataset"] != before:  # the name stands in the first row of a data set
-            title = f"{row['dataset']}\n{row['samples']} samples"
-        before = row["dataset"]
-        cells.append([title, policy_name(row["policy"]), *_metrics(results, row, metrics)])
-    return Table(["data set", "policy", *_names(metrics)], cells, _trained(results, rows))
+    lines = []
+    for row in results.get("by_dataset", []):
+        title = f"{row['dataset']}, {row['samples']} samples"
+        line = {"data set": title, "policy": policy_name(row["policy"])} | _metrics(results, row)
+        line.pop(DECISION.name)
+        lines.append(line)
+    return table_of(lines, _trained(results))
 
 
-def _names(metrics: Iterable[Metric]) -> list[str]:
-    return [metric.name for metric in metrics]
-
-
-def _metrics(results: Mapping[str, Any], row: words.Row, metrics: Iterable[Metric]) -> list[str]:
+def _metrics(results: Results, row: Row) -> dict[str, str]:
     """Return the cells of a row."""
-    return [cell(row, metric, words.unit_of(results)) for metric in metrics]
+    unit = words.unit_of(results)
+    return {metric.name: cell(row, metric, unit) for metric in problem_of(results).metrics}
 
 
-def _trained(results: Mapping[str, Any], rows: Iterable[words.Row]) -> list[int]:
-    """Return the indices of the rows of policies that the run trained."""
-    trained = problem_of(results).trained
-    return [i for i, row in enumerate(rows) if row["policy"] in trained]
+def _trained(results: Results) -> list[str]:
+    """Return the names of the policies that the run trained."""
+    return [policy_name(name) for name in problem_of(results).trained]
 
 
-def by_budget(results: Mapping[str, Any]) -> Table:
+def by_budget(results: Results) -> Table:
     """Return a row for every policy with a cell for each budget: the score with its interval, and
     in small print what was spent for it."""
     problem = problem_of(results)
     unit = words.unit_of(results)
     budgets = problem.judged_at(results)
-    ranked = words.ranked(results, problem.ranked_by)
-    cells = []
-    for policy in ranked:
-        line = [policy_name(policy["policy"])]
-        for budget in budgets:
-            row = problem.row(results, policy["policy"], budget)
-            # the score in large, all else in small print
-            score = number(row.get(problem.score), ".3f")
-            score += words.interval(row.get(f"{problem.score}_ci95"), ".3f")
-            accuracy = number(row.get("accuracy"), ".3f")
-            latency = quantity(row.get("latency_ms_mean"), unit)
-            if problem.equal_latency:
-                parts = [score, latency, number(row.get("over_static_mix"), "+.3f", " over mix")]
-                if words.known(row.get("price")):
-                    parts.append(f"λ = {row['price']:.3g} per {unit}")
-            else:
-                on_time = number(row.get("satisfaction"), ".1%", " on time")
-                parts = [score, f"{accuracy} · {latency}", on_time]
-            line.append("\n".join(parts))
-        cells.append(line)
-    # the share is the same for all policies
-    infeasible = []
+    # all metrics but those that need another policy or no budget
+    score, *others = [m for m in problem.metrics if m not in (FREE, GAP, FEASIBLE, DECISION)]
+    policies = [row["policy"] for row in words.ranked(results)]
+    # the share of infeasible requests is the same for all policies
+    infeasible = ["infeasible\nlate under every configuration"]
     for budget in budgets:
-        row = problem.row(results, ranked[0]["policy"], budget)
+        row = problem.row(results, policies[0], budget)
         infeasible.append(number(row.get("infeasible"), ".1%"))
-    if any(words.known(row.get("infeasible")) for row in results["rows"]):
-        cells.append(["infeasible\nlate under every configuration", *infeasible])
-    header = ["policy", *(quantity(budget, unit) for budget in budgets)]
-    return Table(header, cells, _trained(results, ranked))
+    rows = []
+    for policy in policies:
+        line = [policy_name(policy)]
+        for budget in budgets:
+            row = problem.row(results, policy, budget)
+            # the score in large, all else in small print
+            text = cell(row, score)
+            for metric in others:
+                text += f"\n{metric.name} {cell(row, metric, unit)}"
+            if words.known(row.get("price")):
+                text += f"\nλ = {row['price']:.3g} per {unit}"
+            line.append(text)
+        rows.append(line)
+    if not problem.equal_latency:
+        rows.append(infeasible)
+    names = [quantity(budget, unit) for budget in budgets]
+    strong = [i for i, policy in enumerate(policies) if policy in problem.trained]
+    return Table(["policy", *names], rows, strong)
 
 
-def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
+def at_shots(results: Results, rows: str = "rows") -> Table:
     """Return the accuracy of every policy at every number of shots, the best at the trained number
     first.
 
     Args:
+        results: the content of `results.json`.
         rows: the key of the rows in the results: "rows", "controls" or "votes".
     """
-    # policy → row, at the main number of shots and at each
-    main = words.rows_at(results, shown_at(results), rows)
-    at = [words.rows_at(results, shots, rows) for shots in results["shots"]]
-    names = dict.fromkeys(row["policy"] for row in results.get(rows, []))
-    order = sorted(names, key=lambda name: -float(main[name]["accuracy"] if name in main else -1))
     accuracy, decision = DEMONSTRATIONS.metrics
-    header = ["policy", *_shots(results)]
-    cells = []
+    main = words.rows_at(results, shown_at(results), rows)
+    names = dict.fromkeys(row["policy"] for row in results.get(rows, []))
+    # those that were not judged at the trained number come last
+    order = sorted(names, key=lambda name: -words.value_of(main.get(name, {}), "accuracy"))
+    lines = []
     for name in order:
-        values = [cell(by_policy.get(name, {}), accuracy) for by_policy in at]
+        line = {"policy": policy_name(name, results)}
+        for shots, heading in _shots(results).items():
+            line[heading] = cell(words.rows_at(results, shots, rows).get(name, {}), accuracy)
         if rows == "rows":
-            values.append(cell(main.get(name, {}), decision))
-        cells.append([policy_name(name, results), *values])
-    if rows == "rows":
-        header.append(decision.name)
-    policy = DEMONSTRATIONS.main_policy(results)
-    return Table(header, cells, [i for i, name in enumerate(order) if name == policy])
+            line[decision.name] = cell(main.get(name, {}), decision)
+        lines.append(line)
+    return table_of(lines, [policy_name(DEMONSTRATIONS.main_policy(results) or "", results)])
 
 
-def _shots(results: Mapping[str, Any]) -> list[str]:
-    """Return the heads of the columns of numbers of shots."""
+def _shots(results: Results) -> dict[int, str]:
+    """Return numbers of shots → headings of their columns."""
     trained = {results["trained_shots"]: " (trained)"}
-    return [shots_words(shots) + trained.get(shots, "") for shots in results["shots"]]
+    return {shots: shots_words(shots) + trained.get(shots, "") for shots in results["shots"]}
 
 
-def differences(
-    results: Mapping[str, Any], policies: Collection[str], against: Collection[str]
-) -> Table:
+def differences(results: Results, policies: Collection[str], against: Collection[str]) -> Table:
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
+    # (policy, against) → number of shots → difference
+    pairs: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in results["differences"]:
+        if row["policy"] in policies and row["against"] in against:
+            pairs.setdefault((row["policy"], row["against"]), {})[row["shots"]] = row
     main = shown_at(results)
-    # number of shots → (policy, against) → difference
-    at = {shots: words.differences_at(results, shots) for shots in (*results["shots"], main)}
-    pairs = dict.fromkeys((row["policy"], row["against"]) for row in results["differences"])
-    cells = []
-    for pair in pairs:
-        if pair[0] not in policies or pair[1] not in against:
-            continue
-        line = ["\nover ".join(policy_name(name, results) for name in pair)]
-        for shots in results["shots"]:
-            gap = at[shots].get(pair)
-            line.append(difference_cell(gap["difference"], gap["ci95"]) if gap else "–")
-        gap = at[main].get(pair)
-        line.append(words.SIGN_WORDS[words.sign_of(gap["ci95"])] if gap else "")
-        cells.append(line)
-    return Table(["policy", *_shots(results), f"at {shots_words(main)}"], cells)
+    lines = []
+    for pair, gaps in pairs.items():
+        line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
+        for shots, heading in _shots(results).items():
+            line[heading] = difference_cell(gaps.get(shots, {}))
+        sign = words.sign_of(gaps.get(main, {}).get("ci95"))
+        lines.append(line | {f"at {shots_words(main)}": words.SIGN_WORDS[sign]})
+    return table_of(lines)
 
 
 # -- guarantees and choices ------------------------------------------------------------------------
 
-PROMISES = {
-    "unattainable": "not possible here",
-    "too_dear": "would cost too much utility",
-    "unshown": "too few held-out requests to tell",
-}
-"""What the guard found → why a share on time is not guaranteed."""
 
-
-def guarantees(results: Mapping[str, Any]) -> Table:
+def guarantees(results: Results) -> Table:
     """Return what the guard decided at each budget: who decides and what is guaranteed, or under
     mean budgets a reason for each seed."""
-    guard = words.guarantees(results)
     unit = words.unit_of(results)
-    cells = []
-    for seeds in guard:
-        line = [quantity(seeds[0]["budget_ms"], unit)]
+    lines = []
+    for seeds in words.guarantees(results):
+        budget = quantity(seeds[0]["budget_ms"], unit)
         if problem_of(results).equal_latency:
-            cells.append([*line, "\n".join(row["reason"] for row in seeds)])
+            reasons = "\n".join(row["reason"] for row in seeds)
+            lines.append({"mean budget": budget, "decision": reasons})
             continue
         # seeds in which the controller decides at this budget
         deployed = [row for row in seeds if row["deployed"]]
-        who = f"the controller in {len(deployed)} of {len(seeds)} seeds, else static"
-        who = {0: "static", len(seeds): "the controller"}.get(len(deployed), who)
-        gain, error = (100 * words.mean_of(seeds, key) for key in ("gain", "gain_se"))
-        line += [who, f"{number(gain, '+.1f')} ± {number(error, '.1f')} points"]
+        who = "static"
+        if deployed:
+            who = f"the controller{in_seeds(len(deployed), len(seeds))}"
+        gain, error = (words.mean_of(seeds, key) for key in ("gain", "gain_se"))
+        gained = f"{words.points(gain)} ± {words.points(error, '.1f')} points"
+        line = {"budget": budget, "who decides": who, "gain over static": gained}
         if "level" in seeds[0]:
-            line.append(number(words.mean_of(deployed, "margin"), ".0%"))
-            line.append(number(words.mean_of(seeds, "satisfaction_deployed"), ".1%"))
-            line.append(_promise(seeds))
-        cells.append(line)
-    if problem_of(results).equal_latency:
-        return Table(["mean budget", "decision"], cells, wordy=[1])
-    header = ["budget", "who decides", "gain over static"]
-    if guard and "level" in guard[0][0]:
-        header += ["margin", "on time", f"{100 * guard[0][0]['level']:g}% on time"]
-    return Table(header, cells, wordy=[1, 5])
-
-
-def _promise(seeds: Sequence[words.Row]) -> str:
-    """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
-    reasons = []
-    for finding, why in PROMISES.items():
-        count = sum(row[finding] for row in seeds)
-        if count:
-            reasons.append(why + f" ({count} of {len(seeds)} seeds)" * (count < len(seeds)))
-    return "; ".join(reasons) or "kept"
+            line["margin"] = number(words.mean_of(deployed, "margin"), ".0%")
+            line["on time"] = number(words.mean_of(seeds, "satisfaction_deployed"), ".1%")
+            line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
+        lines.append(line)
+    return table_of(lines, wordy=[1, 5])
 
 
 SETTINGS = {
@@ -247,21 +234,22 @@ SETTINGS = {
 """Expert → its settings, in words."""
 
 
-def chosen(results: Mapping[str, Any]) -> Table:
+def chosen(results: Results) -> Table:
     """Return the weight of each member of the teacher, and its settings; no rows for a network
     alone."""
     seeds = results["chosen"]
-    cells = []
+    lines = []
     for name in seeds[0]["weights"]:
-        weights = ", ".join(number(seed["weights"][name], ".1%") for seed in seeds)
-        values = [seed["settings"][name] for seed in seeds if name in seed["settings"]]
-        settings = "\n".join(map(str, dict.fromkeys(values)))
-        cells.append([policy_name(name), weights, SETTINGS.get(name, ""), settings])
-    # the network is the only member
-    if len(cells) < 2:
-        cells = []
-    header = ["member", "weight, in each seed", "settings", "values, in each seed"]
-    return Table(header, cells, wordy=[2, 3])
+        values = [str(seed["settings"][name]) for seed in seeds if name in seed["settings"]]
+        line = {"member": policy_name(name)}
+        line["weight, in each seed"] = ", ".join(
+            number(seed["weights"][name], ".1%") for seed in seeds
+        )
+        line["settings"] = SETTINGS.get(name, "")
+        line["values, in each seed"] = "\n".join(dict.fromkeys(values))
+        lines.append(line)
+    # the network may be the only member
+    return table_of(lines if len(lines) > 1 else [], wordy=[2, 3])
 
 
 # -- on the terminal -------------------------------------------------------------------------------
@@ -271,11 +259,12 @@ def print_table(
     console: Console,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    few: Sequence[int],
+    few: Collection[int],
     strong: Collection[int] = (),
 ) -> None:
-    """Print a table, with the rows `strong` in bold. A terminal gets the columns `few` and as many
-    others as fit, without small print if need be; a line says what is left out."""
+    """Print a table, with the rows `strong` in bold. A terminal gets the columns `few`, the most
+    important first, and as many others as fit, without small print if need be; a line says what is
+    left out."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -284,83 +273,71 @@ def print_table(
     cells = []
     for row in rows:
         cells.append([text.replace("\n", " ") for text in row])
-    columns = list(range(len(header)))
-    left_out = ""
-    if not console.is_terminal:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        wide = Console(file=console.file, width=400)
-    else:
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    columns = set(range(len(header)))
+    left_out = []
+    if console.is_terminal and _width([header, *cells], columns) > console.width:
+        if _width([header, *cells], few) > console.width:
+            cells = []
+            for row in rows:
+                cells.append([text.split("\n")[0] for text in row])
+            left_out = ["intervals"]
+        titles = header
+        columns = set()
+        # headings of several lines if more columns fit then
+        for lines in (titles, [title.replace(" ", "\n") for title in titles]):
+            fitting = set[int]()
+            for column in (*few, *range(len(titles))):
+                if _width([lines, *cells], fitting | {column}) <= console.width:
+                    fitting.add(column)
+            if len(fitting) > len(columns):
+                header = lines
+                columns = fitting
+        left_out = [title for i, title in enumerate(titles) if i not in columns] + left_out
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    wide = Console(file=console.file, width=400)
+    if console.is_terminal:
+        table.box = box.SIMPLE_HEAD
         wide = console
-        if _width(header, cells, columns) > console.width:
-            header, cells, columns, left_out = _narrowed(header, rows, cells, few, console.width)
     for column in sorted(columns):
         table.add_column(header[column], justify="right" if column else "left", no_wrap=True)
     for i, line in enumerate(cells):
         visible = [line[column] for column in sorted(columns)]
         table.add_row(*visible, style="bold" if i in strong else None)
     wide.print(table, markup=False, highlight=False)
-    print_lines(console, [left_out])
+    if left_out:
+        print_lines(console, [f"left out at {console.width} columns: {', '.join(left_out)}"])
 
 
-def _narrowed(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    cells: list[list[str]],
-    few: Sequence[int],
-    width: int,
-) -> tuple[Sequence[str], list[list[str]], list[int], str]:
-    """Return header, cells and columns that fit into a width, and a line on what is left out.
-
-    Args:
-        rows: the cells as they were given.
-        cells: the cells with their small print behind the number.
-        few: the columns that are kept in any case.
-    """
-    names = []
-    if _width(header, cells, few) > width:
-        cells = []
-        for row in rows:
-            cells.append([text.split("\n")[0] for text in row])
-        names = ["intervals"]
-    # headings of several lines if more columns fit then
-    columns = _fitting(header, cells, few, width)
-    broken = [title.replace(" ", "\n") for title in header]
-    with_broken = _fitting(broken, cells, few, width)
-    if len(with_broken) > len(columns):
-        header = broken
-        columns = with_broken
-    columns = columns or list(few)
-    names = [title.replace("\n", " ") for i, title in enumerate(header) if i not in columns] + names
-    left_out = f"left out at {width} columns: {', '.join(names)}" if names else ""
-    return header, cells, columns, left_out
-
-
-def _fitting(
-    header: Sequence[str], rows: Sequence[Sequence[str]], few: Sequence[int], width: int
-) -> list[int]:
-    """Return the columns `few`, and as many others as fit beside them; none if `few` do not fit."""
-    if _width(header, rows, few) > width:
-        return []
-    columns = list(few)
-    for column in set(range(len(header))) - set(few):
-        if _width(header, rows, [*columns, column]) <= width:
-            columns.append(column)
-    return columns
-
-
-def _width(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Collection[int]) -> int:
+def _width(rows: Iterable[Sequence[str]], columns: Collection[int]) -> int:
     """Return how many characters of a line the columns take, with three between any two."""
     from rich.cells import cell_len
 
-    widest = []
-    for column in columns:
-        lines = "\n".join([header[column], *(row[column] for row in rows)]).split("\n")
-        widest.append(max(map(cell_len, lines)))
-    return sum(widest) + 3 * len(widest) - 1
+    widest = dict.fromkeys(columns, 0)
+    for row in rows:
+        for column in columns:
+            lines = row[column].split("\n")
+            widest[column] = max(widest[column], *map(cell_len, lines))
+    return sum(widest.values()) + 3 * len(widest) - 1
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
     """Print sentences; only a terminal breaks long ones."""
     for line in filter(None, lines):
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def print_sections(console: Console, sections: Mapping[str, Sequence[Any]]) -> None:
+    """Print the sentences and tables of a page, see `knobwise.experiments.report.page`: heading →
+    blocks. A list of sentences has a dash before each."""
+    for heading, blocks in sections.items():
+        if any(blocks):
+            console.print(f"\n{heading}", style="bold", markup=False, highlight=False)
+        for block in blocks:
+            if isinstance(block, Table):
+                print_table(console, block.header, block.rows, range(len(block.header)))
+            elif isinstance(block, Folded):
+                print_sections(console, {block.title: block.blocks})
+            elif isinstance(block, str):
+                print_lines(console, [block])
+            elif isinstance(block, list):
+                print_lines(console, [f"- {line}" for line in block])

@@ -15,7 +15,10 @@ from knobwise.common.json_text import decoded
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import Metric, problem_of
 
+Results = Mapping[str, Any]
+"""The content of a `results.json`."""
 Row = Mapping[str, Any]
+"""One of its rows, or another part of it."""
 
 LEARNED = "controller"
 TEACHER = "teacher"
@@ -30,7 +33,7 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 """Policy → its name, its colour and a description."""
 
 
-def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
+def policy_name(policy: str, results: Results | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
     results."""
     hidden = listed((results or {}).get("hidden") or ["information"])
@@ -78,22 +81,24 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     value = row.get(metric.key)
     if metric.unit in ("ms", "µs"):
         return quantity(value, {"ms": unit}.get(metric.unit, metric.unit)).rstrip()
-    how = {"gap_closed": ".0%"}.get(metric.key, ".1%" if metric.unit == "%" else ".3f")
+    how = {"gap_closed": ".0%"}.get(metric.key, {"%": ".1%"}.get(metric.unit, ".3f"))
     sign = "+" * metric.key.startswith("over_")
     return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)
 
 
-def points(share: float, sign: str = "+") -> str:
-    """Format a share in hundredths; `sign` is "+", or "" for a sign only if it is negative."""
-    return f"{100 * share:{sign}z.1f}"
+def points(share: Any, how: str = "+.1f") -> str:
+    """Format a share in hundredths; a dash where it is not known."""
+    if not known(share):
+        return "–"
+    return number(100 * share, how)
 
 
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
     """Write an interval for a sentence, in a format or, without one, in points; "" where it is not
     known."""
-    if not ci95:
+    if not ci95 or not all(map(known, ci95)):
         return ""
-    low, high = (number(end, how) if how else points(end, "") for end in ci95)
+    low, high = (number(end, how) if how else points(end, ".1f") for end in ci95)
     return f" (95% interval {low} to {high})"
 
 
@@ -116,9 +121,11 @@ SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
 
 
-def sign_of(ci95: Sequence[float]) -> int:
+def sign_of(ci95: Sequence[float] | None) -> int:
     """Return 1 or −1 where the interval is above or below 0 by more than rounding in float32, else
-    0."""
+    0, as where it is not known."""
+    if not ci95:
+        return 0
     return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
 
 
@@ -127,9 +134,13 @@ def difference_words(row: Row) -> str:
     return f"{points(row['difference'])} points{span(row['ci95'])}"
 
 
-def difference_cell(difference: float, ci95: Sequence[float]) -> str:
-    """Return the cell of a difference, in points, with its interval."""
-    return f"{points(difference)}\n[{points(ci95[0])}, {points(ci95[1])}]"
+def difference_cell(row: Row) -> str:
+    """Return the cell of a difference, in points, with its interval; a dash where it is not
+    known."""
+    cell = points(row.get("difference"))
+    if ci95 := row.get("ci95"):
+        cell += f"\n[{points(ci95[0])}, {points(ci95[1])}]"
+    return cell
 
 
 # -- results.json ----------------------------------------------------------------------------------
@@ -178,32 +189,34 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
                 f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
                 "is damaged: restore copies of both, or judge the run again"
             )
-    rows = results.get("rows") if isinstance(results, dict) else None
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and "policy" in row for row in rows
-    ):
+    try:
+        judged = [row["policy"] for row in results["rows"]]
+    except (KeyError, TypeError):
         raise InputError(
             f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
-        )
-    if not rows:
+        ) from None
+    if not judged:
         raise InputError(f"{path}: has no rows; was the run judged?")
     return results
 
 
-def unit_of(results: Mapping[str, Any]) -> str:
+def unit_of(results: Results) -> str:
     """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
     return str(results.get("unit", "ms"))
 
 
-def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
-    """Return policy → its row with the means over the budgets."""
-    place = problem_of(results).place
-    return {row["policy"]: row for row in results["rows"] if row.get(place) is None}
+def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[str, Row]:
+    """Return policy → its row at a budget or a number of shots, or with the means over the budgets
+    (None)."""
+    key = problem_of(results).place
+    return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
 
 
-def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
-    """Return the rows with the means over the budgets, best first."""
-    return sorted(means_of(results).values(), key=lambda row: value_of(row, metric), reverse=True)
+def ranked(results: Results) -> list[Row]:
+    """Return the rows at the place that the results are about, best first."""
+    problem = problem_of(results)
+    rows = rows_at(results, problem.main_place(results)).values()
+    return sorted(rows, key=lambda row: value_of(row, problem.ranked_by), reverse=True)
 
 
 def value_of(row: Row, metric: str = "utility") -> float:
@@ -213,20 +226,17 @@ def value_of(row: Row, metric: str = "utility") -> float:
     return -math.inf
 
 
-def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
-    """Return the guard's results: for each budget a row for each seed. [] without a guard. Where it
-    fell back, the policy was `worse` than static, or only static is on time often enough
-    (`safer`)."""
+def guarantees(results: Results) -> list[list[Row]]:
+    """Return the guard's results: for each budget a row for each seed. [] without a guard."""
     at: dict[float, list[Row]] = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
-        at[rows[0]["budget_ms"]] = [_with_fallback(row) for row in rows]
+        at[rows[0]["budget_ms"]] = list(rows)
     return list(at.values())
 
 
-def _with_fallback(row: Row) -> Row:
-    """Add to a row of the guard why it fell back: `worse` or `safer`."""
-    worse = not (row["deployed"] or row.get("better"))
-    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
+def in_seeds(count: int, seeds: int) -> str:
+    """Say in how many seeds something holds; "" where that is in all."""
+    return f" in {count} of {seeds} seeds" * (count < seeds)
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float:
@@ -247,34 +257,24 @@ def calibration_error(bins: Sequence[Row]) -> float:
     return error / total if total else math.nan
 
 
-def grpo_begins(results: Mapping[str, Any]) -> int | None:
-    """Return the iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if
-    it is not known."""
+def grpo_begins(results: Results) -> list[int]:
+    """Return the iteration at which GRPO begins; [] if training had no warm-up or no GRPO, or if it
+    is not known."""
     training = results.get("training") or {}
-    if training.get("iterations"):
-        return training.get("warmup_iterations") or None
-    return None
+    if training.get("iterations") and training.get("warmup_iterations"):
+        return [training["warmup_iterations"]]
+    return []
 
 
-def kept_before_grpo(results: Mapping[str, Any]) -> int:
+def kept_before_grpo(results: Results) -> int:
     """Count the seeds whose best checkpoint is from before GRPO."""
-    begins = grpo_begins(results)
-    if begins is None:
-        return 0
-    return sum(seed.get("iteration", begins + 1) <= begins for seed in results.get("chosen") or ())
+    # without GRPO nothing is kept from before it
+    begin = max(grpo_begins(results), default=-1)
+    kept = [seed.get("iteration", math.inf) for seed in results.get("chosen") or ()]
+    return sum(iteration <= begin for iteration in kept)
 
 
-def hundredths(share: float, how: str = ".2f") -> str:
-    """Format a share in hundredths, with two decimals, because GRPO adds little."""
-    return number(100 * share, how)
-
-
-def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[str, Row]:
-    """Return policy → its row at a number of shots."""
-    return {row["policy"]: row for row in results.get(rows, []) if row["shots"] == shots}
-
-
-def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
+def differences_at(results: Results, shots: int) -> dict[tuple[str, str], Row]:
     """Return (policy, the policy it is compared with) → the difference at a number of shots."""
     rows = [row for row in results.get("differences", []) if row["shots"] == shots]
     return {(row["policy"], row["against"]): row for row in rows}

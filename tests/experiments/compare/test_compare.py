@@ -13,7 +13,6 @@ from run_folders import write_run, write_selector_run
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.charts import order
 from knobwise.experiments.compare.compare import numbers, write_comparison
 from knobwise.experiments.compare.comparison import comparison_of
 from knobwise.experiments.compare.words import (
@@ -23,7 +22,6 @@ from knobwise.experiments.compare.words import (
     settings_cells,
     verdict,
 )
-from knobwise.experiments.report import charts
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 Runs = dict[str, dict[str, Any]]
@@ -145,8 +143,8 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     comparison = compared(tmp_path, runs, write_selector_run)
     assert comparison.main == 2
     assert "one seed" in method(comparison)
-    assert comparison.policies == ["grpo_recorded", "grpo_live"]
-    assert re.search(r"b: accuracy 0\.\d+, at 2 shots", verdict(comparison)[0])
+    assert [run.policy for run in comparison.runs] == ["grpo_recorded", "grpo_live"]
+    assert re.search(r"b: accuracy 0\.\d+, 2 shots", verdict(comparison)[0])
     assert [(one.policy, one.against_policy, one.difference) for one in comparison.by_policy] == [
         ("sft", "sft", 0)
     ]
@@ -277,21 +275,13 @@ def test_of_runs_judged_on_different_data_none_is_called_the_highest(tmp_path, w
     assert numbers(three)["comparable"] == ["a", "c"]
 
 
-def test_colours_are_for_runs_judged_alike(tmp_path):
-    runs = {"a": {}, "b": {"gain": 0.5}}
-    runs |= {name: {"gain": 0.5, "samples": range(50)} for name in "cde"}
-    comparison = compared(tmp_path, runs)
-    assert order(comparison) == ["a", "b", charts.OTHER]
-    assert "grey: 3 more." in write_comparison(comparison, tmp_path / "page.html").read_text()
-
-
 def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):
     runs = {"a": {}, "b": {"form": "own_only", "shots": (2,)}}
     compared(tmp_path, runs, write_selector_run)
     for best, stands in (("own_only", "own_only"), (None, "sft"), ("gone", "sft")):
         change_results(tmp_path / "b", best_policy=best)
         comparison = comparison_of([str(tmp_path)])
-        assert comparison.policies == ["grpo_recorded", stands]
+        assert [run.policy for run in comparison.runs] == ["grpo_recorded", stands]
     assert "not judged at 1 of" in comparison.notes[-1]
 
 

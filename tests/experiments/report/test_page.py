@@ -13,8 +13,8 @@ from page_parts import charts_of, points_of, printed, svg_of
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
-from knobwise.experiments.report.page import HUE_OF, HUES, Figure, Folded, domain
-from knobwise.experiments.report.tables import Table
+from knobwise.experiments.report.page import HUE_OF, HUES, Figure, domain
+from knobwise.experiments.report.tables import Folded, Table
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 

@@ -163,9 +163,7 @@ def test_the_charts_hold_the_numbers():
     assert [b["value"] for b in bar] == accuracies
     kinds = {"learned", "simple baseline", "sees the answer", "control", BEST}
     assert {b["kind"] for b in bar} == kinds
-    assert [b["name"] for b in bar if b["kind"] == BEST] == ["GRPO on live draws"]
-    axis = bars["layer"][0]["encoding"]["x"]["scale"]["domain"]
-    assert axis[0] == min(b["low"] for b in bar)  # where differences are visible, not at 0
+    assert [b["name"] for b in bar if b["kind"] == BEST] == ["GRPO on live draws: 0.920"]
     points = max(data_of(lines), key=len)
     assert len(points) == len(content["rows"])  # no controls
     named = {p["policy"]: p["name"] for p in points if p["policy"] != charts.OTHER}
@@ -186,15 +184,13 @@ def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path):
 def test_baselines_alone_make_a_report(tmp_path):
     content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
     text = report_of(tmp_path, content)
-    assert "careful-annotator rule (0.550)." in text.split("<p class=lead>")[1].split("</p>")[0]
+    assert "careful-annotator rule (0.550, " in text.split("<p class=lead>")[1].split("</p>")[0]
     assert policies(content).strong == []
     assert not re.findall("<summary>(?:Controls|Differences)", text)
 
 
 EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
 """No interval excludes 0."""
-SIMPLE = {"careful_rule": 0.97, "vote": 0.95}
-"""Two simple baselines win."""
 LIVE = "GRPO on live draws"
 CONTROL = "Control: shuffled rewards on live draws"
 HIDDEN = "Control: without the annotator"
@@ -205,21 +201,15 @@ HIDDEN = "Control: without the annotator"
     [
         ({}, "With 2 shots", "GRPO on live draws answers 92.0% of 600"),
         ({}, LIVE, r"is better than RCE: \+24.5 .*; it is better than SFT: \+26.0"),
-        ({}, "GRPO on recorded", r"is better than RCE: \+2.5 .*; it is better than SFT: \+4.0"),
-        ({}, "RCE", r"is better than SFT: \+1.5"),
-        ({}, f"{LIVE} is better than all", r"7 .* careful-annotator rule \(0.550\): \+37.0"),
+        ({}, "Of 7 simple", r"than 7 and worse than 0; .* rule \(0.550, .*\): \+37.0"),
         ({}, "Trained only with 2", "0.507 with 1, 0.910 with 3 and 0.902 with 4"),
-        ({}, "Control: shuffled rewards on recorded", "no gain, as"),
         (EVEN, LIVE, r"is not shown to differ from RCE: \+0.0"),
-        (EVEN, f"{LIVE} is not shown to differ from careful", r"rule \(0.675\); "),
         ({"grpo_live": 0.6}, LIVE, "is worse than RCE: -7.5"),
-        (SIMPLE, "2 of the 7", r"rule \(0.970\), by 5.0 .*model \(0.950\), by 3.0 points\.$"),
+        ({"careful_rule": 0.97, "vote": 0.95}, "Of 7", "than 5 and worse than 2; .*: -5.0"),
         ({"shuffled_live": 0.8}, CONTROL, r"\+14.0 .*an unexpected gain"),
-        ({"shuffled_live": 0.67}, CONTROL, r"\+1.0 .*but -0.5 against RCE, .*: no gain"),
-        ({"shuffled_live": 0.66}, CONTROL, r"\+0.0 .*, no gain"),
+        ({"shuffled_live": 0.67}, CONTROL, r"\+1.0 .* SFT, -0.5 .* RCE, no gain"),
         ({"hidden_live": 0.6}, HIDDEN, "SFT: .0.0 .* vanishes"),
-        ({"hidden_live": 0.7}, HIDDEN, r"SFT: \+10.0 .*with it, \+26.0: the gain shrinks"),
-        ({"hidden_live": 0.86}, HIDDEN, "does not vanish"),
+        ({"hidden_live": 0.7}, HIDDEN, r"SFT: \+10.0 .*with it, \+26.0: .* does not vanish"),
         ({"grpo_live": 0.66, "hidden_live": 0.6}, HIDDEN, "no gain that could"),
     ],
 )
