@@ -21,7 +21,8 @@ from knobwise.envs.readers.configuration_files import (
     read_configurations,
     whole_words,
 )
-from knobwise.envs.readers.long_table import Features, table_from_frame
+from knobwise.envs.readers.feature_files import Features
+from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
 KNOBS = ("max_crops", "top_k", "num_active_blocks")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
-from knobwise.envs.readers.long_table import long_frame, table_from_frame, write_features
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import long_frame, table_from_frame
 
 SMALL, LARGE = (2, 4, 12), (10, 12, 16)
 SHARES = {"total": 1, "prefill": 0.25, "decode": 0.5}

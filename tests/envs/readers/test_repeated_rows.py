@@ -73,9 +73,9 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency, such as a top_k=4, 2 times"),
-        ({"repeat": [1, 1, 0, 2]}, "`repeat`, such as a top_k=4, 2 times"),
-        ({"repeat": [None, 1, 0, None]}, "`repeat`, such as a top_k=4, 2 times"),
+        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency.* a top_k=4"),
+        ({"repeat": [1, 1, 0, 2]}, "repeat.* a top_k=4"),
+        ({"repeat": [None, 1, 0, None]}, "repeat.* a top_k=4"),
         ({"repeat": ["first", "1", "2", "3"]}, "'repeat' .*'first'"),
     ],
 )
