@@ -12,22 +12,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from joblib import Parallel, delayed
+from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import FOLDS, Fold, Rows, Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
-from knobwise.agents.predictors.regressors import (
-    FAMILIES,
-    KINDS,
-    Array,
-    Regressor,
-    Trees,
-    constant,
-)
+from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.configurations.reward import share_in_time
@@ -234,76 +229,80 @@ def fit_experts(
         families: names in `FAMILIES`.
         seed: of trees.
     """
+    # float32 to predict from, float64 to fit on
     rows = measured.rows
     blocks = {name: block[rows] for name, block in table.features.items()}
-    x = padded(normaliser(blocks, len(rows)))
-    exact = x.double().numpy()
-    # the targets of all rows, and of each fold: the centres and the filled holes must not come from
-    # held-out rows
-    targets = [Targets(table, rows, exact)]
-    for fit, _ in measured.folds:
-        targets.append(Targets(table, rows[torch.from_numpy(fit)], exact[fit]))
+    x32 = padded(normaliser(blocks, len(rows)))
+    x = x32.double().numpy()
+    # the centres and the filled holes must not come from held-out rows
+    folds = []
+    for fit, hold in measured.folds:
+        folds.append((fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+    # those of all rows, for the final fit
+    targets = Targets(table, rows, x)
+    data = _Data(measured, x, x32, targets, folds, bool(normaliser.width), seed)
     fits = itertools.count(1)
-    with progress("fitting experts", len(families) * len(targets), quiet_s=2) as tick:
-        fitted = []
-        for name in families:
-            settings = FAMILIES[name].settings if normaliser.width else ()
-
-            def done(title: str = name.replace("_", " ")) -> None:
-                tick(next(fits), title)
-
-            fitted.append(_fit(name, settings, measured, x, targets, seed, done))
-    return fitted
+    with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
+        return [
+            _fit(name, data, lambda name: tick(next(fits), name.replace("_", " ")))
+            for name in families
+        ]
 
 
-def _models(
-    name: str, x: Array, values: Array, settings: Sequence[Any], seed: int
-) -> list[Regressor]:
-    """Fit a constant and each setting of a family to values [n, o]."""
-    models: list[Regressor] = [constant(values, x.shape[1])]
-    if settings:
-        models += FAMILIES[name].fit(x, values, settings, seed)
-    return models
+class _Data(NamedTuple):
+    """The data that all families are fitted on.
 
-
-def _fit(
-    name: str,
-    settings: Sequence[Any],
-    measured: Measured,
-    x: Tensor,
-    targets: Sequence[Targets],
-    seed: int,
-    tick: Callable[[], None],
-) -> Fitted:
-    """Fit a family; `tick` is called after each fold, and at the end.
-
-    Args:
-        settings: to try; none without features.
-        x: features, float32 [n, d].
-        targets: of all rows, then of the rows that each fold is fitted on.
+    Attributes:
+        x, x32: features in float64 and float32, [n, d].
+        targets: of all rows.
+        folds: positions to fit on and to hold out, and the targets of the former.
+        informed: False if the features are only padding.
+        seed: of trees.
     """
-    # float32 to predict from, float64 to fit on
-    exact = x.double().numpy()
-    whole, *targets_of_folds = targets
 
-    def fitted(fit: Rows, known: Targets) -> list[Regressor]:
+    measured: Measured
+    x: NDArray[np.float64]
+    x32: Tensor
+    targets: Targets
+    folds: Sequence[tuple[Rows, Rows, Targets]]
+    informed: bool
+    seed: int
+
+    def fitted(
+        self,
+        name: str,
+        values: NDArray[np.float64],
+        settings: Sequence[Any],
+        fit: Any = slice(None),
+    ) -> list[Regressor]:
+        """Fit a constant and each setting of a family to values [m, o] of the rows `fit`."""
+        models: list[Regressor] = [constant(values, self.x.shape[1])]
+        if settings:
+            models += FAMILIES[name].fit(self.x[fit], values, settings, self.seed)
+        return models
+
+
+def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
+    """Fit a family; `tick` gets its name after each fold, and at the end."""
+    measured = data.measured
+    settings = FAMILIES[name].settings if data.informed else ()
+
+    def fitted(fit: Rows, _: Rows, targets: Targets) -> list[Regressor]:
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            models = _models(name, exact[fit], known.values, settings, seed)
-        return [model.rescaled(*known.units) for model in models]
+            models = data.fitted(name, targets.values, settings, fit)
+        return [model.rescaled(*targets.units) for model in models]
 
     # the constant comes first, so that it wins where nothing is better
-    held_out = torch.zeros(len(settings) + 1, *whole.values.shape)
+    held_out = torch.zeros(len(settings) + 1, *data.targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    fits, holds = zip(*measured.folds, strict=True)
-    for hold, models in zip(
-        holds, fitting(map(delayed(fitted), fits, targets_of_folds)), strict=True
-    ):
+    results = fitting(itertools.starmap(delayed(fitted), data.folds))
+    for (_, hold, _), models in zip(data.folds, results, strict=True):
         for setting, model in enumerate(models):
-            held_out[setting, hold] = model(x[hold])
+            held_out[setting, hold] = model(data.x32[hold])
         of_folds.append(models)
-        tick()
+        tick(name)
 
     def best(columns: slice, wanted: Tensor) -> tuple[Regressor, Tensor, Any, list[Regressor]]:
         """Return the setting with the smallest error out of fold for some columns of the targets:
@@ -316,10 +315,11 @@ def _fit(
         if isinstance(in_folds[0], Trees):
             regressor = Trees.averaged(in_folds)
         else:
+            block = data.targets.values[:, columns]
+            units = [unit[columns] for unit in data.targets.units]
             # on all rows; where the first is 0 there is no setting but the constant
-            block = whole.values[:, columns]
-            refitted = _models(name, exact, block, settings[first - 1 : first], seed)
-            regressor = refitted[-1].rescaled(*(unit[columns] for unit in whole.units))
+            refitted = data.fitted(name, block, settings[first - 1 : first])
+            regressor = refitted[-1].rescaled(*units)
         return regressor, held_out[first, :, columns], ("constant", *settings)[first], in_folds
 
     # the first C columns are accuracies, the others log-latencies
@@ -328,15 +328,15 @@ def _fit(
     parts = [best(slice(count), measured.accuracy), best(slice(count, None), log_latency)]
     regressors, (accuracy, latency), chosen, in_folds = zip(*parts, strict=True)
     spread = _spread(measured, accuracy, latency)
-    tick()
+    tick(name)
 
-    def expert(known: Targets, of_accuracy: Regressor, of_latency: Regressor) -> Expert:
+    def expert(targets: Targets, of_accuracy: Regressor, of_latency: Regressor) -> Expert:
         words = f"accuracy {chosen[0]}, latency {chosen[1]}"
-        return Expert(name, of_accuracy, of_latency, known.centre[0], spread, words)
+        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, words)
 
-    experts = list(map(expert, targets_of_folds, *in_folds))
+    experts = list(map(expert, [targets for *_, targets in data.folds], *in_folds))
     out_of_fold = Prediction(accuracy, latency, spread)
-    return Fitted(expert(whole, *regressors), out_of_fold, experts)
+    return Fitted(expert(data.targets, *regressors), out_of_fold, experts)
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

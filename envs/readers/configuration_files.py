@@ -84,19 +84,25 @@ def read_configurations(
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
         tick(len(ranks), "")
+    if foreign and not frames:
+        raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
     notes += _notes(folder, settings, kind, len(ranks), short)
     if foreign:
-        names = ", ".join(sorted(set(foreign)))
-        if not frames:
-            raise InputError(f"{root}: no files of {dataset!r}; all name the data set {names}")
         unread = ": not read" * (folder == root)
+        names = ", ".join(sorted(set(foreign)))
         notes.append(f"{folder}: {len(foreign)} files that name the data set {names}{unread}")
-    cells = pl.concat(frames)
+    return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
+
+
+def _checked(
+    cells: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
+) -> pl.DataFrame:
+    """Return the cells with accuracies as shares. Raises InputError for a value out of range."""
     if "accuracy" in columns:
-        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, str(folder), notes))
+        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, source, notes))
     for column in columns:
-        check_range(cells, column, column, str(folder))
-    return cells, summaries
+        check_range(cells, column, column, source)
+    return cells
 
 
 def _notes(

@@ -64,9 +64,8 @@ def read_exp5_exp6(
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
 
     Raises:
-        InputError: naming the file, if there are no files, JSON is broken, types are wrong, values
-            out of range, ids occur twice, knobs disagree with the file name, or exp5 and exp6 have
-            nothing in common.
+        InputError: naming the file, if there are no files, their JSON, types, values, ids or knobs
+            are wrong, or exp5 and exp6 have nothing in common.
     """
     one_of("latency", latency, ("total", "prefill", "decode"))
     if isinstance(dataset_name, str):
@@ -74,18 +73,13 @@ def read_exp5_exp6(
     else:
         datasets = list(dataset_name)
     notes: list[str] = []
+    columns = {"accuracy": [[accuracy]]}
     # join the two kinds of files, one data set after another
     joined = []
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
         scores, _ = read_configurations(
-            exp5_dir,
-            "exp5_accuracy",
-            dataset,
-            ["all_samples"],
-            {"accuracy": [[accuracy]]},
-            notes,
-            accuracy_unit,
+            exp5_dir, "exp5_accuracy", dataset, ["all_samples"], columns, notes, accuracy_unit
         )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         times = _broadcast(scores, times, means, broadcast_latency, notes)

@@ -43,7 +43,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from knobwise.common.checks import at_least, one_of, share
@@ -66,6 +65,17 @@ DATA_SETS = {name: SimpleNamespace(**known) for name, known in _NUMBERS["data_se
 BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
 """Accuracy lost by removing one block."""
 TOTAL_BLOCKS = len(BLOCK_LOSS)
+
+
+class Records(NamedTuple):
+    """The records of one data set."""
+
+    accuracy: Floats
+    """[n, C]."""
+    latency_ms: Floats
+    """[n, C], the time that the budget limits."""
+    features: dict[str, torch.Tensor]
+    """Float32 [n, width] each."""
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
@@ -151,8 +161,8 @@ class _Sizes(NamedTuple):
     """[n, C], the vision tokens of a record."""
 
 
-def _draw(config: SimulatedConfig, dataset: str) -> tuple[Floats, Floats, dict[str, torch.Tensor]]:
-    """Draw accuracy [n, C], the time that the budget limits [n, C], and features of a data set."""
+def _draw(config: SimulatedConfig, dataset: str) -> Records:
+    """Draw the records of one data set."""
     published = DATA_SETS[dataset]
     # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
@@ -164,14 +174,14 @@ def _draw(config: SimulatedConfig, dataset: str) -> tuple[Floats, Floats, dict[s
     vision = vision / (sizes.nominal + 1)
     prefill = _draw_prefill(sizes, z, text_effect, for_prefill)
     decode = _draw_decode(published, sizes, z, for_steps, for_lengths)
-    first_token = vision + prefill
     stages = {
         "prefill": prefill,
-        "vision_prefill": first_token,
-        "total": first_token + decode,
+        "vision_prefill": vision + prefill,
+        "total": vision + prefill + decode,
     }
     accuracy = _draw_accuracy(published, sizes, z, for_answers)
-    return accuracy, stages[config.latency], _features(config, dataset, z, for_features)
+    features = _features(config, dataset, z, for_features)
+    return Records(accuracy, stages[config.latency], features)
 
 
 def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:
@@ -318,13 +328,17 @@ def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[n
     It begins at `least` and is cut at `most`.
     """
     counts = np.arange(most - least + 1)
-
-    def chances(ratio: float) -> Floats:
-        return np.asarray(ratio**counts / (ratio**counts).sum())
-
-    # the ratio that gives the mean
-    ratio = brentq(lambda ratio: chances(ratio) @ counts + least - mean, 0, 1)
-    edges = chances(ratio).cumsum()[:-1]
+    low = 0.0
+    high = 1.0
+    # bisect for the ratio that gives the mean
+    for _ in range(60):
+        ratio = (low + high) / 2
+        chances = ratio**counts / (ratio**counts).sum()
+        if chances @ counts < mean - least:
+            low = ratio
+        else:
+            high = ratio
+    edges = chances.cumsum()[:-1]
     return lambda quantile: least + np.searchsorted(edges, quantile, side="right")
 
 
