@@ -141,11 +141,11 @@ def _broadcast(
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    found = f"{means.height} configurations have only a mean latency"
+    count = f"{means.height} configurations have only a mean latency"
     if not wanted:
-        notes.append(f"{found}: they are left out (see broadcast_latency)")
+        notes.append(f"{count}: they are left out (see broadcast_latency)")
         return times
-    notes.append(f"{found}: it is given to all their samples")
+    notes.append(f"{count}: it is given to all their samples")
     check_range(means, "latency_ms", "mean latency_ms", "")
     spread = scores.drop("file").join(means, on=KNOBS)
     return pl.concat([times, spread.select(times.columns)])
