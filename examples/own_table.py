@@ -13,7 +13,8 @@ from pathlib import Path
 
 import knobwise
 from knobwise.envs import builtin_profile
-from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import write_long_table
 
 
 def builtin_files(folder: Path) -> tuple[Path, Path]:

@@ -21,7 +21,8 @@ import knobwise
 from knobwise.__main__ import main
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
-from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.wandb_run import THROUGHPUT

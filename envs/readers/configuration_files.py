@@ -6,42 +6,35 @@ merges that lost samples are refused, not repaired.
 
 from __future__ import annotations
 
-import functools
 import gc
-import math
-import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decoded
 from knobwise.common.progress import progress
-from knobwise.envs.readers.frames import PERCENT, as_share
+from knobwise.envs.readers.frames import as_share, check_range
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
 """Keys of a row that hold names; they may also stand in the row's `metadata`."""
 
+SETTING = (
+    r"_crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)(_rank\d+)?\.json"
+)
+"""How file names end: with the configuration."""
+
+KNOBS = ("max_crops", "top_k", "num_active_blocks")
 Record = dict[str, Any]
-
-
-class _Files(NamedTuple):
-    """The files of one data set."""
-
-    folder: Path
-    """The folder that holds them, or the file itself."""
-    matches: Mapping[Path, re.Match[str] | None]
-    """The match of each file's name; None for the file of a whole run."""
 
 
 def read_configurations(
     directory: str | Path,
     kind: str,
-    pattern: re.Pattern[str],
     dataset: str,
     keys: Sequence[str],
     columns: Mapping[str, Sequence[Sequence[str]]],
@@ -54,7 +47,6 @@ def read_configurations(
         directory: a folder, or a single file. The file of a whole run is read where there are none
             of single configurations.
         kind: how file names begin; empty for core_exp files.
-        pattern: file names, with a group for each knob.
         dataset: name of the data set.
         keys: rows are under the first of these that a file has.
         columns: for each column the values of a row that it sums, each with its spellings.
@@ -65,11 +57,9 @@ def read_configurations(
         The cells (`WORDS`, `repeat`, columns, knobs, file) and the summaries, with knobs and file.
     """
     root = Path(directory)
-    files = _find_files(root, kind, pattern, dataset)
-    folder, matches = files
+    folder, settings = _find_files(root, kind, dataset)
     # a merged file replaces the files of its ranks
-    ranks = _by_merge(matches)
-    knobs = [knob for knob in pattern.groupindex if knob != "rank"]
+    ranks = _by_merge(settings)
     foreign = []
     short = 0
     frames: list[pl.DataFrame] = []
@@ -77,10 +67,8 @@ def read_configurations(
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
-            # knobs in the file name hold for all rows of the file
-            setting = _setting(matches[path], knobs)
+            setting = settings[path]
             content, rows = _load(path, setting, keys)
-            summary = content["summary"]
             named = content["config"].get("dataset_name")
             if isinstance(named, str) and named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
@@ -89,73 +77,52 @@ def read_configurations(
                     continue
             sizes = [len(_load(part, setting, keys)[1]) for part in parts if part != path]
             _check_merge(path, len(rows), sizes)
-            short += _num_samples(content) > len(rows) > 0
-            if not matches[path]:
-                rows = _with_knobs(path, summary, rows, knobs, notes)
-            summaries += [record | setting | {"file": str(path)} for record in summary]
-            frames.append(_rows_frame(path, knobs, setting, rows, columns))
+            counts = [record.get("num_samples") for record in (*content["summary"], content)]
+            short += sum(n for n in counts if isinstance(n, int)) > len(rows) > 0
+            if not setting:
+                rows = _with_knobs(path, content["summary"], rows, notes)
+            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
+            frames.append(_rows_frame(path, setting, rows, columns))
         tick(len(ranks), "")
-    notes += _skipped_files(files, kind, len(ranks), short)
-    notes += _foreign_files(foreign, root, folder, dataset, len(ranks))
+    if foreign and not frames:
+        raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
+    notes += _notes(folder, settings, kind, len(ranks), short)
+    if foreign:
+        unread = ": not read" * (folder == root)
+        names = ", ".join(sorted(set(foreign)))
+        notes.append(f"{folder}: {len(foreign)} files that name the data set {names}{unread}")
     return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
 
 
-def _setting(match: re.Match[str] | None, knobs: Sequence[str]) -> Record:
-    """Return the knob values in the name of a file; none for the file of a whole run."""
-    if not match:
-        return {}
-    return {knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs}
-
-
-def _num_samples(content: Record) -> int:
-    """Return how many samples a file and its summaries promise together."""
-    counts = [record.get("num_samples") for record in (*content["summary"], content)]
-    return sum(count for count in counts if isinstance(count, int))
-
-
 def _checked(
-    frame: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
+    cells: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
 ) -> pl.DataFrame:
     """Return the cells with accuracies as shares. Raises InputError for a value out of range."""
     if "accuracy" in columns:
-        frame = frame.with_columns(as_share(frame["accuracy"], accuracy_unit, source, notes))
+        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, source, notes))
     for column in columns:
-        frame = in_range(frame, column)
-    return frame
+        check_range(cells, column, column, source)
+    return cells
 
 
-def _skipped_files(files: _Files, kind: str, num_read: int, num_short: int) -> list[str]:
+def _notes(
+    folder: Path, settings: Collection[Path], kind: str, num_read: int, num_short: int
+) -> list[str]:
     """Return notes on files that were not read, and on files that are short."""
-    folder, matches = files
-    num_unread = 0
-    for path in folder.glob("*.json"):
-        if path not in matches and not path.stem.endswith("_results"):
-            # files of the other kind may be in the same folder
-            num_unread += path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_"))
+    # files of the other kind may be in the same folder
+    others = tuple({"exp5_", "exp6_"} - {kind[:5]})
+    num_unread = sum(
+        path not in settings
+        and not path.stem.endswith("_results")
+        and not path.name.startswith(others)
+        for path in folder.glob("*.json")
+    )
     skipped = {
-        "rank files not read, since files merged from them are there": len(matches) - num_read,
+        "rank files not read, since files merged from them are there": len(settings) - num_read,
         "JSON files not read, since their names do not fit": num_unread,
         "files with fewer rows than num_samples in their summary": num_short,
     }
     return [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
-
-
-def _foreign_files(
-    foreign: list[str], root: Path, folder: Path, dataset: str, num_files: int
-) -> list[str]:
-    """Return a note on files that name another data set, if there are any.
-
-    They are read only in a folder of this data set. Raises InputError if no others are left.
-    """
-    names = ", ".join(sorted(set(foreign)))
-    if len(foreign) == num_files and folder == root:
-        raise InputError(
-            f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}"
-        )
-    if not foreign:
-        return []
-    unread = ": not read" * (folder == root)
-    return [f"{folder}: {len(foreign)} files that name the data set {names}{unread}"]
 
 
 def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
@@ -179,13 +146,19 @@ def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
         )
 
 
-def _find_files(root: Path, kind: str, pattern: re.Pattern[str], dataset: str) -> _Files:
+def _find_files(root: Path, kind: str, dataset: str) -> tuple[Path, dict[Path, Record]]:
     """Find the files of a data set, in `root`, in a folder of it, or `root` itself.
 
-    Raises InputError if there are none.
+    Returns:
+        The folder that holds them, or the file itself; and the knobs in the name of each file,
+        none for the file of a whole run. Raises InputError if there are no files.
     """
+    begin = f"{kind}(_results)?"
+    if not kind:
+        begin = rf"{re.escape(dataset).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)"
+    pattern = re.compile(begin + SETTING)
     if kind and root.is_file():
-        return _Files(root, {root: pattern.fullmatch(root.name)})
+        return root, {root: _setting(pattern.fullmatch(root.name))}
     if not root.is_dir():
         raise InputError(f"{root}: no such directory")
     dashed = dataset.replace("_", "-")
@@ -195,16 +168,23 @@ def _find_files(root: Path, kind: str, pattern: re.Pattern[str], dataset: str) -
     for folder in folders:
         paths = sorted(folder.glob("*.json"))
         if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
-            return _Files(folder, matches)
+            return folder, {path: _setting(match) for path, match in matches.items()}
         if kind and (whole := folder / f"{kind}_results.json") in paths:
-            return _Files(folder, {whole: None})
+            return folder, {whole: {}}
     content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
     raise InputError(
-        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder "
-        f"{folders[0].name} or {dataset} nor in the directory itself. File names look like "
-        f"{example}; the directory holds: {content}"
+        f"{root}: no {kind or 'core_exp'} files of {dataset!r} such as {example}, here or in a "
+        f"folder {folders[0].name} or {dataset}; the directory holds: {content}"
     )
+
+
+def _setting(match: re.Match[str] | None) -> Record:
+    """Return the knob values in the name of a file; none for the file of a whole run."""
+    if not match:
+        return {}
+    values = match.groupdict().items()
+    return {knob: int(value) if value.isdecimal() else value for knob, value in values}
 
 
 def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, list[Record]]:
@@ -224,22 +204,19 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
             f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a "
             f"{type(content).__name__}"
         )
-    content["summary"] = content.get("summary") or []
+    summary = content["summary"] = content.get("summary") or []
     content["config"] = content.get("config") or {}
     # rows may stand under several names, or be missing beside a summary
     key = next((key for key in keys if key in content), "")
-    if not key and not content["summary"]:
+    if not key and not summary:
         raise InputError(f"{path}: has none of {', '.join(keys)}; it has {', '.join(content)}")
     rows = content.get(key, [])
-    for what, records in (
-        (key, rows),
-        ("summary", content["summary"]),
-        ("config", [content["config"]]),
-    ):
+    if not isinstance(content["config"], dict):
+        raise InputError(f"{path}: config must be an object")
+    for what, records in ((key, rows), ("summary", summary), ("the file", [content])):
         if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
             raise InputError(f"{path}: {what} must hold objects")
-    # every place that names a knob must agree with the file name
-    for what, records in ((key, rows), ("summary", content["summary"]), ("the file", [content])):
+        # every place that names a knob must agree with the file name
         for knob, value in setting.items():
             if wrong := [record[knob] for record in records if record.get(knob, value) != value]:
                 raise InputError(
@@ -250,31 +227,29 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
 
 
 def _with_knobs(
-    path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
+    path: Path, summary: list[Record], rows: list[Record], notes: list[str]
 ) -> list[Record]:
     """Return the rows of a whole run with the values of all knobs.
 
     Raises InputError if a row or a summary lacks one.
     """
-    if rows and not any(row.keys() & {*knobs} for row in rows):
-        rows = _in_order(path, summary, rows, knobs)
+    if rows and not any(row.keys() & {*KNOBS} for row in rows):
+        rows = _in_order(path, summary, rows)
         notes.append(
             f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} "
             "summaries"
         )
     for record in (*summary, *rows):
-        values = tuple(record.get(knob) for knob in knobs)
+        values = [record.get(knob) for knob in KNOBS]
         if not all(type(value) is int and value >= 0 for value in values):
-            named = ", ".join(knobs)
             raise InputError(
-                f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0"
+                f"{path}: a row or summary has {values} for {', '.join(KNOBS)}; all must be whole "
+                "numbers ≥ 0"
             )
     return rows
 
 
-def _in_order(
-    path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]
-) -> list[Record]:
+def _in_order(path: Path, summary: list[Record], rows: list[Record]) -> list[Record]:
     """Return the rows with the knobs of their summaries, taken in order.
 
     The first `num_samples` rows belong to the first summary, and so on. Raises InputError if the
@@ -286,7 +261,7 @@ def _in_order(
     named: list[Record] = []
     for record, count in zip(summary, counts, strict=True):
         part = rows[len(named) : len(named) + count]
-        setting = {knob: record.get(knob) for knob in knobs}
+        setting = {knob: record.get(knob) for knob in KNOBS}
         named += [row | setting for row in part]
         # the mean score of the rows must be the accuracy of their summary
         accuracy: Any = record.get("accuracy")
@@ -295,9 +270,9 @@ def _in_order(
             fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
     if not fits:
         raise InputError(
-            f"{path}: its {len(rows)} rows do not name {', '.join(knobs)}, and num_samples or the "
-            f"accuracies of its {len(summary)} summaries do not fit their order. Give a folder "
-            "with a file for each configuration, or add the knobs to every row"
+            f"{path}: its rows do not name {', '.join(KNOBS)}, and do not fit num_samples and "
+            "accuracy of its summaries. Add the knobs to every row, or give a file for each "
+            "configuration"
         )
     return named
 
@@ -314,7 +289,6 @@ def _decoded(text: bytes) -> Any:
 
 def _rows_frame(
     path: Path,
-    knobs: Sequence[str],
     setting: Record,
     rows: list[Record],
     columns: Mapping[str, Sequence[Sequence[str]]],
@@ -323,8 +297,8 @@ def _rows_frame(
     values = {key: _row_names(path, rows, key) for key in (*WORDS, "repeat")}
     for column, terms in columns.items():
         summands = [_row_numbers(path, rows, spellings) for spellings in terms]
-        values[column] = functools.reduce(operator.add, summands)
-    for knob in knobs:
+        values[column] = sum(summands[1:], start=summands[0])
+    for knob in setting or KNOBS:
         kind = pl.String if knob == "tier" else pl.Int64
         values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
     return pl.DataFrame(values).with_columns(file=pl.lit(str(path)))
@@ -340,28 +314,22 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
     Raises InputError if one is neither a text nor a whole number that is exact.
     """
     names = [row.get(key) for row in rows]
-    kinds = set(map(type, names))
     # if no row has the key, it may stand in the rows' metadata
-    if kinds <= {type(None)} and not _occurs(key, rows):
+    if not _occurs(key, rows):
         names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-        kinds = set(map(type, names))
+    kinds = set(map(type, names))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    if any(isinstance(value, float) and not math.isfinite(value) for value in names):
-        raise InputError(
-            f"{path}: {key} is NaN in a row, or infinite; give every row a whole number or a text"
-        )
-    # the id 7.0 is 7
     if float in kinds:
-        names = [
-            int(value) if isinstance(value, float) and value.is_integer() else value
-            for value in names
-        ]
-        whole = [value for value in names if isinstance(value, int)]
-        if wrong := [value for value in whole if not -(1 << 63) <= value < 1 << 64]:
+        floats = [name for name in names if isinstance(name, float)]
+        if wrong := [name for name in floats if not abs(name) < 1 << 63]:
             raise InputError(
-                f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text"
+                f"{path}: {key} {wrong[0]} is NaN or infinite, or too large to be exact; give "
+                "every row a whole number or a text"
             )
+        # the id 7.0 is 7
+        whole = {name: int(name) for name in floats if name.is_integer()}
+        names = [whole.get(name, name) for name in names]
     return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
 
 
@@ -384,26 +352,6 @@ def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl
         return pl.Series(values, dtype=pl.Float64)
     except (TypeError, OverflowError):
         raise InputError(f"{path}: {key} must be a number in every row") from None
-
-
-def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Return the frame. Raises InputError if a value is NaN or negative, or an accuracy above 1."""
-    # times need only be finite
-    least = 0.0
-    most = 3.4e38
-    hint = ""
-    if column == "accuracy":
-        least = -1e-6
-        most = 1
-        hint = PERCENT
-    bad = frame.filter(pl.col(column).is_between(least, most + 1e-6).not_())
-    if bad.height:
-        raise InputError(
-            f"{bad['file'][0]}: {column} must be between 0 and {most:g}, is {bad[column][0]}{hint}"
-            f"; {bad.height} such values in {bad['file'].n_unique()} files. Measure again or "
-            "remove those rows"
-        )
-    return frame
 
 
 def keyed(

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
+from polars.selectors import by_name, starts_with
 
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.readers.configuration_files import (
     IDS,
+    KNOBS,
     WORDS,
-    in_range,
     keyed,
     read_configurations,
     whole_words,
 )
-from knobwise.envs.readers.long_table import Features, table_from_frame
+from knobwise.envs.readers.feature_files import Features
+from knobwise.envs.readers.frames import check_range
+from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
-KNOBS = ("max_crops", "top_k", "num_active_blocks")
-SETTING = (
-    r"crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)"
-    r"(?P<rank>_rank\d+)?\.json"
-)
-"""The part of file names that tells the configuration."""
 CORE_STAGES = {
     "total": ["T_total"],
     "prefill": ["T_LLM_prefill"],
@@ -68,9 +64,8 @@ def read_exp5_exp6(
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
 
     Raises:
-        InputError: naming the file, if there are no files, JSON is broken, types are wrong, values
-            out of range, ids occur twice, knobs disagree with the file name, or exp5 and exp6 have
-            nothing in common.
+        InputError: naming the file, if there are no files, their JSON, types, values, ids or knobs
+            are wrong, or exp5 and exp6 have nothing in common.
     """
     one_of("latency", latency, ("total", "prefill", "decode"))
     if isinstance(dataset_name, str):
@@ -78,11 +73,14 @@ def read_exp5_exp6(
     else:
         datasets = list(dataset_name)
     notes: list[str] = []
+    columns = {"accuracy": [[accuracy]]}
     # join the two kinds of files, one data set after another
     joined = []
     for dataset in datasets:
         times, means = _read_exp6(exp6_dir, dataset, latency, notes)
-        scores = _read_exp5(exp5_dir, dataset, accuracy, accuracy_unit, notes)
+        scores, _ = read_configurations(
+            exp5_dir, "exp5_accuracy", dataset, ["all_samples"], columns, notes, accuracy_unit
+        )
         scores, times = keyed([scores, times], KNOBS, dataset, notes)
         times = _broadcast(scores, times, means, broadcast_latency, notes)
         cells = _join(scores, times, dataset, notes)
@@ -99,19 +97,6 @@ def read_exp5_exp6(
     )
 
 
-def _read_exp5(
-    directory: str | Path, dataset: str, accuracy: str, accuracy_unit: str, notes: list[str]
-) -> pl.DataFrame:
-    """Return one row per score: ids, knobs, accuracy, file."""
-    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
-    columns = {"accuracy": [(accuracy,)]}
-    keys = ["all_samples"]
-    scores, _ = read_configurations(
-        directory, "exp5_accuracy", pattern, dataset, keys, columns, notes, accuracy_unit
-    )
-    return scores
-
-
 def _read_exp6(
     directory: str | Path, dataset: str, stage: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -120,12 +105,9 @@ def _read_exp6(
     Rows of times have ids, knobs, `latency_ms` and file; rows of means have knobs, mean, weight
     and file.
     """
-    pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
     columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
-    times, summaries = read_configurations(
-        directory, "exp6_latency", pattern, dataset, keys, columns, notes
-    )
+    times, summaries = read_configurations(directory, "exp6_latency", dataset, keys, columns, notes)
     # mean times, for configurations without rows
     means = []
     for record in summaries:
@@ -136,17 +118,13 @@ def _read_exp6(
         ]
         values = [value.get("mean") if isinstance(value, dict) else value for value in written]
         mean = next((float(m) for m in values if isinstance(m, int | float)), None)
-        if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62:
-            weight = n
-        else:
-            weight = 1
+        weight = 1
+        if isinstance(n := record.get("num_samples"), int):
+            weight = max(n, 1)
         setting = {key: record[key] for key in (*KNOBS, "file")}
         means.append({**setting, "mean": mean, "weight": weight})
-    schema = dict.fromkeys(KNOBS, pl.Int64) | {
-        "mean": pl.Float64,
-        "weight": pl.Int64,
-        "file": pl.String,
-    }
+    numbers = dict.fromkeys(("mean", "weight"), pl.Float64)
+    schema = dict.fromkeys(KNOBS, pl.Int64) | numbers | {"file": pl.String}
     return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")
 
 
@@ -163,14 +141,13 @@ def _broadcast(
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    if wanted:
-        use = "it is given to all their samples"
-    else:
-        use = "they are left out (see broadcast_latency)"
-    notes.append(f"{means.height} configurations have only a mean latency: {use}")
+    count = f"{means.height} configurations have only a mean latency"
     if not wanted:
+        notes.append(f"{count}: they are left out (see broadcast_latency)")
         return times
-    spread = scores.drop("file").join(in_range(means, "latency_ms"), on=KNOBS)
+    notes.append(f"{count}: it is given to all their samples")
+    check_range(means, "latency_ms", "mean latency_ms", "")
+    spread = scores.drop("file").join(means, on=KNOBS)
     return pl.concat([times, spread.select(times.columns)])
 
 
@@ -251,11 +228,9 @@ def _contents(
     """Return the contents of the accuracy file and of the latency file of one configuration."""
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in cells.columns]
     tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
-    exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
-    exp6_keys = [*IDS, *KNOBS, "repeat", *(f"T_{stage}_ms" for stage in stages), *tokens]
-    exp6_keys.append("accuracy")
-    exp5 = [key for key in exp5_keys if key in cells.columns]
-    exp6 = [key for key in exp6_keys if key in cells.columns]
+    exp5 = by_name(*WORDS, "score", "soft_score", "pred", "answers", require_all=False)
+    exp6 = by_name(*IDS, *KNOBS, "repeat", "accuracy", *tokens, require_all=False)
+    exp6 |= starts_with("T_")
     # an accuracy file has one row per sample, with its mean score
     samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
     samples = samples.unique("sample_id", keep="first", maintain_order=True)
@@ -299,14 +274,13 @@ def _to_write(
                 f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}"
             )
     try:
-        config = {
-            **json.loads(json.dumps(metadata or {}, allow_nan=False)),
-            "dataset_name": dataset_name,
-        }
+        json.dumps(metadata, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
     frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
-    return frame.with_columns(pl.selectors.float().fill_nan(None)), config  # JSON has no NaN
+    # JSON has no NaN
+    frame = frame.with_columns(pl.selectors.float().fill_nan(None))
+    return frame, {**(metadata or {}), "dataset_name": dataset_name}
 
 
 def _spread(times: pl.Series) -> dict[str, Any]:
@@ -332,15 +306,12 @@ def read_core_exp(
     """
     one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
-    pattern = re.compile(
-        rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}"
-    )
     columns = {
-        "accuracy": [("accuracy",)],
-        "latency_ms": [(stage,) for stage in CORE_STAGES[latency]],
+        "accuracy": [["accuracy"]],
+        "latency_ms": [[stage] for stage in CORE_STAGES[latency]],
     }
     cells, _ = read_configurations(
-        directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
+        directory, "", dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
     )
     return table_from_frame(
         whole_words(keyed([cells], CORE_KNOBS, dataset_name, notes)[0]),

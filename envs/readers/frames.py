@@ -159,6 +159,32 @@ def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> p
     return accuracy / 100
 
 
+def check_range(rows: pl.DataFrame, column: str, name: str, source: str) -> None:
+    """Raise InputError, with the first of them, for accuracies out of range or impossible times.
+
+    Args:
+        rows: `sample_id`, optionally `dataset` and the `file` that a row is from, and the column.
+        column: `accuracy`, or any time; null is none.
+        name: of the column in its file.
+        source: of rows without `file`.
+    """
+    if column == "accuracy":
+        valid = pl.col(column).is_between(-1e-6, 1 + 1e-6)
+        fault = f"outside [0, 1]{PERCENT}"
+    else:
+        valid = pl.col(column).is_between(0, 3.4e38)
+        fault = "negative, NaN or infinite"
+    bad = rows.filter(~valid)
+    if bad.is_empty():
+        return
+    first = bad.row(0, named=True)
+    at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
+    raise InputError(
+        f"{first.get('file', source)}: {bad.height} rows with {name} {fault}, the first at {at}. "
+        "Fix or remove them"
+    )
+
+
 def name_column(series: pl.Series, source: str) -> pl.Series:
     """Return the column as text; the float 7.0 is the id 7.
 

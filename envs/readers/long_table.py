@@ -10,26 +10,20 @@ and all readers end in `table_from_frame`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_files import Features as Features
-from knobwise.envs.readers.feature_files import attach_features as attach_features
-from knobwise.envs.readers.feature_files import features_from
-from knobwise.envs.readers.feature_files import read_features as read_features
-from knobwise.envs.readers.feature_files import write_features as write_features
+from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
     KEYS,
-    PERCENT,
     as_share,
+    check_range,
     knob_column,
     name_column,
     number_column,
@@ -68,40 +62,11 @@ WORD_COLUMNS = {
 }
 """Fields of a `ProfileTable` with a name for each sample, and the columns that hold them."""
 PARTS = {
-    "train": "train",
-    "training": "train",
+    **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
-PARTS |= {"test": "test", "testing": "test"}
 """Spellings in the column `split`, and the parts they stand for."""
-
-
-class _Rows(NamedTuple):
-    """The profiled rows of a long table."""
-
-    frame: pl.DataFrame
-    """All columns as they were read."""
-    keys: pl.DataFrame
-    """`dataset`, if there is one, and `sample_id`, as text."""
-    measured: pl.DataFrame
-    """Accuracy, latency, `repeat` (null without such a column), `first_look` (0 without one)."""
-    source: str
-    """The name of the table in error messages."""
-    notes: list[str]
-    """What was noticed while reading; it grows."""
-
-
-class _Cells(NamedTuple):
-    """Measurements, and the cell of the dense table that each belongs to."""
-
-    measured: pl.DataFrame
-    """One row per measurement; if some cell has several, sorted by cell."""
-    cell: np.ndarray
-    """int64 [rows]: the number of each row's cell, counted sample by sample."""
-    times: np.ndarray
-    """int64 [N·C]: the number of measurements of each cell."""
-    shape: tuple[int, int]
-    """(N, C)."""
 
 
 def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
@@ -193,70 +158,80 @@ def table_from_frame(
             features do not fit.
     """
     notes = list(notes)
+    source = source or name
     if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
         accuracy = "score"
-    rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, source or name, notes)
+    frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, source, notes)
     columns = knobs
     if columns is None:
-        columns = _find_knobs(rows, {accuracy, latency})
-    _check_knobs(rows, columns, {*rows.keys.columns, accuracy, latency, "repeat"})
-    table = _dense_table(rows, columns, knobs is None, name=name, unit=unit)
+        columns = _find_knobs(frame, rows, {accuracy, latency}, source, notes)
+    other = {"dataset", "sample_id", "repeat", accuracy, latency}
+    wrong = [k for k in columns if k not in frame.columns or k in other]
+    if wrong or not columns:
+        raise InputError(
+            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
+            f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
+            "configurations in one column"
+        )
+    fields = _dense_fields(frame, rows, columns, source, notes)
+    table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if features is None:
         return table
     return attach_features(table, features)
 
 
-def _dense_table(
-    rows: _Rows, columns: Sequence[str], guessed: bool, *, name: str, unit: str
-) -> ProfileTable:
-    """Return the table with these columns as knobs, which may have been guessed."""
-    frame, keys, measured, source, notes = rows
+def _dense_fields(
+    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], source: str, notes: list[str]
+) -> dict[str, Any]:
+    """Return the fields of the `ProfileTable` with these columns as knobs.
+
+    `frame` and `rows` are what `_profiled_rows` returns.
+    """
     # each knob is coded by the index of its value
     knobs, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
+    keys = _keys(rows)
     samples = _samples(frame.drop(columns), keys, source)
-    if guessed:
-        _refuse_measurement(knobs, len(configurations), len(frame), source)
+    shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
-    cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
-    times = np.bincount(cell, minlength=len(samples) * len(configurations))
+    cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
+    times = np.bincount(cell, minlength=shape[0] * shape[1])
+    repetition = np.zeros_like(cell)
     if times.max() > 1:
-        measured = measured.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
-        cell = measured["cell"].to_numpy()
-        _refuse_repeated(measured, samples, configurations, knobs, source)
-        _note_repeated(measured, times, notes)
-    cells = _Cells(measured, cell, times, (len(samples), len(configurations)))
-    # from rows to the dense table
-    accuracy, latency_ms, repeats_ms = _place_cells(cells)
-    sample_names = _names(samples, notes)
-    table = ProfileTable(
-        name=name,
-        knobs=knobs,
-        configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        accuracy=accuracy,
-        latency_ms=latency_ms,
-        mask=~accuracy.isnan(),
-        notes=tuple(notes),
-        unit=unit,
-        repeats_ms=repeats_ms,
-        **sample_names,
-    )
-    return _with_first_look(table, cells)
+        rows = rows.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
+        # the distance of each row from the first of its cell
+        cell = rows["cell"].to_numpy()
+        repetition = np.arange(cell.size) - (times.cumsum() - times)[cell]
+        _refuse_copies(rows, samples, configurations, knobs, source)
+        _note_repeated(rows, times, notes)
+    # from rows to cells
+    repeats = np.full((times.size, times.max()), np.nan, np.float32)
+    repeats[cell, repetition] = rows["latency"].clip(0)
+    repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
+    accuracy = _means(rows["accuracy"].clip(0, 1), cell, times).view(shape)
+    fields: dict[str, Any] = {
+        "knobs": knobs,
+        "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
+        "accuracy": accuracy,
+        "latency_ms": median_of(repeats_ms),
+        "mask": ~accuracy.isnan(),
+        **_names(samples, notes),
+    }
+    first_look_ms = _means(rows["first_look"], cell, times).view(shape).nan_to_num(0.0)
+    if first_look_ms.any():
+        fields["first_look_ms"] = first_look_ms
+        fields["latency_ms"] = fields["latency_ms"] + first_look_ms
+        repeats_ms = repeats_ms + first_look_ms.unsqueeze(-1)
+    if times.max() > 1:
+        fields["repeats_ms"] = repeats_ms
+    return fields
 
 
-def _refuse_measurement(knobs: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
-    """Raise InputError if a column that was taken as a knob must be a measurement.
-
-    There are then nearly as many configurations as rows.
-    """
-    if configurations <= 50 or 2 * configurations <= rows:
-        return
-    sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in knobs)
-    raise InputError(
-        f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob "
-        f"must be a measurement: {sizes}. Name the knobs with knobs="
-    )
+def _means(values: pl.Series, cell: np.ndarray, times: np.ndarray) -> torch.Tensor:
+    """Return the mean of each cell's values, float32, NaN where there are none."""
+    means = np.bincount(cell, values, times.size) / np.where(times, times, np.nan)
+    return torch.from_numpy(means).float()
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
@@ -301,8 +276,14 @@ def _profiled_rows(
     latency: str,
     source: str,
     notes: list[str],
-) -> _Rows:
-    """Return the rows that have an accuracy and a latency, or raise InputError."""
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the rows that have an accuracy and a latency, or raise InputError.
+
+    Returns:
+        All columns of these rows as they were read; and their ids as text (`dataset`, if there is
+        one, and `sample_id`), accuracy, latency, `repeat` (null without such a column), and
+        `first_look` (0 without one).
+    """
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are "
@@ -312,10 +293,16 @@ def _profiled_rows(
         )
     # every measurement as a number
     shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
-    latencies = number_column(frame[latency], source, False)
-    measured = pl.DataFrame({"accuracy": shares, "latency": latencies}).with_columns(
-        _optional_measurements(frame, latency, source)
-    )
+    measured = pl.DataFrame(
+        {"accuracy": shares, "latency": number_column(frame[latency], source, False)}
+    ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0))
+    if "repeat" in frame.columns and not frame["repeat"].is_null().all():
+        repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
+        measured = measured.with_columns(repeat=repeat)
+    # a first look is a time, so it cannot be added to another cost
+    if latency == "latency_ms" and "first_look_ms" in frame.columns:
+        first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0)
+        measured = measured.with_columns(first_look=first_look)
     # a row that lacks one of the two says nothing
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
@@ -324,83 +311,26 @@ def _profiled_rows(
         measured = measured.filter(profiled)
     if frame.is_empty():
         raise InputError(f"{source}: no row with both {accuracy} and {latency}")
-    keys = pl.DataFrame(
-        [name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns]
-    )
-    rows = _Rows(frame, keys, measured, source, notes)
-    _check_ranges(rows, accuracy, latency)
-    return rows
+    ids = [name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns]
+    rows = measured.with_columns(ids)
+    check_range(rows, "accuracy", accuracy, source)
+    check_range(rows, "latency", latency, source)
+    check_range(rows, "first_look", "first_look_ms", source)
+    return frame, rows
 
 
-def _optional_measurements(
-    frame: pl.DataFrame, latency: str, source: str
-) -> list[pl.Series | pl.Expr]:
-    """Return `repeat` and `first_look` of each row."""
-    repeat: pl.Series | pl.Expr = pl.lit(None, pl.Float64)
-    if "repeat" in frame.columns and not frame["repeat"].is_null().all():
-        repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
-    first_look: pl.Series | pl.Expr = pl.lit(0.0)
-    # a first look is a time, so it cannot be added to another cost
-    if latency == "latency_ms" and "first_look_ms" in frame.columns:
-        first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0)
-    return [repeat.alias("repeat"), first_look.alias("first_look")]
+def _keys(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
+    return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
 
 
-def _check_ranges(rows: _Rows, accuracy: str, latency: str) -> None:
-    """Raise InputError if a measurement is out of its range."""
-    shares = rows.measured["accuracy"].is_between(-1e-6, 1 + 1e-6)
-    _refuse(shares.not_(), f"{accuracy} outside [0, 1]{PERCENT}", rows)
-    for column, name in (("latency", latency), ("first_look", "first_look_ms")):
-        times = rows.measured[column].is_between(0, 3e38)
-        _refuse(times.not_(), f"{name} negative, NaN or infinite", rows)
+def _as_above(*columns: str) -> pl.Expr:
+    """Return whether a row has the same values in these columns as the row above it."""
+    return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
 
 
-def _place_cells(cells: _Cells) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return mean accuracy and median latency of each cell, and all its latencies.
-
-    Returns:
-        float32 [N, C], [N, C] and [N, C, R], NaN where not measured; None instead of the last if no
-        cell was measured repeatedly.
-    """
-    measured, cell, times, shape = cells
-    if times.max() == 1:
-        dense = np.full((2, times.size), np.nan, np.float32)
-        dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
-        accuracy, latency_ms = torch.from_numpy(dense).view(2, *shape).unbind()
-        return accuracy, latency_ms, None
-    # the mean accuracy of each cell
-    total = np.bincount(cell, measured["accuracy"].clip(0, 1), times.size)
-    mean = np.full(times.size, np.nan)
-    np.divide(total, times, out=mean, where=times > 0)
-    # rows are sorted by cell, so a row's repetition is its distance from the cell's first row
-    repetition = np.arange(cell.size) - (times.cumsum() - times)[cell]
-    repeats = np.full((times.size, times.max()), np.nan, np.float32)
-    repeats[cell, repetition] = measured["latency"].clip(0)
-    repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
-    accuracy = torch.from_numpy(mean.astype(np.float32)).view(shape)
-    return accuracy, median_of(repeats_ms), repeats_ms
-
-
-def _with_first_look(table: ProfileTable, cells: _Cells) -> ProfileTable:
-    """Return the table with the mean first look of each cell added to its times; 0 adds nothing."""
-    measured, cell, times, shape = cells
-    total = np.bincount(cell, measured["first_look"], times.size)
-    first_look_ms = torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
-    if not first_look_ms.any():
-        return table
-    repeats_ms = table.repeats_ms
-    if repeats_ms is not None:
-        repeats_ms = repeats_ms + first_look_ms.unsqueeze(-1)
-    return replace(
-        table,
-        latency_ms=table.latency_ms + first_look_ms,
-        repeats_ms=repeats_ms,
-        first_look_ms=first_look_ms,
-    )
-
-
-def _refuse_repeated(
-    measured: pl.DataFrame,
+def _refuse_copies(
+    rows: pl.DataFrame,
     samples: pl.DataFrame,
     configurations: pl.DataFrame,
     knobs: Sequence[Knob],
@@ -410,83 +340,53 @@ def _refuse_repeated(
 
     `repeat` tells them apart, or without it accuracy and latency do.
     """
-    numbered = measured["repeat"].null_count() == 0
-    if numbered:
-        keys = ["cell", "repeat"]
-        alike = "with the same `repeat`"
+    if rows["repeat"].null_count():
+        keys = ["latency", "accuracy"]
     else:
-        keys = ["cell", "latency", "accuracy"]
-        alike = "with the same accuracy and latency"
-    if not _as_above(measured, keys).any():
+        keys = ["repeat"]
+    copies = rows.filter(_as_above("cell", *keys))["cell"]
+    if copies.is_empty():
         return
-    # name the pair that occurs most often
-    same = (
-        measured.group_by(keys)
-        .len()
-        .filter(pl.col("len") > 1)
-        .sort("len", "cell", descending=[True, False])
-    )
-    sample, configuration = divmod(same["cell"][0], len(configurations))
+    sample, configuration = divmod(copies[0], len(configurations))
     codes = configurations.row(configuration)
     setting = [f"{k.name}={k.values[v]}" for k, v in zip(knobs, codes, strict=True)]
-    pair = " ".join([str(samples["sample_id"][sample]), *setting])
+    pair = " ".join([samples["sample_id"][sample], *setting])
     raise InputError(
-        f"{source}: {same['cell'].n_unique()} (sample, configuration) pairs occur more than once "
-        f"{alike}, such as {pair}, {same['len'][0]} times. Remove the copies; or number the "
+        f"{source}: {copies.n_unique()} (sample, configuration) pairs occur more than once with "
+        f"the same {' and '.join(keys)}, such as {pair}. Remove the copies; or number the "
         "measurements of each pair in a column `repeat`. Ids must be unique inside a data set (do "
         "they restart in every batch or on every rank?), and every knob needs a column"
     )
 
 
-def _as_above(rows: pl.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """Return True for each row with the same values in these columns as the row above it.
-
-    Returns: bool [n].
-    """
-    same = np.ones(len(rows) - 1, dtype=bool)
-    for column in columns:
-        values = rows[column].to_numpy()
-        same &= values[1:] == values[:-1]
-    return np.append(False, same)
-
-
-def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
+def _note_repeated(rows: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
     """Note how many cells were measured repeatedly without numbers, or differ in accuracy."""
-    if measured["repeat"].null_count():
+    if rows["repeat"].null_count():
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
             "measurements"
         )
-    differ = _as_above(measured, ["cell"]) & ~_as_above(measured, ["accuracy"])
-    if differ.any():
-        count = len(np.unique(measured["cell"].to_numpy()[differ]))
-        notes.append(f"{count} cells differ in accuracy between measurements: the mean is used")
+    differ = rows.filter(_as_above("cell"), ~_as_above("accuracy"))["cell"].n_unique()
+    if differ:
+        notes.append(f"{differ} cells differ in accuracy between measurements: the mean is used")
 
 
-def _refuse(bad: pl.Series, what: str, rows: _Rows) -> None:
-    """Raise InputError if a row is bad, with the number of such rows and the first of them."""
-    if bad.any():
-        keys = rows.keys.row(int(bad.arg_max() or 0), named=True)
-        first = ", ".join(f"{k} {v}" for k, v in keys.items())
-        raise InputError(
-            f"{rows.source}: {bad.sum()} rows with {what}, the first at {first}. Fix or remove them"
-        )
-
-
-def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
+def _find_knobs(
+    frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], source: str, notes: list[str]
+) -> list[str]:
     """Return the columns that are knobs by default; note which others might have been.
 
-    A lone column such as `configuration` is a knob if there are no others.
+    A lone column such as `configuration` is a knob if there are no others. Raises InputError if
+    one of them must be a measurement, since there are nearly as many configurations as rows.
     """
-    frame = rows.frame
     # leave out keys, measurements and lists
     other = KEYS | MEASURES | measures
     columns = [c for c in frame.columns if c not in other and not c.endswith("_ms")]
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     names = [c for c in columns if c not in nested]
     # a column with one value for each sample is a property of the sample
-    samples = rows.keys.hstack(frame.select(names)).group_by(rows.keys.columns)
-    spread = samples.agg(pl.col(names).n_unique())
+    keys = _keys(rows)
+    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
     fixed = []
     # with one row per sample every column looks like a property of the sample
     if len(frame) >= 2 * len(spread):
@@ -507,23 +407,18 @@ def _find_knobs(rows: _Rows, measures: set[str]) -> list[str]:
     }
     for reason, refused in reasons.items():
         if refused:
-            rows.notes.append(f"not knobs, since they {reason}: {', '.join(refused)}")
+            notes.append(f"not knobs, since they {reason}: {', '.join(refused)}")
+    count = frame.select(names).n_unique()
+    if 50 < count > len(frame) / 2:
+        sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
+        raise InputError(
+            f"{source}: {count} configurations in {len(frame)} rows, so a column taken as a knob "
+            f"must be a measurement: {sizes}. Name the knobs with knobs="
+        )
     return names
 
 
-def _check_knobs(rows: _Rows, knobs: Sequence[str], other: set[str]) -> None:
-    """Raise InputError if there is no knob, or one is missing or another column."""
-    columns = rows.frame.columns
-    wrong = [k for k in knobs if k not in columns or k in other]
-    if wrong or not knobs:
-        raise InputError(
-            f"{rows.source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
-            f"{', '.join(columns)}. Name the knobs with knobs=; if there are none, name the "
-            "configurations in one column"
-        )
-
-
-def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl.DataFrame:
+def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFrame:
     """Return one row per sample, with its key, image, part and question type.
 
     Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
@@ -532,17 +427,11 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
     # further names of a sample, which must be the same in all its rows
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
     extra = [name_column(frame[c], source) for c in optional if not frame[c].is_null().all()]
-    rows = keys_of_rows.with_columns(extra)
-    keys = keys_of_rows.columns
-    samples = rows.unique()
-    n = rows.select(keys).n_unique()
+    samples = keys.with_columns(extra).unique()
     # a column that varies inside a sample makes more distinct rows than there are samples
-    for column in rows.columns[len(keys) :]:
-        if (more := rows.select(*keys, column).n_unique() - n) > 0:
-            raise InputError(
-                f"{source}: {column} must be the same in all rows of a sample; it differs {more} "
-                "times"
-            )
+    for column in extra:
+        if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
+            raise InputError(f"{source}: {column.name} must be the same in all rows of a sample")
     # several spellings stand for the same part
     if "split" in samples.columns:
         splits = samples["split"].str.to_lowercase()
@@ -553,7 +442,7 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
         samples = samples.with_columns(splits.replace_strict(PARTS))
     # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
-    return samples.sort(*keys[:-1], number, "sample_id", nulls_last=True)
+    return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:

@@ -274,7 +274,8 @@ def _read_joint(
 
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:
-    from knobwise.envs.readers.long_table import attach_features, read_long_table
+    from knobwise.envs.readers.feature_files import attach_features
+    from knobwise.envs.readers.long_table import read_long_table
     from knobwise.envs.tables.profile_table import ProfileTable
 
     if not path.endswith(".safetensors"):

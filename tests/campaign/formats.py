@@ -32,12 +32,8 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
-from knobwise.envs.readers.long_table import (
-    long_frame,
-    read_features,
-    read_long_table,
-    write_features,
-)
+from knobwise.envs.readers.feature_files import read_features, write_features
+from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells

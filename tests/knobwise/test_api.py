@@ -27,7 +27,8 @@ from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs import builtin_profile
-from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import long_frame, write_long_table
 
 QUICK = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
 QUICK |= {"contexts": 32, "minibatch": 32, "evaluate_every": 4}

@@ -144,7 +144,6 @@ def test_features_are_cut_into_bins_piecewise_linearly():
 # -- heads -----------------------------------------------------------------------------------------
 
 
-GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
 SQUARE = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
 
@@ -193,16 +192,6 @@ def test_a_head_is_a_distribution_over_what_the_mask_allows(
     assert all(g.isfinite().all() for g in gradients)
     # a mask that allows everything is the same as none
     torch.testing.assert_close(head(hidden), head(hidden, torch.ones_like(mask)))
-
-
-def test_on_a_full_grid_a_head_is_the_product_of_the_knobs():
-    torch.manual_seed(0)
-    head, hidden = KnobHeads(5, GRID), torch.randn(1, 7, 5)
-    first, second, third = (
-        part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1)
-    )
-    product = first[:, :, None, None] * second[:, None, :, None] * third[:, None, None, :]
-    torch.testing.assert_close(head(hidden).exp()[0], product.reshape(7, 12))
 
 
 KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the second ¼ : ¾

@@ -216,16 +216,3 @@ def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_c
     assert distribution(group_size=6).log_prob(actions).tolist() == result.tolist()
     shuffled = distribution(configurations=SOME[[2, 0, 1]])
     assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
-
-
-def test_masked_configurations_are_never_drawn():
-    dist = ConfigurationCategorical(torch.tensor([[0.0, -torch.inf, 0.0]]), SOME, group_size=1000)
-    assert set(dist.sample_index().flatten().tolist()) == {0, 2}
-    assert dist.entropy().item() == pytest.approx(math.log(2))
-
-
-def test_mode_is_the_most_probable_action():
-    dist = ConfigurationCategorical(torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]]), SOME)
-    assert dist.mode.tolist() == dist.deterministic_sample.tolist() == [[0, 1], [2, 1]]
-    grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)
-    assert grouped.mode.tolist() == [[0, 1], [0, 1]]

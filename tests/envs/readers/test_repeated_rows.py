@@ -73,9 +73,9 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency, such as a top_k=4, 2 times"),
-        ({"repeat": [1, 1, 0, 2]}, "`repeat`, such as a top_k=4, 2 times"),
-        ({"repeat": [None, 1, 0, None]}, "`repeat`, such as a top_k=4, 2 times"),
+        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency.* a top_k=4"),
+        ({"repeat": [1, 1, 0, 2]}, "repeat.* a top_k=4"),
+        ({"repeat": [None, 1, 0, None]}, "repeat.* a top_k=4"),
         ({"repeat": ["first", "1", "2", "3"]}, "'repeat' .*'first'"),
     ],
 )
@@ -124,14 +124,15 @@ def test_what_is_written_is_read_again(tmp_path_factory, seed, most, holes, suff
 KNOBS = {"max_crops": 2, "top_k": 4, "num_active_blocks": 8}
 
 
-def read_pair(folder, ids, rows, ranks=("",)):
-    """Read files with accuracies of these ids, and with these rows of latencies on each rank."""
+def read_pair(folder, ids, rows):
+    """Read files with accuracies of these ids, and with these rows of latencies."""
     scores = [{"sample_id": i, "score": 0.5} for i in ids]
-    contents = {"exp5_accuracy_results_crops2_topk4_blocks8": {"all_samples": scores}}
-    for rank, name in enumerate(ranks):
-        late = [KNOBS | row | {"T_total_ms": row["T_total_ms"] + rank} for row in rows]
-        content = {"per_sample_latencies": late}
-        contents[f"exp6_latency_crops2_topk4_blocks8{name}"] = content
+    contents = {
+        "exp5_accuracy_results_crops2_topk4_blocks8": {"all_samples": scores},
+        "exp6_latency_crops2_topk4_blocks8": {
+            "per_sample_latencies": [KNOBS | row for row in rows]
+        },
+    }
     for stem, content in contents.items():
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return read_exp5_exp6(folder, folder, "small")
@@ -150,24 +151,10 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
     assert "1 cells occur up to 3 times" in made.notes[1]
 
 
-@pytest.mark.parametrize(
-    ("ids", "rows", "ranks", "fault"),
-    [
-        ([0, 0], times((0, 1.0)), ("",), "exp5_accuracy_results_crops2.*2 × sample_id 0"),
-        ([0], times((0, 1.0), (0, 1.0)), ("",), "0 max_crops=2"),
-        (
-            [0],
-            [times((0, 1.0))[0] | {"image_id": image} for image in range(2)],
-            ("",),
-            "exp6_latency_crops2.*2 × sample_id 0",
-        ),
-        # ids that restart on every rank
-        ([0], times((0, 1.0)), ("_rank0", "_rank1"), "_rank0.*_rank1.*2 × sample_id 0"),
-    ],
-)
-def test_rows_that_are_no_measurements_of_one_cell_are_refused(tmp_path, ids, rows, ranks, fault):
-    with pytest.raises(InputError, match=fault):
-        read_pair(tmp_path, ids, rows, ranks)
+def test_rows_with_several_images_are_no_measurements_of_one_cell(tmp_path):
+    rows = [times((0, 1.0 + image))[0] | {"image_id": image} for image in range(2)]
+    with pytest.raises(InputError, match=r"exp6_latency_crops2.*2 × sample_id 0"):
+        read_pair(tmp_path, [0], rows)
 
 
 def test_core_exp_files_may_repeat_a_sample(tmp_path):

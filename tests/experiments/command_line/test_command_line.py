@@ -14,7 +14,8 @@ from helpers import portfolio, table_of
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import EXPERTS
-from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import long_frame, read_long_table
 
 POLICIES = [
     *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table"),

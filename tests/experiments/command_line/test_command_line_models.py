@@ -18,7 +18,8 @@ from tiny_models import tiny_model
 import knobwise
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.experiments.results.decisions import read_decisions
 
 QUICK = [

@@ -28,7 +28,8 @@ from knobwise.agents.stack.prices import StaticMix, mean_budgets
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.readers.feature_files import write_features
+from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.report import verdict
 from knobwise.experiments.results.controllers import (
