@@ -139,7 +139,7 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
     # only a controller with a teacher expects more than probabilities
     known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
     keys = [key for key in known if key in expected[0]]
-    rows = []
+    rows: list[list[str]] = []
     strong = []
     for i, row in enumerate(expected):
         mark = marked.get(str(row["configuration"]), "")

@@ -226,7 +226,7 @@ def _print_steps(steps: Mapping[str, Judgement]) -> None:
         gain, low, high = judgement.doubly_robust["difference"]
         difference = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
         different = f"{judgement.different} of {judgement.requests}"
-        takes_over = ("no", "yes")[judgement.better]
+        takes_over = "yes" if judgement.better else "no"
         rows.append([STEPS[name], difference, f"{judgement.bound:+.3f}", different, takes_over])
     print_table(Console(), header, rows, range(len(header)))
 
