@@ -142,6 +142,7 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
     rows: list[list[str]] = []
     strong = []
     for i, row in enumerate(expected):
+        # the chosen one and its runner-up are shown wherever they stand
         mark = marked.get(str(row["configuration"]), "")
         if i >= MOST and not mark:
             continue

@@ -138,6 +138,7 @@ def run_live(
         "tracker": served.tracker.factors(),
         "ignored": served.tracker.ignored,
     }
+    # what was served is shown, even where the stream was cut short
     print_live(results, Console())
     if json_path is not None:
         write_text(json_path, json.dumps(results, indent=1))
@@ -325,6 +326,7 @@ class Server:
             with progress("serving", n * repeats, 0) as tick:
                 for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):
                     block = range(first, min(first + IN_A_ROW, n))
+                    # all policies serve the same block before the next one begins
                     for p, i in itertools.product(rng.permutation(len(names)).tolist(), block):
                         served = self._serve_request(names[p], i)
                         for name, value in served._asdict().items():

@@ -86,6 +86,7 @@ def live_results(
             row |= with_interval(metric, values[p].mean(-1))
         row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
         row["utility_per_run"] = live["utility"][p].mean(0).tolist()
+        # on the same requests, so that the interval is a paired one
         behind = live["utility"][0] - live["utility"][p]
         rows.append(row | with_interval("behind", behind.mean(-1)))
     decided = {name: values[0] for name, values in served.items()}

@@ -234,6 +234,7 @@ def _print_steps(steps: Mapping[str, Judgement]) -> None:
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the on-time share, accuracy and utility of requests; None without labels."""
     frame = pl.DataFrame(rows, schema={"met": pl.Boolean, "accuracy": pl.Float64})
+    # a request without a label counts in the on-time share only
     utility = (pl.col("accuracy") * pl.col("met")).mean()
     means = frame.select(On_Time=pl.mean("met"), Accuracy=pl.mean("accuracy"), Utility=utility)
     return means.row(0, named=True)
