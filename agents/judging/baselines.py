@@ -9,7 +9,6 @@ oracle knows the outcomes that it chooses from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.policy import Array, Baseline
-from knobwise.agents.policy.arrays import pick
+from knobwise.agents.policy.arrays import Arrays, pick
 from knobwise.agents.policy.static import Static
 from knobwise.agents.predictors.experts import Expert, Experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -68,13 +66,13 @@ class FittedStatic(Static):
         running = np.zeros((count, samples * repeats + 1))
         # one configuration after the other, since tables may be large
         for c in range(count):
-            of_cell = np.maximum(valid[:, c].sum(1, keepdims=True), 1)
-            weight = valid[:, c] / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
-            measured = np.where(valid[:, c], measurements_ms[:, c], np.inf).reshape(-1)
+            known = valid[:, c]
+            of_cell = np.maximum(known.sum(1, keepdims=True), 1)
+            weight = known / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
+            measured = np.where(known, measurements_ms[:, c], np.inf).ravel()
             order = np.argsort(measured, kind="stable")
             sorted_ms[c] = measured[order]
-            worth = np.cumsum(weight.reshape(-1)[order])
-            running[c, 1:] = worth / max(count_of[c], 1)
+            running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
         return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
 
     def arrays(self) -> dict[str, Array]:
@@ -87,10 +85,9 @@ class FittedStatic(Static):
 
     def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
         """Return static for other times and accuracies: a factor [C] on each configuration's."""
-        if accuracies is None:
-            running = self.running
-        else:
-            running = self.running * accuracies[:, None]
+        running = self.running
+        if accuracies is not None:
+            running = running * accuracies[:, None]
         return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
 
 
@@ -106,18 +103,12 @@ class BestStatic:
 
     name = "best_static"
 
-    def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor | None = None) -> None:
+    def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> None:
         static = static_of(table, rows)
-        if budgets_ms is None:
-            limits = default_budgets(table)
-        else:
-            limits = budgets_ms
-        self._scores = static.mean_utility(limits.numpy()).mean(0)
+        self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         scores = np.broadcast_to(self._scores, (len(budgets_ms), len(self._scores)))
         return pick(scores, self._latency_ms, mask)
 
@@ -136,9 +127,7 @@ class LookupTable:
         self._latency_ms = latency_ms.numpy()
         self._tolerance = tolerance
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         fits = self._latency_ms <= np.asarray(budgets_ms)[:, None] * (1 + self._tolerance)
         return pick(np.where(fits, self._accuracy, -1.0), self._latency_ms, mask)
 
@@ -164,7 +153,7 @@ class PredictThenChoose:
         self.normaliser = normaliser
         self._predict_accuracy = predict_accuracy
 
-    def predict(self, features: Mapping[str, Array], n: int) -> Prediction:
+    def predict(self, features: Arrays, n: int) -> Prediction:
         """Predict the outcomes of every configuration for n samples."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         return self.counted(self.expert(self.normaliser(blocks, n)))
@@ -176,9 +165,7 @@ class PredictThenChoose:
         accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)
         return prediction._replace(accuracy=accuracy)
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         prediction = self.predict(features, len(budgets_ms))
         score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
@@ -192,18 +179,15 @@ class PredictThenChoose:
 
 
 class Random:
-    """Draws uniformly from the mask; equal seeds and requests give equal choices."""
+    """Draws uniformly from the mask, which it needs; equal seeds and requests give equal
+    choices."""
 
     name = "random"
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
-        if mask is None:
-            raise ValueError("the random policy draws from a mask, but none was given")
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         generator = torch.Generator().manual_seed(self._seed)
         weights = torch.as_tensor(mask).float()
         return torch.multinomial(weights, 1, generator=generator).squeeze(1).numpy()
@@ -224,34 +208,29 @@ class Oracle:
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
         table = table.without_first_look
-        self._mask = table.mask[rows].numpy()
         self._accuracy = table.accuracy[rows]
         self._latency_ms = table.latency_ms[rows].nan_to_num(torch.inf).numpy()
         self._measurements_ms = table.measurements_ms[rows]
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
-        if len(budgets_ms) != len(self._mask):
-            count = len(self._mask)
-            raise ValueError(
-                f"the oracle knows {count} samples, but was asked about {len(budgets_ms)}"
-            )
-        # [n, C]: mean utilities of the actual measurements
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        _refuse_others(len(self._accuracy), budgets_ms)
+        # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
         limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
-        utility = expected_utility(self._accuracy, self._measurements_ms, limits)
-        if mask is None:
-            allowed = self._mask
-        else:
-            allowed = mask & self._mask
-        return pick(utility.nan_to_num().numpy(), self._latency_ms, allowed)
+        utility = expected_utility(self._accuracy, self._measurements_ms, limits).nan_to_num(-1.0)
+        return pick(utility.numpy(), self._latency_ms, mask)
+
+
+def _refuse_others(count: int, budgets_ms: Array) -> None:
+    """Raise ValueError unless a policy that knows `count` samples is asked about as many."""
+    if len(budgets_ms) != count:
+        raise ValueError(f"it knows {count} samples and was asked about {len(budgets_ms)}")
 
 
 def make_baselines(
     table: ProfileTable,
     split: Split,
-    seed: int = 0,
-    budgets_ms: Tensor | None = None,
+    seed: int,
+    budgets_ms: Tensor,
     experts: Experts | None = None,
 ) -> list[Baseline]:
     """Return all baselines, fitted on everything but the test rows; the oracle is for these.
@@ -268,8 +247,6 @@ def make_baselines(
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
     rows = torch.cat([split.train, split.validation])
-    if budgets_ms is None:
-        budgets_ms = default_budgets(table)
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
@@ -304,19 +281,11 @@ class StaticPerDataset:
         self._count = len(test)
         self._parts: list[tuple[Array, Static]] = []
         for name, positions in rows_by_dataset(table, test).items():
-            if name in parts:
-                rows = fitted[parts[name]]
-            else:
-                rows = fitted
+            rows = fitted[parts.get(name, slice(None))]
             self._parts.append((positions.numpy(), static_of(table, rows)))
 
-    def choose(
-        self, features: Mapping[str, Array], budgets_ms: Array, mask: Array | None = None
-    ) -> Array:
-        if len(budgets_ms) != self._count:
-            raise ValueError(
-                f"it knows {self._count} samples and was asked about {len(budgets_ms)}"
-            )
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        _refuse_others(self._count, budgets_ms)
         chosen = np.empty(len(budgets_ms), np.int64)
         for positions, static in self._parts:
             allowed = None if mask is None else mask[positions]

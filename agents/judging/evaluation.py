@@ -33,18 +33,14 @@ LOGGED = {
     "advantage_std": "Advantage_Std",
 }
 """Diagnostics of the loss modules, and the names that they are logged under."""
-
-
 AT_ONCE = 1 << 17
 """Samples that are looked up together, so that many of them need little memory."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class Outcomes:
     """The outcomes of a policy's decisions, n samples × B budgets; of a mixture the mean."""
 
-    budgets_ms: Tensor
-    """float [B]."""
     chosen: Tensor
     """int64 [n, B], configuration indices; −1 where a mixture of two decided."""
     accuracy: Tensor
@@ -53,20 +49,22 @@ class Judged:
     """float [n, B], with the policy's own cost; of several measurements the median."""
     utility: Tensor
     """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
-    in_time: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Judged(Outcomes):
+    """The outcomes of decisions under deadlines."""
+
+    in_time: Tensor
     """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
-    deadline; None under mean budgets."""
-    reward: Tensor | None = None
-    """float [n, B]; None under mean budgets."""
-    feasible: Tensor | None = None
-    """bool [n, B]: True if some profiled configuration meets the deadline; None under mean
-    budgets."""
+    deadline."""
+    reward: Tensor
+    """float [n, B]."""
+    feasible: Tensor
+    """bool [n, B]: True if some profiled configuration meets the deadline."""
 
     def metrics(self) -> dict[str, float]:
         """Return means over samples and deadlines, under the logged names (without `Val/`)."""
-        assert self.feasible is not None
-        assert self.in_time is not None
-        assert self.reward is not None
         # where no deadline can be met, all that can be are
         satisfaction = self.in_time[self.feasible].mean().nan_to_num(1.0)
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
@@ -158,13 +156,12 @@ def outcomes_of(
     added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
     limits = (budgets_ms - added_ms).clamp_min(LEAST_LATENCY_MS)
     device = rewards.accuracy.device
-    # a request for each sample and deadline
-    requests = cells[0].expand_as(chosen).flatten(), chosen.reshape(-1, 1), limits.flatten()
-    on_device = [values.to(device) for values in requests]
-    reward = rewards.chosen(*on_device).cpu().view_as(chosen)
+    # a request of one choice for each sample and deadline
+    request = [values.to(device) for values in (cells[0], chosen.unsqueeze(2), limits)]
+    reward = rewards.chosen(*request)
     if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(*on_device).cpu().view_as(chosen)
-        reward = reward.where(reads, unread)
+        unread = RewardTable(quick, rewards.config, device).chosen(*request)
+        reward = reward.where(reads.to(device).unsqueeze(1), unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
     fastest = []
     for part in rows.split(AT_ONCE):
@@ -173,13 +170,12 @@ def outcomes_of(
     # a cell may have been measured several times
     in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
     return Judged(
-        budgets_ms=budgets_ms,
         chosen=chosen,
         accuracy=accuracy,
         latency_ms=table.latency_ms[cells] + added_ms,
         utility=accuracy * in_time,
         in_time=in_time,
-        reward=reward,
+        reward=reward.squeeze(2).cpu(),
         feasible=torch.cat(fastest).unsqueeze(1) <= budgets_ms,
     )
 
@@ -198,12 +194,10 @@ def judge_all(
     """
     judged: dict[str, list[Judged]] = {name: [] for name in policies}
     # one step for each policy and seed
-    done = 0
     with progress("judging", sum(map(len, policies.values())), quiet_s=2) as tick:
         for name, of_seeds in policies.items():
             costs = costs_ms.get(name, [torch.tensor(0.0)] * len(of_seeds))
             for policy, cost_ms in zip(of_seeds, costs, strict=True):
                 judged[name].append(judge(policy, table, rows, budgets_ms, rewards, cost_ms))
-                done += 1
-                tick(done, name)
+                tick(sum(map(len, judged.values())), name)
     return judged

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.policy.arrays import Array as Array
+from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.guard import Guard
 from knobwise.agents.policy.static import Static
 from knobwise.envs.tables.profile_table import ProfileTable
-
-Array = NDArray[Any]
 
 
 class Policy(Protocol):
     """Chooses one configuration for each request under its limit."""
 
-    def choose(
-        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, /
-    ) -> Array:
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None, /) -> Array:
         """Choose for n requests.
 
         Args:
@@ -55,9 +51,7 @@ class Guarded:
         self.guard = guard
         self.static = static
 
-    def choose(
-        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None
-    ) -> Array:
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
         chosen = self.policy.choose(features, limits, mask)
         return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
@@ -80,7 +74,7 @@ def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Ar
     return features, table.mask[rows].numpy()
 
 
-def choices_of(policy: Policy, features: Mapping[str, Array], limits: Array, mask: Array) -> Tensor:
+def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> Tensor:
     """Return the choices of a policy for n requests under each of B limits, int64 [n, B].
 
     Args:

@@ -32,11 +32,11 @@ from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import (
+    gain_on_held_out,
     held_out_choices,
     judge_deadlines,
     judge_mean_budgets,
 )
-from knobwise.experiments.results.gains import gain_on_held_out
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data, stored_embeddings

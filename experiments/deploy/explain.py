@@ -31,6 +31,8 @@ from knobwise.experiments.settings.profiles import read_profile, read_questions
 
 MOST = 10
 """Number of configurations in the table of a decision."""
+MEASURED = ("accuracy", "latency_ms")
+"""What was measured of each configuration."""
 
 
 def run(config: ExplainRun) -> dict[str, Any]:
@@ -92,11 +94,9 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         cell = (row, columns[str(expectation["configuration"])])
         expectation["measured"] = None
         if table.mask[cell]:
-            expectation["measured"] = {
-                "accuracy": float(table.accuracy[cell]),
-                "latency_ms": float(table.latency_ms[cell]),
-            }
-    _print(explained, config, table)
+            measured = {name: float(getattr(table, name)[cell]) for name in MEASURED}
+            expectation["measured"] = measured
+    _print(explained, table)
     return explained
 
 
@@ -129,39 +129,36 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
     return tracker.drift
 
 
-def _print(explained: dict[str, Any], config: ExplainRun, table: ProfileTable) -> None:
+def _print(explained: dict[str, Any], table: ProfileTable) -> None:
     """Print the best configurations as a table, with the chosen one and its runner-up among them,
     and the rest in sentences."""
     expected = explained["expected"]
     unit = table.unit
-    marked = {
-        str(explained["decision"]): "chosen",
-        str((explained["runner_up"] or {}).get("configuration")): "runner-up",
-    }
+    marked = {str(explained["decision"]): "chosen"}
+    if explained["runner_up"] is not None:
+        marked[str(explained["runner_up"]["configuration"])] = "runner-up"
     # only a controller with a teacher expects more than probabilities
     known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
     keys = [key for key in known if key in expected[0]]
-    rows = []
+    rows: list[list[str]] = []
+    strong = []
     for i, row in enumerate(expected):
+        # the chosen one and its runner-up are shown wherever they stand
         mark = marked.get(str(row["configuration"]), "")
         if i >= MOST and not mark:
             continue
-        label = " ".join(f"{name}={value}" for name, value in row["configuration"].items())
+        if mark == "chosen":
+            strong.append(len(rows))
+        cells = [" ".join(f"{name}={value}" for name, value in row["configuration"].items()), mark]
         measured = row["measured"] or {}
         numbers = [(key, row[key]) for key in keys]
-        numbers += [(key, measured.get(key)) for key in ("accuracy", "latency_ms")]
-        cells = [label, mark]
-        for key, value in numbers:
+        for key, value in (*numbers, *((key, measured.get(key)) for key in MEASURED)):
             cells.append(quantity(value, unit) if key == "latency_ms" else number(value, ".3f"))
         rows.append(cells)
     titles = [key.replace("latency_ms", "latency").replace("_", " ") for key in keys]
     header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
-    strong = [i for i, cells in enumerate(rows) if cells[1] == "chosen"]
     console = Console()
     print_table(console, header, rows, range(len(header)), strong)
-    left_out = len(expected) - len(rows)
-    if left_out:
-        are = " is" if left_out == 1 else "s are"
-        where = " here" if config.json else "; json=FILE writes all"
-        print_lines(console, [f"{left_out} more configuration{are} left out{where}."])
+    if left_out := len(expected) - len(rows):
+        print_lines(console, [f"Configurations left out: {left_out}; json=FILE writes all."])
     print_lines(console, decision(explained, unit))

@@ -42,7 +42,6 @@ from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import (
-    BEST_STATIC,
     Record,
     Served,
     Stream,
@@ -81,14 +80,16 @@ def run_live(
     requests: Requests,
     config: LiveConfig,
     budgets_ms: list[float] | None = None,
-    **files: str | None,
+    json_path: str | None = None,
+    page: str | None = None,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
         budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
             machine; None for five quantiles of the profile's latencies.
-        files: where to write results, see `_show`.
+        json_path: where to write the results, if at all.
+        page: where to write a page with charts, if at all.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; model or
@@ -109,7 +110,10 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, controller, clock=config.clock)
         # some cells of the profile are timed first: budgets are scaled by the speed of this machine
-        choices, ratios = _timed(served, table, stream)
+        choices: list[int] = []
+        ratios: list[float] = []
+        if stream.timed:
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -126,32 +130,25 @@ def run_live(
     policies = list(server.policies)
     results = live_results(table, stream, policies, record, served.controller, speed)
     repeats = record["choice"].shape[2]
-    results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
-    results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    _show(results, **files)
-    if stopped is not None:
-        raise InputError(
-            f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
-        ) from stopped.__cause__
-    return results
-
-
-def _timed(
-    served: AdaptiveModel, table: ProfileTable, stream: Stream
-) -> tuple[list[int], list[float]]:
-    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
-    if not stream.timed:
-        return [], []
-    return served.timed_cells(table, stream.timed, CALIBRATION)
-
-
-def _show(results: dict[str, Any], json_path: str | None = None, page: str | None = None) -> None:
-    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
+    results |= {
+        "configurations": {name: table.configuration(c) for name, c in fixed.items()},
+        "model": model.name,
+        "clock": config.clock,
+        "repeats": repeats,
+        "tracker": served.tracker.factors(),
+        "ignored": served.tracker.ignored,
+    }
+    # what was served is shown, even where the stream was cut short
     print_live(results, Console())
     if json_path is not None:
         write_text(json_path, json.dumps(results, indent=1))
     if page is not None:
         write_live_page(page, results)
+    if stopped is not None:
+        raise InputError(
+            f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
+        ) from stopped.__cause__
+    return results
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
@@ -173,7 +170,7 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
-    chosen = {BEST_STATIC: best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
+    chosen = {"best_static": best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
     return {name: int(choice) for name, choice in chosen.items()}
 
 
@@ -198,20 +195,13 @@ def draw_stream(
     if config.fresh:
         fresh = (name for name in requests.ids() if name not in row_of)
         ids = list(itertools.islice(fresh, config.skip, config.skip + config.requests))
-        problem = (
-            f"profile {table.name!r} holds every question after stream.skip={config.skip}; "
-            "stream.fresh=false serves its test samples"
-        )
+        problem = f"stream.fresh=true: every question after stream.skip={config.skip} is in"
     else:
-        ids = [
-            name for name in (table.sample_ids[row] for row in test.tolist()) if name in requests
-        ]
-        problem = (
-            f"no question is a test sample of profile {table.name!r}; stream.fresh=true serves "
-            "others"
-        )
+        names = [table.sample_ids[row] for row in test.tolist()]
+        ids = [name for name in names if name in requests]
+        problem = "stream.fresh=false: no question is a test sample of"
     if not ids:
-        raise InputError(f"live: {problem}")
+        raise InputError(f"{problem} profile {table.name!r}")
     # each round serves every sample once, in an order of its own
     rounds = -(-config.requests // len(ids))
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(rounds)])
@@ -300,11 +290,11 @@ class Server:
         drift = static.tracker.drift
         start = self.clock()
         choice = static.decide(limit)
-        decision_ms = max((self.clock() - start) * 1e3, 0.0)
+        decision_ms = (self.clock() - start) * 1e3
         served = self.by_configuration(choice, i)
         answered = self.clock()
         static.update(choice, served.inference_ms)
-        overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
+        overhead_ms = decision_ms + (self.clock() - answered) * 1e3
         self.latest.append(overhead_ms)
         return served._replace(
             limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3
@@ -332,11 +322,15 @@ class Server:
         try:
             for i, policy in itertools.product(range(WARM_UP), self.policies):
                 self._serve_request(policy, i % n)
+            names = list(self.policies)
             with progress("serving", n * repeats, 0) as tick:
                 for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):
                     block = range(first, min(first + IN_A_ROW, n))
-                    for p in rng.permutation(len(self.policies)).tolist():
-                        self._serve_block(block, p, repeat)
+                    # all policies serve the same block before the next one begins
+                    for p, i in itertools.product(rng.permutation(len(names)).tolist(), block):
+                        served = self._serve_request(names[p], i)
+                        for name, value in served._asdict().items():
+                            self.served[name][p, i, repeat] = value
                     self.done = repeat * n + block.stop
                     tick(self.done, "")
         except ServiceStopped as stopped:
@@ -350,24 +344,15 @@ class Server:
         if repeats:
             n = len(self.stream.rows)
         served = {name: values[:, :n, : max(repeats, 1)] for name, values in self.served.items()}
-        rows, budgets_ms, ids = (
-            self.stream.rows[:n],
-            self.stream.budgets_ms[:n],
-            self.stream.ids[:n],
-        )
-        return replace(self.stream, rows=rows, budgets_ms=budgets_ms, ids=ids), served
+        parts = {name: getattr(self.stream, name)[:n] for name in ("rows", "budgets_ms", "ids")}
+        return replace(self.stream, **parts), served
 
     def _serve_request(self, policy: str, i: int) -> Served:
         try:
             return self.policies[policy](i)
         except Exception as error:
-            problem = str(error) if isinstance(error, InputError) else in_a_line(error)
+            problem = in_a_line(error)
+            if isinstance(error, InputError):
+                problem = str(error)
             request = f"serving request {self.stream.ids[i]!r} by {policy}"
             raise ServiceStopped(f"{request}: {problem}") from error
-
-    def _serve_block(self, block: range, p: int, repeat: int) -> None:
-        """Serve a block of requests by policy p, and record it."""
-        for i in block:
-            served = self._serve_request(list(self.policies)[p], i)
-            for name, value in served._asdict().items():
-                self.served[name][p, i, repeat] = value

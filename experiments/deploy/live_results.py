@@ -15,16 +15,11 @@ from numpy.typing import NDArray
 from knobwise.agents.policy.controller import Drift, NumpyController
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
-from knobwise.experiments.results.statistics import mean_interval
+from knobwise.experiments.results.statistics import mean_interval, with_interval
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
 
-BEST_STATIC = "best_static"
 Array = NDArray[Any]
-Metrics = dict[str, Array]
-"""Accuracy, latency in ms, satisfaction (the share of measurements that are on time) and utility
-of every request, float [P, n, R] each."""
 
 
 @dataclass(frozen=True)
@@ -76,33 +71,30 @@ def live_results(
     controller: NumpyController,
     speed: float,
 ) -> dict[str, Any]:
-    """Return a row for each policy, the replay of the same decisions, and the overhead.
+    """Return a row for each policy, the replay of the same decisions, and the overhead. The first
+    policy is the controller.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
     took_ms = (served["inference_ms"] + served["overhead_ms"])[..., None]
     live = _metrics(served["score"], took_ms, stream)
-    learned = policies.index(LEARNED)
     rows = []
     for p, name in enumerate(policies):
         row: dict[str, Any] = {"policy": name}
         for metric, values in live.items():
-            row |= _mean(metric, values[p])
+            row |= with_interval(metric, values[p].mean(-1))
         row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
         row["utility_per_run"] = live["utility"][p].mean(0).tolist()
-        rows.append(row | _mean("behind", live["utility"][learned] - live["utility"][p]))
-    # a fixed configuration always made the same choice
-    fixed = {}
-    for p, name in enumerate(policies):
-        if name not in (LEARNED, FROZEN, STATIC):
-            fixed[name] = table.configuration(int(served["choice"][p, -1, -1]))
-    decided = {name: values[learned] for name, values in served.items()}
-    machine = {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1}
+        # on the same requests, so that the interval is a paired one
+        behind = live["utility"][0] - live["utility"][p]
+        rows.append(row | with_interval("behind", behind.mean(-1)))
+    decided = {name: values[0] for name, values in served.items()}
+    load = os.getloadavg()[0]
     results = {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
-        "machine": {**machine, "load": os.getloadavg()[0]},
+        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": load},
         "requests": len(stream.rows),
         "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
         "infeasible": None,
@@ -112,7 +104,6 @@ def live_results(
         "overhead": _overhead(decided),
         "decisions": {},
         "timeline": _timeline(stream, decided),
-        "configurations": fixed,
     }
     # samples that the table does not hold cannot be replayed
     if (stream.rows >= 0).all():
@@ -126,7 +117,7 @@ def _add_replay(
     table: ProfileTable,
     stream: Stream,
     served: Record,
-    live: Metrics,
+    live: Record,
 ) -> None:
     """Look the live decisions up in the profile, and add how well they agree.
 
@@ -152,18 +143,21 @@ def _add_replay(
     took_ms = measured_ms + served["overhead_ms"][..., None]
     replay = _metrics(table.accuracy.double().numpy()[cells], took_ms, stream)
     for p, row in enumerate(results["rows"]):
-        row |= _mean("satisfaction_feasible", live["satisfaction"][p][feasible])
+        on_time = live["satisfaction"][p][feasible]
+        row |= with_interval("satisfaction_feasible", on_time.mean(-1))
         for metric, values in live.items():
-            gap = _mean("gap", values[p] - replay[metric][p])
-            # the speed of this machine is known only as well as its answers allow
-            unsure = half_width * profiled_ms[cells][p].mean() if metric == "latency_ms" else 0.0
-            mean = float(replay[metric][p].mean())
+            replayed = replay[metric][p]
+            apart = (values[p] - replayed).mean(-1)
+            mean = float(replayed.mean())
             low, high = row[f"{metric}_ci95"]
             agrees = low <= mean <= high
             if metric == "accuracy":
-                agrees = np.array_equal(values[p], replay[metric][p])
+                agrees = np.array_equal(values[p], replayed)
+            # the speed of this machine is known only as well as its answers allow
+            unsure = half_width * profiled_ms[cells][p].mean() * (metric == "latency_ms")
             # independent errors add up in squares
-            below, above = np.hypot(np.subtract(gap["gap_ci95"], gap["gap"]), unsure).tolist()
+            difference = float(apart.mean())
+            below, above = np.hypot(np.subtract(mean_interval(apart), difference), unsure).tolist()
             results["agreement"].append(
                 {
                     "policy": row["policy"],
@@ -171,15 +165,16 @@ def _add_replay(
                     "live": row[metric],
                     "replay": mean,
                     "agrees": agrees,
-                    "difference": gap["gap"],
-                    "ci95": [gap["gap"] - below, gap["gap"] + above],
+                    "difference": difference,
+                    "ci95": [difference - below, difference + above],
                 }
             )
 
 
-def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Metrics:
-    """Return `Metrics` from accuracies [P, n, R] and latencies [P, n, R, M] of M measurements, NaN
-    for none."""
+def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Record:
+    """Return accuracy, latency in ms, satisfaction (the share of measurements that are on time) and
+    utility of every request, float [P, n, R] each, from accuracies [P, n, R] and latencies
+    [P, n, R, M] of M measurements, NaN for none."""
     met = (latency_ms <= stream.budgets_ms[:, None, None]).mean(-1)
     return {
         "accuracy": accuracy,
@@ -192,11 +187,11 @@ def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Metrics:
 def _overhead(served: Record) -> dict[str, float]:
     """Return what the controller adds to the model's time. Its parts are given as medians: a stall
     of the machine would count in only one of them."""
-    inference_ms = float(served["inference_ms"].mean())
-    mean_us = float(served["overhead_ms"].mean()) * 1e3
-    median_us = float(np.median(served["overhead_ms"])) * 1e3
-    decision_us = float(np.median(served["decision_us"]))
-    return {
+    inference_ms = served["inference_ms"].mean()
+    mean_us = 1e3 * served["overhead_ms"].mean()
+    median_us = 1e3 * np.median(served["overhead_ms"])
+    decision_us = np.median(served["decision_us"])
+    overhead = {
         "inference_ms": inference_ms,
         "overhead_us": mean_us,
         "overhead_us_p50": median_us,
@@ -205,6 +200,7 @@ def _overhead(served: Record) -> dict[str, float]:
         "share": mean_us / 1e3 / inference_ms,
         "share_p50": median_us / 1e3 / inference_ms,
     }
+    return {name: float(value) for name, value in overhead.items()}
 
 
 def _replayed_decisions(
@@ -247,13 +243,3 @@ def _timeline(stream: Stream, served: Record) -> list[dict[str, float]]:
         }
         rows.append({name: round(float(value), 4) for name, value in row.items()})
     return rows
-
-
-def _mean(name: str, values: Array) -> dict[str, Any]:
-    """Return the mean of a metric [n, R] over requests and its interval, both None without
-    requests."""
-    if not len(values):
-        return {name: None, f"{name}_ci95": None}
-    # rounded, since an error in the last bit would make a share greater than 1
-    interval = [round(end, 12) for end in mean_interval(values.mean(-1))]
-    return {name: float(values.mean()), f"{name}_ci95": interval}

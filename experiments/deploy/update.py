@@ -221,28 +221,23 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
 def _print_steps(steps: Mapping[str, Judgement]) -> None:
     """Print a table with a row for each step of an update."""
     header = ["step", "utility, new − old [95 %]", "bound", "different", "takes over"]
-    rows = [_row(STEPS[name], judgement) for name, judgement in steps.items()]
+    rows = []
+    for name, judgement in steps.items():
+        gain, low, high = judgement.doubly_robust["difference"]
+        difference = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
+        different = f"{judgement.different} of {judgement.requests}"
+        takes_over = "yes" if judgement.better else "no"
+        rows.append([STEPS[name], difference, f"{judgement.bound:+.3f}", different, takes_over])
     print_table(Console(), header, rows, range(len(header)))
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the on-time share, accuracy and utility of requests; None without labels."""
-    met = pl.Series([row["met"] for row in rows], dtype=pl.Boolean)
-    accuracy = pl.Series([row["accuracy"] for row in rows], dtype=pl.Float64)
-    means = met.mean(), accuracy.mean(), (accuracy * met).mean()
-    return dict(zip(("On_Time", "Accuracy", "Utility"), means, strict=True))
-
-
-def _row(step: str, judgement: Judgement) -> list[str]:
-    """Return the cells of a step of an update in the table."""
-    gain, low, high = judgement.doubly_robust["difference"]
-    return [
-        step,
-        f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]",
-        f"{judgement.bound:+.3f}",
-        f"{judgement.different} of {judgement.requests}",
-        "yes" if judgement.better else "no",
-    ]
+    frame = pl.DataFrame(rows, schema={"met": pl.Boolean, "accuracy": pl.Float64})
+    # a request without a label counts in the on-time share only
+    utility = (pl.col("accuracy") * pl.col("met")).mean()
+    means = frame.select(On_Time=pl.mean("met"), Accuracy=pl.mean("accuracy"), Utility=utility)
+    return means.row(0, named=True)
 
 
 def _problem(loaded: Loaded, for_hardware: bool) -> str:
@@ -264,12 +259,13 @@ def _problem(loaded: Loaded, for_hardware: bool) -> str:
 
 
 def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
-    """Return the rows that the controller was fitted on (all if it does not say), int64 in random
-    order."""
-    parts = [loaded.extra.get(f"{part}_rows") for part in ("train", "validation")]
-    known = [rows for rows in parts if rows is not None]
-    rows = torch.cat(known or [torch.arange(table.num_samples)])
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    """Return random rows that the controller was fitted on (any if it does not say), int64, at most
+    `REQUESTS`."""
+    rows = torch.arange(table.num_samples)
+    if "train_rows" in loaded.extra:
+        rows = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    return rows[order[:REQUESTS]]
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
@@ -304,10 +300,9 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     }
     agent: Any = loaded.controller
     # how sure the controller is, on samples that it was fitted on
-    rows = _fitted(loaded, table)[:REQUESTS]
-    x = agent.controller.features(
-        {name: block[rows] for name, block in table.features.items()}, len(rows)
-    )
+    rows = _fitted(loaded, table)
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    x = agent.controller.features(blocks, len(rows))
     _print_factors(table, offsets.mean)
     line = (
         f"{len(chosen)} timed cells: configurations take {factors.min():.2f} to "

@@ -7,7 +7,7 @@ run on several splits hold means over the splits too, and intervals over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.judging.evaluation import Judged, judge_all
+from knobwise.agents.judging.evaluation import Outcomes, judge_all
 from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.serving.own_cost import own_costs
 from knobwise.agents.stack.deployed import DeployedController
@@ -26,18 +26,11 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.decisions import SAMPLE, array_of, decision_rows, splits_of
 from knobwise.experiments.results.equal_latency import Reference
-from knobwise.experiments.results.gains import gain
 from knobwise.experiments.results.problem import DEADLINE, MEAN_BUDGET, Problem
-from knobwise.experiments.results.reliability import expected_in_time, reliability
-from knobwise.experiments.results.statistics import score_intervals
+from knobwise.experiments.results.statistics import score_intervals, with_interval
 
-COMPARED = {
-    DEADLINE.name: ("over_static",),
-    MEAN_BUDGET.name: ("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
-}
-"""Kind of problem → the keys of the differences in a row."""
-OUTCOMES = ("accuracy", "latency_ms", "in_time", "feasible", "reward")
-"""The columns of decisions that are fields of `Judged` of the same name."""
+BINS = 10
+"""Number of bins of predicted probabilities."""
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -70,37 +63,39 @@ def judge_deadlines(
     """
     deciders = [controller.decider for controller in controllers]
     costs = own_costs(deciders, table, test, budgets_ms)
-    spent = {"controller": [cost.charged_ms * charge for cost in costs]}
+    spent = [cost.charged_ms * charge for cost in costs]
     policies: dict[str, list[Any]] = {"controller": deciders}
     if all(controller.teacher is not None for controller in controllers):
         policies["teacher"] = [controller.guarded_teacher for controller in controllers]
     policies |= {baseline.name: [baseline] for baseline in baselines}
-    problem = table, test, budgets_ms, rewards
+    policies["if_free"] = [controller.if_free for controller in controllers]
+    started = [controller.decider for controller in before if controller is not None]
+    if len(started) == len(controllers):
+        policies["before"] = started
     # only controllers pay for their decisions
-    judged = judge_all(*problem, policies, spent)
+    paid = {"controller": spent, "before": spent}
+    judged = judge_all(table, test, budgets_ms, rewards, policies, paid)
+    if_free = judged.pop("if_free")
+    untrained = judged.pop("before", [])
 
     # what only controllers have, among it the probabilities that their teachers predict
-    if_free = judge_all(*problem, {"controller": [each.if_free for each in controllers]}, {})
     further = []
-    for i, controller in enumerate(controllers):
-        left_ms = budgets_ms - spent["controller"][i]
-        chosen = judged["controller"][i].chosen
+    for i, outcome in enumerate(judged["controller"]):
+        left_ms = budgets_ms - spent[i]
         columns: dict[str, Any] = {
             "decision_us": costs[i].decision_us,
-            "score_free": if_free["controller"][i].utility,
+            "score_free": if_free[i].utility,
         }
-        columns["expected_in_time"] = expected_in_time(controller, table, test, chosen, left_ms)
-        further.append(columns)
-    decisions = decision_frame(table, test, judged, seeds, further)
+        chances = expected_in_time(controllers[i], table, test, outcome.chosen, left_ms)
+        further.append(columns | {"expected_in_time": chances})
+    decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
     results = _results(DEADLINE, decisions, table, test, seeds)
 
     # the gain in utility by GRPO over seeds and test samples
-    started = [controller.decider for controller in before if controller is not None]
-    if started and len(started) == len(controllers):
-        untrained = judge_all(*problem, {"controller": started}, spent)["controller"]
+    if untrained:
         pairs = zip(untrained, judged["controller"], strict=True)
         gains = torch.stack([after.utility - first.utility for first, after in pairs])
-        results["grpo_gain"] = gain("test", gains.mean(2).double().numpy())
+        results["grpo_gain"] = with_interval("test", gains.mean(2).double().numpy())
     return results, decisions
 
 
@@ -164,19 +159,47 @@ def judge_mean_budgets(
     spent = [cost.charged_ms * charge for cost in costs]
     judged = reference.judged(budgets_ms, policies, baselines, spent)
     further = [{"decision_us": cost.decision_us} for cost in costs]
-    decisions = decision_frame(table, test, judged, seeds, further)
+    decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
 
     results = _results(MEAN_BUDGET, decisions, table, test, seeds, reference)
     # a price belongs to a budget, so a mean over the budgets has none
-    prices = {baseline.name: baseline.prices for baseline in baselines}
-    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0)
+    prices = {baseline.name: baseline.prices.tolist() for baseline in baselines}
+    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0).tolist()
     for row in (*results["rows"], *results.get("by_dataset", [])):
-        price = None
-        if row["budget_ms"] is not None and row["policy"] in prices:
-            price = float(prices[row["policy"]][results["budgets_ms"].index(row["budget_ms"])])
+        at_budgets = zip(results["budgets_ms"], prices.get(row["policy"], []), strict=False)
+        price = dict(at_budgets).get(row["budget_ms"])
         row |= {"price": price, "worth_ms": 1 / price if price else None}
         row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
     return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
+
+
+@torch.no_grad()
+def expected_in_time(
+    controller: DeployedController,
+    table: ProfileTable,
+    rows: Tensor,
+    chosen: Tensor,
+    left_ms: Tensor,
+) -> Tensor | None:
+    """Return the probability that what a controller chose is on time, as its teacher expects it.
+
+    Args:
+        rows: int64 [n], samples.
+        chosen: int64 [n, B], configurations.
+        left_ms: [B], what its own cost leaves of the budgets.
+
+    Returns:
+        float [n, B]; None without a teacher.
+    """
+    if controller.teacher is None:
+        return None
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    moments = controller.teacher.moments(controller.controller.features(blocks, len(rows)))
+    columns = []
+    for place, limit in enumerate(left_ms):
+        meets = moments.meets(limit.float().expand(len(rows)))
+        columns.append(meets.gather(1, chosen[:, [place]]))
+    return torch.cat(columns, 1)
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> Results:
@@ -204,6 +227,20 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
     return choices
 
 
+def gain_on_held_out(loaded: Sequence[Loaded]) -> dict[str, Any]:
+    """Return what GRPO added on the samples that were held out in training, as `grpo_gain` has it;
+    {} where there was no GRPO, or no warm-up before it.
+
+    It is the difference, sample by sample, between the weights that are kept and those that GRPO
+    started with, of networks that were not fitted on the sample.
+    """
+    scores = [each.extra.get("grpo_held_out") or {} for each in loaded]
+    if not all(scores):
+        return {}
+    gains = torch.stack([each["best"].double() - each["start"].double() for each in scores])
+    return with_interval("held_out", gains.numpy())
+
+
 def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
     """Return name, digest and sizes of a profile or of beams."""
     if isinstance(table, BeamTable):
@@ -216,7 +253,8 @@ def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
 def decision_frame(
     table: ProfileTable,
     test: Tensor,
-    judged: Mapping[str, Sequence[Judged]],
+    budgets_ms: Tensor,
+    judged: Mapping[str, Sequence[Outcomes]],
     seeds: Sequence[int],
     further: Sequence[Mapping[str, Any]],
 ) -> pl.DataFrame:
@@ -224,6 +262,7 @@ def decision_frame(
 
     Args:
         test: int64 [n], the samples that were judged.
+        budgets_ms: float [B].
         judged: outcomes by policy, for each seed where there are several.
         seeds: of the trained policies.
         further: more columns of the controller of each seed, float [n, B] or [B].
@@ -236,13 +275,12 @@ def decision_frame(
     for policy, outcomes in judged.items():
         of_seeds = seeds if policy in DEADLINE.trained else [None]
         for i, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
-            columns: dict[str, Any] = {name: getattr(outcome, name) for name in OUTCOMES}
-            columns["choice"] = labels[outcome.chosen.flatten().numpy()]
-            columns["score"] = outcome.utility
+            columns = dict(vars(outcome))
+            columns["choice"] = labels[columns.pop("chosen").flatten().numpy()]
+            columns["score"] = columns.pop("utility")
             if policy == "controller":
                 columns |= further[i]
-            budgets = outcome.budgets_ms.tolist()
-            frames.append(decision_rows(policy, seed, samples, budgets, columns))
+            frames.append(decision_rows(policy, seed, samples, budgets_ms.tolist(), columns))
     return pl.concat(frames)
 
 
@@ -283,7 +321,8 @@ def _results(
         for dataset in sorted(names.unique()):
             part = decisions.filter(dataset=dataset)
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
-            rows = _rows(problem, part, reference and reference.on(samples))
+            of_part = reference and Reference(table, reference.fitted, samples)
+            rows = _rows(problem, part, of_part)
             facts = {"dataset": dataset, "samples": len(samples)}
             for row in _most_important(problem, rows):
                 del row["decision_us_p50"]  # no data set has times of its own
@@ -352,11 +391,10 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
     of_seeds = precise.group_by("policy", "place", "seed", maintain_order=True).agg(**numbers)
     means = pl.col(*numbers).mean().fill_nan(None)
     at_budgets = of_seeds.group_by("policy", "place", maintain_order=True).agg(means)
-    over_budgets = at_budgets.group_by("policy", maintain_order=True).agg(
-        pl.lit(None).alias("place"), means
-    )
-    everything = pl.concat([at_budgets, over_budgets], how="vertical_relaxed")
-    return everything.rows_by_key(["policy", "place"], named=True, unique=True)
+    everywhere = pl.lit(None, pl.Float64).alias("place")
+    over_budgets = at_budgets.group_by("policy", everywhere, maintain_order=True).agg(means)
+    keys = ["policy", "place"]
+    return pl.concat([at_budgets, over_budgets]).rows_by_key(keys, named=True, unique=True)
 
 
 def _rows(
@@ -366,21 +404,17 @@ def _rows(
     budgets: Sequence[float] = (),
 ) -> Rows:
     """Return for each policy the mean over all budgets, then a row for each of `budgets`, with the
-    intervals of its score, of the oracle gap that it closes and of `COMPARED`."""
-    compared = COMPARED[problem.name]
+    intervals of its score, of the oracle gap that it closes and of its differences."""
     splits = splits_of(decisions.select(SAMPLE).unique(maintain_order=True))
     means = _means(problem, decisions)
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows = []
     cases = []
-    for policy, arrays in _scores(problem, decisions, reference):
+    for policy in decisions["policy"].unique(maintain_order=True):
+        arrays = _scores(problem, decisions, policy, reference)
         for budget, part in parts.items():
-            score, low, high, *rivals = (values[..., part].mean(-1) for values in arrays)
-            gains = [score - rival for rival in rivals]
             row = {"policy": policy, "budget_ms": budget, **means[policy, budget]}
-            row |= {key: float(gain.mean()) for key, gain in zip(compared, gains, strict=True)}
-            gap = float(high.mean() - low.mean())
-            row["gap_closed"] = float(score.mean() - low.mean()) / gap if gap > 1e-9 else 0.0
+            score, low, high, *rivals = (values[..., part].mean(-1) for values in arrays)
             if problem is MEAN_BUDGET:
                 row["oracle_accuracy"] = float(high.mean())
             if policy in DEADLINE.trained:
@@ -389,34 +423,46 @@ def _rows(
                 of_splits = [score[:, splits[0] == split] for split in np.unique(splits[0])]
                 row["utility_per_split"] = [float(values.mean()) for values in of_splits]
             rows.append(row)
-            cases.append([score, low, high, *gains])
+            cases.append([score, low, high, *(score - rival for rival in rivals)])
 
     # all intervals at once: they share their draws
-    keys = [f"{key}_ci95" for key in ("utility", "gap_closed", *compared)]
-    for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
-        row |= zip(keys, intervals, strict=True)
+    keys = ("utility", "gap_closed", *problem.compared)
+    for row, estimates in zip(rows, score_intervals(cases, splits), strict=True):
+        for key, (value, ci95) in zip(keys, estimates, strict=True):
+            row |= {key: value, f"{key}_ci95": ci95}
     return rows
 
 
 def _scores(
-    problem: Problem, decisions: pl.DataFrame, reference: Reference | None
-) -> Iterator[tuple[str, list[Any]]]:
-    """Yield for each policy arrays [S, n, B] or [n, B] by sample: its score, the low and the high
-    end of the oracle gap, then the scores that it is compared with, in the order of `COMPARED`.
-    Under mean budgets the ends of the gap are those at equal mean latency."""
+    problem: Problem, decisions: pl.DataFrame, policy: str, reference: Reference | None
+) -> list[Any]:
+    """Return scores by sample, [S, n, B] of a policy, then [n, B]: the low and the high end of the
+    oracle gap, and the scores that it is compared with, in the order of `Problem.compared`. Under
+    mean budgets the ends of the gap are those at equal mean latency."""
+    score = array_of(decisions, policy, "score")
     low = array_of(decisions, problem.low, "score")[0]
-    high = array_of(decisions, problem.high, "score")[0]
-    for policy in decisions["policy"].unique(maintain_order=True):
-        # [S, n, B]
-        score = array_of(decisions, policy, "score")
-        if reference is None:
-            yield policy, [score, low, high, low]
-            continue
-        # [B], the mean latency at each budget
-        spent = torch.from_numpy(array_of(decisions, policy, "latency_ms").mean((0, 1)))
-        mix = reference.static_mix(spent).numpy()
-        best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
-        yield policy, [score, mix, best, mix, low, reference.best_single(spent).numpy()]
+    if reference is None:
+        return [score, low, array_of(decisions, problem.high, "score")[0], low]
+    # [B], the mean latency at each budget
+    spent = torch.from_numpy(array_of(decisions, policy, "latency_ms").mean((0, 1)))
+    mix = reference.static_mix(spent).numpy()
+    best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
+    return [score, mix, best, mix, low, reference.best_single(spent).numpy()]
+
+
+def reliability(decisions: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the learned policy's decisions, all budgets and seeds together, in ten bins of equally
+    many and of rising probability: how many `decisions`, and the means of `expected_in_time` and
+    `in_time`. [] if it predicts none."""
+    known = decisions.filter(policy=DEADLINE.trained[0]).drop_nulls("expected_in_time")
+    number = pl.int_range(pl.len()) * BINS // pl.len()
+    means = pl.col("expected_in_time", "in_time").cast(pl.Float64).mean()
+    bins = (
+        known.sort("expected_in_time", maintain_order=True)
+        .group_by(number.alias("bin"), maintain_order=True)
+        .agg(pl.len().alias("decisions"), means)
+    )
+    return bins.drop("bin").to_dicts()
 
 
 def _usage(

@@ -68,14 +68,7 @@ def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
     """Write `decisions.parquet` into a run's folder, rows in the order given.
 
     The columns may be in any order; values are cast, missing columns are null.
-
-    Raises:
-        ValueError: columns that are not in `SCHEMA`.
     """
-    if unknown := set(frame.columns) - set(SCHEMA):
-        raise ValueError(
-            f"decisions have unknown columns {sorted(unknown)}, expected some of {list(SCHEMA)}"
-        )
     with written_whole(Path(folder) / FILE) as temporary:
         _complete(frame).write_parquet(temporary, compression="zstd")
 
@@ -87,17 +80,11 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         InputError: no such file, or not one that `write_decisions` wrote.
     """
     path = Path(folder) / FILE
-    # what is wrong with the file, if anything
-    problem = "no such file"
-    if path.is_file():
-        try:
-            frame = read_parquet(path)
-            if set(SCHEMA) <= set(frame.columns):
-                return _complete(frame)
-            problem = "does not hold the columns of decisions"
-        except (PolarsError, OSError, ValueError) as error:
-            problem = f"cannot be read ({error})"
-    raise InputError(f"{path}: {problem}; run the experiment again")
+    try:
+        return _complete(read_parquet(path).select(*SCHEMA))
+    except (PolarsError, OSError, ValueError) as error:
+        problem = f"cannot be read ({error}); run the experiment again"
+        raise InputError(f"{path}: {problem}") from error
 
 
 def decision_rows(
@@ -118,25 +105,18 @@ def decision_rows(
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     # values count samples first, then places
-    known = []
+    known: dict[str, Any] = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
     for name, value in columns.items():
-        if value is not None:
-            if not isinstance(value, pl.Series):
-                value = np.broadcast_to(value, (len(samples), len(places))).ravel()
-            known.append(pl.Series(name, value))
-    return _complete(rows.with_columns(*known, policy=pl.lit(policy), seed=pl.lit(seed, pl.Int64)))
+        known[name] = value
+        if value is not None and not isinstance(value, pl.Series):
+            known[name] = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())
+    return _complete(rows.with_columns(**known))
 
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     """Return all columns of `SCHEMA` in their order; NaN becomes null."""
-    columns = []
-    for name, dtype in SCHEMA.items():
-        if name in frame.columns:
-            column = pl.col(name).cast(dtype)
-        else:
-            column = pl.lit(None, dtype).alias(name)
-        columns.append(column.fill_nan(None) if dtype.is_float() else column)
-    return frame.select(columns)
+    known = frame.cast({name: SCHEMA[name] for name in frame.columns}).fill_nan(None)
+    return pl.concat([pl.DataFrame(schema=SCHEMA), known], how="diagonal")
 
 
 def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.float64]:
@@ -146,11 +126,11 @@ def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.fl
     Args:
         decisions: with every policy at every place, for the same samples.
     """
-    rows = decisions.select("policy", "seed", column).filter(policy=policy)
+    values = pl.col(column).cast(pl.Float64).fill_null(np.nan)
+    rows = decisions.filter(policy=policy).select("seed", values)
     # the samples of one seed may be in several parts, one of each split
-    seeds = rows.partition_by("seed", maintain_order=True)
-    values = [seed[column].cast(pl.Float64).fill_null(np.nan).to_numpy() for seed in seeds]
-    return np.stack(values).reshape(len(seeds), -1, decisions["place"].n_unique())
+    seeds = [seed[column].to_numpy() for seed in rows.partition_by("seed", maintain_order=True)]
+    return np.stack(seeds).reshape(len(seeds), -1, decisions["place"].n_unique())
 
 
 def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:

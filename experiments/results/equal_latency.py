@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import averages
-from knobwise.agents.judging.evaluation import Judged
+from knobwise.agents.judging.evaluation import Outcomes
 from knobwise.agents.stack.prices import (
     MeanBudgetPolicy,
     StaticMix,
@@ -45,16 +45,15 @@ class Reference:
         # the dearest did
         self._means = latency_ms.mean(0).cummax(0).values
 
-    def on(self, rows: Tensor) -> Reference:
-        """Return the same policies, judged on other rows."""
-        return Reference(self.table, self.fitted, rows)
-
     def hull(self) -> list[dict[str, Any]]:
         """Return the corners of the static mix, from the cheapest to the most accurate."""
-        labels = map(self.table.label, self.corners.tolist())
-        means = self._accuracy.mean(0).tolist(), self._means.tolist()
-        keys = ("label", "accuracy", "latency_ms")
-        return [dict(zip(keys, corner, strict=True)) for corner in zip(labels, *means, strict=True)]
+        accuracy = self._accuracy.mean(0).tolist()
+        latency_ms = self._means.tolist()
+        corners = []
+        for i, c in enumerate(self.corners.tolist()):
+            label = self.table.label(c)
+            corners.append({"label": label, "accuracy": accuracy[i], "latency_ms": latency_ms[i]})
+        return corners
 
     def static_mix(self, spent: Tensor) -> Tensor:
         """Return the accuracy of the static mix whose mean latency on the test samples is `spent`,
@@ -77,12 +76,12 @@ class Reference:
         that no hair decides: float64 [B] ms → [n, B]."""
         cost = averages(self.table, self.test)[1]
         chosen = best_single_at(self.averages[0], cost, 1.01 * spent, self.mask)
-        return self._chosen(spent, chosen).accuracy
+        return self._chosen(chosen).accuracy
 
-    def oracle(self, budgets_ms: Tensor) -> Judged:
+    def oracle(self, budgets_ms: Tensor) -> Outcomes:
         """Judge the choices that are the most accurate at these mean latencies, in hindsight."""
         cells = self.table.accuracy[self.test], self.table.latency_ms[self.test], self.mask
-        return self._chosen(budgets_ms, oracle_at_mean(*cells, budgets_ms))
+        return self._chosen(oracle_at_mean(*cells, budgets_ms))
 
     def mixture_use(self, budgets_ms: Tensor, mixed: np.ndarray) -> Tensor:
         """Return how many requests each configuration is expected to get, float64 [C, B], where the
@@ -100,7 +99,7 @@ class Reference:
         controllers: Sequence[MeanBudgetPolicy],
         baselines: Sequence[MeanBudgetPolicy],
         costs_ms: Sequence[Tensor],
-    ) -> dict[str, list[Judged]]:
+    ) -> dict[str, list[Outcomes]]:
         """Judge every policy, the references included, by name; one controller for each seed, with
         its own cost, float [B]."""
         mix = StaticMix(*self.averages, budgets_ms).expected(self.table, self.test)
@@ -109,20 +108,20 @@ class Reference:
         mixed = torch.full_like(single, -1)
         return {
             "controller": list(map(self._priced, controllers, costs_ms)),
-            "static_mix": [Judged(budgets_ms, mixed, *mix, utility=mix[0])],
-            "best_single": [self._chosen(budgets_ms, single)],
+            "static_mix": [Outcomes(mixed, *mix, utility=mix[0])],
+            "best_single": [self._chosen(single)],
             **{policy.name: [self._priced(policy)] for policy in baselines},
             "oracle": [self.oracle(budgets_ms)],
         }
 
-    def _priced(self, policy: MeanBudgetPolicy, cost_ms: Tensor | float = 0.0) -> Judged:
+    def _priced(self, policy: MeanBudgetPolicy, cost_ms: Tensor | float = 0.0) -> Outcomes:
         """Judge a policy at its budgets; where its mix decides, by its expectation."""
         decided = policy.decided(self.table, self.test)
         accuracy, latency_ms = policy.expected(self.table, self.test, decided)
         chosen = decided.where(policy.deployed, -1)
-        return Judged(policy.budgets_ms, chosen, accuracy, latency_ms + cost_ms, utility=accuracy)
+        return Outcomes(chosen, accuracy, latency_ms + cost_ms, utility=accuracy)
 
-    def _chosen(self, budgets_ms: Tensor, chosen: Tensor) -> Judged:
+    def _chosen(self, chosen: Tensor) -> Outcomes:
         """Judge choices int64 [n, B]."""
         accuracy, latency_ms = outcomes_of(self.table, self.test, chosen)
-        return Judged(budgets_ms, chosen, accuracy, latency_ms, utility=accuracy)
+        return Outcomes(chosen, accuracy, latency_ms, utility=accuracy)

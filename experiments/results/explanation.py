@@ -21,7 +21,6 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.statistics import (
     ends_of,
     mean_interval,
-    mean_intervals,
     resampled_means,
 )
 
@@ -78,24 +77,20 @@ class Explained:
             static = LookupTable(table, fitted, 0.0)
         self.static = choices_of(static, {}, self.limits, self.mask)
 
-    def decided(self, features: Mapping[str, Tensor], repeats: int = 1) -> Tensor:
-        """Return the configurations that the policy chooses, int64 [R·n, B].
-
-        Args:
-            features: blocks [R·n, d], all samples `repeats` times.
-            repeats: R.
-        """
+    def decided(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the configurations that the policy chooses by feature blocks [n, d], int64
+        [n, B]."""
         blocks = {name: block.numpy() for name, block in features.items()}
-        return choices_of(self.policy, blocks, self.limits, np.tile(self.mask, (repeats, 1)))
+        return choices_of(self.policy, blocks, self.limits, self.mask)
 
     def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:
-        """Return the worth of choices, float64 [R·n, B].
+        """Return the worth of choices, float64 [n, B].
 
         Args:
-            chosen: int64 [R·n, B].
+            chosen: int64 [n, B].
             reads: bool [B], where the choice needs features, which may cost a first look.
         """
-        cells = self.rows.repeat(len(chosen) // len(self.rows)).unsqueeze(1), chosen
+        cells = self.rows.unsqueeze(1), chosen
         accuracy = self.table.accuracy[cells].double()
         if self.prices is not None:
             return accuracy - self.prices * self.table.latency_ms[cells].double()
@@ -210,13 +205,12 @@ def _groups(points: np.ndarray) -> Rows:
     # equal difficulties stay in one group
     deciles = np.unique(np.quantile(points[0], np.arange(0.1, 1, 0.1)))
     group_of = np.digitize(points[0], deciles)
+    names = ("difficulty_ms", "policy_ms", "static_ms")
     rows = []
     for number in np.unique(group_of):
         group = points[:, group_of == number]
-        means = zip(
-            ("difficulty_ms", "policy_ms", "static_ms"), group.mean(1).tolist(), strict=True
-        )
-        rows.append({**dict(means), "ci95": mean_interval(group[1])})
+        means = zip(names, group.mean(1).tolist(), strict=True)
+        rows.append(dict(means) | {"ci95": mean_interval(group[1])})
     return rows
 
 
@@ -271,27 +265,28 @@ def importance(explained: Explained) -> Rows:
     def lost(part: tuple[str, int | None], repeats: int = REPEATS) -> NDArray[np.float64]:
         """Return the loss of each sample, a mean over shuffles and budgets, [n]."""
         name, column = part
-        order = [torch.randperm(n, generator=generator) for _ in range(repeats)]
-        blocks = {key: block.repeat(repeats, 1) for key, block in explained.features.items()}
-        columns = slice(column, None if column is None else column + 1)
-        blocks[name][:, columns] = explained.features[name][torch.cat(order), columns]
-        worth = explained.worth(explained.decided(blocks, repeats), explained.reads)
-        return (before - worth.view(repeats, n, -1).mean((0, 2))).numpy()
+        block = explained.features[name]
+        columns = list(range(block.shape[1])) if column is None else [column]
+        losses = torch.zeros_like(before)
+        for _ in range(repeats):
+            shuffled = block.clone()
+            shuffled[:, columns] = block[torch.randperm(n, generator=generator)][:, columns]
+            chosen = explained.decided(explained.features | {name: shuffled})
+            losses += before - explained.worth(chosen, explained.reads).mean(1)
+        return (losses / repeats).numpy()
 
     # whole blocks come first, then the columns of narrow ones
-    parts: list[tuple[str, int | None]] = []
     columns: list[tuple[str, int | None]] = []
     for name, block in explained.features.items():
-        parts.append((name, None))
         if 1 < block.shape[1] <= NARROW:
             columns += [(name, column) for column in range(block.shape[1])]
     if len(columns) > TOP:
         columns.sort(key=lambda part: -lost(part, 1).mean())
-    parts += columns[:TOP]
-    losses = [lost(part) for part in parts]
     rows = []
-    for (name, column), loss, ci95 in zip(parts, losses, mean_intervals(losses), strict=True):
-        rows.append({"name": name, "column": column, "lost": float(loss.mean()), "ci95": ci95})
+    for part in (*((name, None) for name in explained.features), *columns[:TOP]):
+        loss = lost(part)
+        row = dict(zip(("name", "column"), part, strict=True))
+        rows.append(row | {"lost": float(loss.mean()), "ci95": mean_interval(loss)})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
 
@@ -404,11 +399,13 @@ def _decision(
     table = explained.table
     row = int(explained.rows[i])
     sample = table.sample_ids[row]
-    question_type = table.question_types[row] if table.question_types else None
+    question = questions.get(sample)
+    if question is None and table.question_types:
+        question = table.question_types[row]
     result: dict[str, Any] = {
         "sample_id": sample,
         "dataset": table.dataset_names[row],
-        "question": questions.get(sample, question_type),
+        "question": question,
         "budget_ms": float(explained.budgets_ms[b]),
         "gain": gain,
     }

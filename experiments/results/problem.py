@@ -99,6 +99,8 @@ class Problem:
     """Policies that training made; a run is represented by the first one that it has."""
     validation: str = "Val/Utility"
     """The logged name of the score on validation."""
+    compared: tuple[str, ...] = ()
+    """Keys of the differences in a row of a controller."""
     equal_latency: bool = False
     """Whether policies are compared with mixtures and configurations of equal mean latency."""
     averaged: bool = True
@@ -151,6 +153,7 @@ DEADLINE = Problem(
     low="budget_aware_static",
     high="oracle",
     trained=("controller", "teacher"),
+    compared=("over_static",),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
 )
 MEAN_BUDGET = Problem(
@@ -162,6 +165,7 @@ MEAN_BUDGET = Problem(
     score="accuracy",
     ranked_by="over_static_mix",
     validation="Val/Reward_Mean",
+    compared=("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
     equal_latency=True,
     metrics=(ACCURACY, LATENCY, OVER_MIX, OVER_SINGLE, GAP, DECISION),
     low="static_mix",

@@ -7,11 +7,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
 import shlex
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +22,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_cut_short, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
 
+CONFIG = "config.yaml"
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
 VERSION = "controller.pt"
@@ -71,9 +69,25 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
-    # the settings say whether an unfinished folder is of this run
     first = _preferred(config, overrides)
-    with claim_folder(first, "config.yaml", OmegaConf.to_yaml(asdict(config))) as folder:
+    settings = OmegaConf.to_yaml(asdict(config))
+    try:
+        with locked(first.parent):
+            for folder in _candidates(first):
+                lock = _made(folder, settings) or _taken_up(folder, settings)
+                if lock is not None:
+                    break
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise InputError(
+            f"{first.parent}: cannot be written ({error.strerror}); choose another runs=…"
+        ) from error
+    assert lock is not None
+    with lock:
+        if _saved(folder) != settings.encode():
+            say(f"{folder / CONFIG}: is missing or damaged; it is written again")
+            write_text(folder / CONFIG, settings)
         try:
             yield folder
         except KeyboardInterrupt as stop:
@@ -81,6 +95,8 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
             raise
         with locked(latest.parent):
             replace_link(latest, folder.absolute().relative_to(latest.parent.absolute()))
+        (folder / UNFINISHED).unlink()
+        sync(folder)
 
 
 def _preferred(config: Any, overrides: list[str]) -> Path:
@@ -95,95 +111,39 @@ def _candidates(first: Path) -> Iterator[Path]:
         yield first.with_name(f"{first.name}-{number}")
 
 
-@contextlib.contextmanager
-def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
-    """Lock a folder for the work that `words` describe until the block ends: `first`, or `first-2`
-    and so on if that is taken. An unfinished folder of the same work is continued.
-
-    Args:
-        first: the preferred path.
-        file: its name in the folder holds `words`.
-        words: equal for equal work.
-
-    Raises:
-        InputError: another process is at work in it, or it cannot be written.
-    """
-    with _written_in(first.parent):
-        first.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
-        for folder in _candidates(first):
-            lock = _made(folder, file, words) or _taken_up(folder, file, words)
-            if lock is not None:
-                held.enter_context(lock)
-                break
-        if not (folder / file).exists() or (folder / file).read_bytes() != words.encode():
-            say(f"{folder / file}: is missing or damaged; it is written again, and the run goes on")
-            write_text(folder / file, words)
-        yield folder
-        (folder / UNFINISHED).unlink()
-        sync(folder)
+def _saved(folder: Path) -> bytes:
+    """Return the settings that a folder holds."""
+    if (folder / CONFIG).exists():
+        return (folder / CONFIG).read_bytes()
+    return b""
 
 
-@contextlib.contextmanager
-def _written_in(folder: Path) -> Iterator[None]:
-    """Raise InputError if the block cannot write in the folder; an error of a full disk stays."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise InputError(
-            f"{folder}: cannot be written ({error.strerror}); choose another runs=…"
-        ) from error
-
-
-def _made(folder: Path, file: str, words: str) -> TextIO | None:
-    """Make the folder with its lock and its words at once, so that no other process sees half of
-    it, and return the lock; None if the folder exists."""
-    with locked(folder.parent):
-        for unfinished in folder.parent.glob(".new-*"):  # of a process that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if folder.exists():
-            return None
-        with _written_in(folder.parent):
-            half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-        # the lock holds a digest of the words, in case that their file is damaged
-        lock = (half_made / UNFINISHED).open("w")
-        try:
-            lock_descriptor(lock.fileno())
-            lock.write(_digest(words))
-            lock.flush()
-            write_text(half_made / file, words)
-            sync(half_made / UNFINISHED)
-            umask = os.umask(0)  # mkdtemp makes private folders
-            os.umask(umask)
-            half_made.chmod(0o777 & ~umask)
-            half_made.rename(folder)
-            sync(folder.parent)
-        except OSError:
-            lock.close()
-            shutil.rmtree(half_made)
-            raise
+def _made(folder: Path, settings: str) -> TextIO | None:
+    """Make the folder with its lock and its settings, and return the lock; None if there is one. A
+    process that was killed before it made the lock left an empty folder."""
+    if folder.is_file() or any(folder.glob("*")):
+        return None
+    folder.mkdir(exist_ok=True)
+    lock = (folder / UNFINISHED).open("w")
+    lock_descriptor(lock.fileno())
+    # the lock holds a digest of the settings, in case that their file is damaged
+    lock.write(_digest(settings))
+    lock.flush()
+    sync(folder / UNFINISHED)
+    write_text(folder / CONFIG, settings)
+    sync(folder.parent)
     return lock
 
 
-def _digest(words: str) -> str:
-    return hashlib.sha256(words.encode()).hexdigest()
-
-
-def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
-    """Lock an unfinished folder of the same work and return the lock; None for any other folder.
-    After a power cut the file may be cut short, or end in zeros."""
-    saved = b""
-    if (folder / file).exists():
-        saved = (folder / file).read_bytes()
-    if saved != words.encode() and not is_cut_short(saved, words):
+def _taken_up(folder: Path, settings: str) -> TextIO | None:
+    """Lock an unfinished folder of the same settings and return the lock; None for any other
+    folder. After a power cut the file may be cut short, or end in zeros."""
+    saved = _saved(folder)
+    whole = saved == settings.encode()
+    if not (folder / UNFINISHED).exists() or not (whole or is_cut_short(saved, settings)):
         return None
-    try:
-        lock = (folder / UNFINISHED).open("r+")
-    except OSError:  # it is finished
-        return None
-    if saved != words.encode() and lock.read() not in ("", _digest(words)):
+    lock = (folder / UNFINISHED).open("r+")
+    if not whole and lock.read() not in ("", _digest(settings)):
         lock.close()
         return None
     if not lock_descriptor(lock.fileno(), blocking=False):
@@ -197,6 +157,10 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
     return None
 
 
+def _digest(settings: str) -> str:
+    return hashlib.sha256(settings.encode()).hexdigest()
+
+
 def command_of(overrides: list[str]) -> str:
     """Return the command with these words, as a shell takes it."""
     return shlex.join(["knobwise", "train", *overrides])
@@ -205,15 +169,15 @@ def command_of(overrides: list[str]) -> str:
 def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
     """Return the finished run of these settings on the data with this digest, None if there is
     none."""
-    settings = OmegaConf.to_yaml(asdict(config))
+    settings = OmegaConf.to_yaml(asdict(config)).encode()
     for folder in itertools.takewhile(Path.exists, _candidates(_preferred(config, overrides))):
         results = folder / "results.json"
         if (folder / UNFINISHED).exists() or not results.exists():
             continue
         # damaged files are those of another run
         with contextlib.suppress(OSError, ValueError):
-            is_same = (folder / "config.yaml").read_text(encoding="utf-8") == settings
-            if is_same and json.loads(results.read_bytes())["profile"]["digest"] == digest:
+            profile = json.loads(results.read_bytes())["profile"]
+            if _saved(folder) == settings and profile["digest"] == digest:
                 return folder
     return None
 

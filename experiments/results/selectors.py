@@ -49,20 +49,15 @@ def selector_decisions(
                 columns: dict[str, Any] = {"accuracy": right, "score": right}
                 columns["decision_us"] = outcome.decision_us
                 if outcome.demonstrations is not None:
-                    columns["choice"] = _joined(outcome.demonstrations[i])
+                    # rows of the bank, joined by blanks; null where nothing is shown
+                    choices = []
+                    for bank in outcome.demonstrations[i].tolist():
+                        choices.append(" ".join(str(row) for row in bank if row >= 0) or None)
+                    columns["choice"] = pl.Series(choices, dtype=pl.String)
                 if outcome.vote is not None:
                     columns["vote"] = outcome.vote[i].unsqueeze(1)
                 frames.append(decision_rows(policy, seed, samples, [shots], columns))
     return pl.concat(frames)
-
-
-def _joined(demonstrations: Tensor) -> pl.Series:
-    """Join rows of the bank by blanks, int64 [n, T], −1 after the end; null where nothing is
-    shown."""
-    choices = []
-    for rows in demonstrations.tolist():
-        choices.append(" ".join(str(row) for row in rows if row >= 0) or None)
-    return pl.Series(choices, dtype=pl.String)
 
 
 def selector_results(
@@ -93,15 +88,11 @@ def selector_results(
     """
     rows, differences = _demonstration_rows(decisions, "accuracy")
     votes, _ = _demonstration_rows(decisions, "vote")
-    other_bank = {}
-    if test is not None:
-        other_bank = {"test_digest": test.digest, "test_candidates": len(test.candidates)}
-    return {
+    results = {
         "system": "selector",
         "profile": profile_of(table),
         "split": "test",
         "test_queries": decisions["sample_id"].n_unique(),
-        **other_bank,
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
         "trained_shots": trained_shots,
@@ -110,8 +101,12 @@ def selector_results(
         "rows": [row for row in rows if row["policy"] not in CONTROLS],
         "differences": differences,
         "controls": [row for row in rows if row["policy"] in CONTROLS],
-        **({"votes": votes} if votes else {}),
     }
+    if test is not None:
+        results |= {"test_digest": test.digest, "test_candidates": len(test.candidates)}
+    if votes:
+        results["votes"] = votes
+    return results
 
 
 def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Rows]:

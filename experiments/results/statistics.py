@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,13 +32,9 @@ FEWEST = 5
 
 
 def resampled_means(
-    values: Sequence[ArrayLike],
-    draws: int = DRAWS,
-    seed: int = 0,
-    other_seeds: bool = False,
-    splits: np.ndarray | None = None,
+    values: Sequence[ArrayLike], other_seeds: bool = False, splits: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the mean of each array in each draw of n samples and of S seeds, both with
+    """Return the mean of each array in each of `DRAWS` draws of n samples and of S seeds, both with
     replacement. Where there are several splits, these are drawn too.
 
     The test parts of random splits overlap. So a draw takes splits and distinct samples
@@ -50,22 +47,20 @@ def resampled_means(
 
     Args:
         values: K arrays, float [S, n] (S may differ) or [n].
-        draws: their number, D.
-        seed: of the draws.
         other_seeds: keep the draws of samples and change those of seeds, for policies trained with
             other seeds.
         splits: int [2, n], see `splits_of`; None for one split.
 
     Returns:
-        float64 [D, K].
+        float64 [DRAWS, K].
     """
     # an array without seeds has one
     arrays = [np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in values]
     columns = np.concatenate(arrays).T  # [n, sum of S]
-    generator = np.random.default_rng(seed)
-    per_seed = _over_samples(columns, draws, seed, generator, splits)
+    generator = np.random.default_rng(0)
+    per_seed = _over_samples(columns, generator, splits)
     if other_seeds:
-        generator = np.random.default_rng([seed, 1])
+        generator = np.random.default_rng([0, 1])
     state = generator.bit_generator.state
     first_columns = np.cumsum([len(array) for array in arrays])[:-1]
     means = []
@@ -73,40 +68,37 @@ def resampled_means(
         # from the same state, so that other arrays do not change these draws
         generator.bit_generator.state = state
         seeds = len(array)
-        shares = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+        shares = _drawn(generator, seeds, DRAWS) / seeds
         # a rounded mean may lie outside of the values
         means.append((part * shares).sum(1).clip(array.min(), array.max()))
     return np.stack(means, 1)
 
 
-def _over_samples(
-    columns: np.ndarray,
-    draws: int,
-    seed: int,
-    generator: np.random.Generator,
-    splits: np.ndarray | None,
-) -> np.ndarray:
-    """Return the mean of each column, float [n, K], in each draw of samples, float [draws, K].
+def _drawn(generator: np.random.Generator, size: int, draws: int) -> np.ndarray:
+    """Return how often each of `size` things is drawn, with replacement, in each draw: int64
+    [draws, size]."""
+    return generator.multinomial(size, np.full(size, 1 / size), draws)
 
-    `generator` draws the samples; `seed` is that of the draws of splits.
-    """
-    n, width = columns.shape
+
+def _over_samples(
+    columns: np.ndarray, generator: np.random.Generator, splits: np.ndarray | None
+) -> np.ndarray:
+    """Return the mean of each column, float [n, K], in each draw of samples and splits, float
+    [DRAWS, K]; `generator` draws the samples."""
+    n = len(columns)
     if splits is None:
         splits = np.stack([np.zeros(n, int), np.arange(n)])
     number, distinct = splits.max(1) + 1
-    # how often each split is drawn, [draws, splits]
-    of_splits = np.random.default_rng([seed, 2])
-    times = of_splits.multinomial(number, np.full(number, 1 / number), draws)
-    means = np.empty((draws, width))
+    times = _drawn(np.random.default_rng([0, 2]), number, DRAWS)
+    means = []
     step = max(1, BLOCK // n)
-    for start in range(0, draws, step):
+    for of_splits in np.split(times, range(step, DRAWS, step)):
         # counts of how often each sample is drawn make the means a matrix product
-        count = min(step, draws - start)
-        counts = generator.multinomial(distinct, np.full(distinct, 1 / distinct), count)
-        counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
+        counts = _drawn(generator, distinct, len(of_splits))
+        counts = counts[:, splits[1]] * of_splits[:, splits[0]]
         total = counts.sum(1, keepdims=True)
-        means[start : start + step] = (counts / np.where(total > 0, total, np.nan)) @ columns
-    return means
+        means.append((counts / np.where(total > 0, total, np.nan)) @ columns)
+    return np.concatenate(means)
 
 
 def ends_of(drawn: np.ndarray) -> list[list[float]]:
@@ -133,24 +125,38 @@ def mean_interval(values: ArrayLike) -> list[float]:
     return mean_intervals([values])[0]
 
 
+def with_interval(name: str, values: np.ndarray) -> dict[str, Any]:
+    """Return the mean of an array, float [S, n] or [n], and its 95 % interval, under `name` and
+    `{name}_ci95`; None without samples."""
+    if not values.size:
+        return {name: None, f"{name}_ci95": None}
+    return {name: float(values.mean()), f"{name}_ci95": mean_interval(values)}
+
+
 def score_intervals(
-    cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None
-) -> list[list[list[float]]]:
-    """Return for each policy the intervals of its score, of the share of the oracle gap that it
-    closes and of its differences, all from the same draws. A draw in which nothing could be gained
-    says nothing about the gap.
+    cases: Sequence[Sequence[np.ndarray]], splits: np.ndarray | None = None
+) -> list[list[tuple[float, list[float]]]]:
+    """Return for each policy its score, the share of the oracle gap that it closes and its
+    differences, each with its interval, all from the same draws. Where nothing could be gained
+    nothing was closed; such a draw says nothing about the gap.
 
     Args:
         cases: for each policy its score, float [S, n], those of the low and the high reference,
             float [n], and the same number of differences, float [S, n].
         splits: as in `resampled_means`.
     """
-    drawn = resampled_means(list(itertools.chain(*cases)), splits=splits)
-    # [draws, cases · kinds] → [cases, draws] for each kind of array
-    score, low, high, *differences = drawn.T.reshape(len(cases), -1, len(drawn)).swapaxes(0, 1)
+    arrays = list(itertools.chain(*cases))
+    drawn = resampled_means(arrays, splits=splits)
+    # the means themselves come first, then those of the draws
+    means = np.vstack([[array.mean() for array in arrays], drawn])
+    # [1 + draws, cases · kinds] → [cases, 1 + draws] for each kind of array
+    score, low, high, *differences = means.T.reshape(len(cases), -1, len(means)).swapaxes(0, 1)
     gap = (score - low) / np.where(high - low > 1e-9, high - low, np.nan)
-    intervals = [ends_of(draws.T) for draws in (score, gap, *differences)]
-    return [list(case) for case in zip(*intervals, strict=True)]
+    estimates = []
+    for kind in (score, gap, *differences):
+        values = np.nan_to_num(kind[:, 0]).tolist()
+        estimates.append(zip(values, ends_of(kind[:, 1:].T), strict=True))
+    return [list(case) for case in zip(*estimates, strict=True)]
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -172,8 +178,8 @@ class Difference:
     difference: float
     ci95: tuple[float, float]
     """Paired bootstrap over samples and seeds."""
-    p: float | None = None
-    """Two-sided, see `paired`; None if it was not tested."""
+    p: float
+    """Two-sided, see `paired`."""
     p_holm: float = 1.0
     """p corrected for the number of comparisons in its family."""
 
@@ -185,16 +191,14 @@ class Difference:
 
     @property
     def sign(self) -> int:
-        """The direction that is shown: 1 or −1 where the interval lies above or below 0 and p, if
-        it was tested, is small enough; else 0."""
-        if self.p is not None and self.p_holm >= CHANCE:
+        """The direction that is shown: 1 or −1 where the interval lies above or below 0 and p is
+        small enough; else 0."""
+        if self.p_holm >= CHANCE:
             return 0
         return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
 
 
-def paired(
-    first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0
-) -> list[tuple[float, ...]]:
+def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool) -> list[tuple[float, ...]]:
     """Return for each column of first − second the difference of the means, the ends of its 95 %
     interval, and p.
 
@@ -214,17 +218,16 @@ def paired(
         first: float [S, n, C].
         second: float [T, n, C], of the same samples.
         same_seeds: whether the seeds are the same, in the same order.
-        seed: of the draws.
     """
     sides = [first - second] if same_seeds else [first, -second]
     draws = []
     for i, side in enumerate(sides):
-        draws.append(resampled_means(list(np.moveaxis(side, 2, 0)), seed=seed, other_seeds=i > 0))
+        draws.append(resampled_means(list(np.moveaxis(side, 2, 0)), other_seeds=i > 0))
     drawn = np.sum(draws, 0)  # [D, C]
     observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
-    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), np.random.default_rng(seed)))
+    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0)))
     return list(zip(*np.stack([observed, *bounds, p]).tolist(), strict=True))
 
 
@@ -242,28 +245,29 @@ def _for_seeds(
     from scipy.stats import norm, t
 
     spread = drawn.var(0)
-    added = np.zeros(1)  # the variance of the mean over seeds that the bootstrap misses
-    squares = np.zeros(1)  # the denominator of Satterthwaite's formula
+    whole = spread.copy()  # with the variance of the mean over seeds that the bootstrap misses
+    squares = np.zeros_like(spread)  # the denominator of Satterthwaite's formula
     for side in sides:
         seeds = len(side)
         if seeds > 1:
             variance = side.mean(1).var(0, ddof=1) / seeds
-            added = added + variance / seeds
-            squares = squares + variance**2 / (seeds - 1)
-    whole = spread + added
+            whole += variance / seeds
+            squares += variance**2 / (seeds - 1)
     known = (whole > NOTHING) & (squares > NOTHING**2)
-    freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
-    wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
-    p = 2 * t.sf(np.abs(observed) / np.sqrt(np.where(known, whole, 1.0)), freedom)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        freedom = whole**2 / squares
+        wider = np.sqrt(whole / spread) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+        p = 2 * t.sf(np.abs(observed) / np.sqrt(whole), freedom)
     return np.where(known, wider, 1.0), np.where(known, p, 0.0)
 
 
-def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _sign_flips(differences: np.ndarray) -> np.ndarray:
     """Return the two-sided p of the means of float [n, C]: the share of random signs of the samples
     that give a mean at least as large."""
     n = len(differences)
     observed = differences.mean(0)
     # scipy's permutation_test gives the same; here one set of signs serves all columns
+    generator = np.random.default_rng(0)
     as_large = np.zeros(len(observed))
     left = FLIPS
     while left:
@@ -281,10 +285,8 @@ def holm(family: Sequence[Difference]) -> list[Difference]:
     order = p.argsort(kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
-    return [
-        replace(difference, p_holm=float(p_holm))
-        for difference, p_holm in zip(family, corrected, strict=True)
-    ]
+    pairs = zip(family, corrected.tolist(), strict=True)
+    return [replace(difference, p_holm=p_holm) for difference, p_holm in pairs]
 
 
 def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:

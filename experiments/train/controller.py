@@ -37,13 +37,13 @@ from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.controllers import (
+    gain_on_held_out,
     held_out_choices,
     judge_deadlines,
     judge_mean_budgets,
     over_splits,
 )
 from knobwise.experiments.results.explanation import Explained, explain_policy
-from knobwise.experiments.results.gains import gain_on_held_out
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions

@@ -27,9 +27,8 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import Served, Stream, live_results
-from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
-from knobwise.profiling.elastic.scenes import SEED, TOKEN, draw_samples, to_words
+from knobwise.profiling.elastic.scenes import SEED, draw_samples, to_words
 
 CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10)
@@ -69,9 +68,8 @@ def checkpoint(case, tmp_path):
     return saved(tmp_path / "best.pt", case.controller, case.table, case.split)
 
 
-def run(checkpoint, table, config, model=None, json_path=None, **page):
+def run(checkpoint, table, config, model=None, **files):
     model = model or ElasticAdaptive()
-    files = {"json_path": json_path, **page}
     return live.run_live(checkpoint, table, model, ElasticRequests(), config, **files)
 
 
@@ -114,14 +112,13 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
 
 
 def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
-    page, path = tmp_path / "live.html", str(tmp_path / "live.json")
+    page = tmp_path / "live.html"
+    path = tmp_path / "live.json"
     config = replace(SHORT, repeats=2, clock="cpu")
-    results = run(checkpoint, case.table, config, json_path=path, page=str(page))
+    results = run(checkpoint, case.table, config, json_path=str(path), page=str(page))
     assert "Live and replay" in page.read_text()
-    assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
-    printed = capsys.readouterr().out
-    for words in ("10 requests × 2", "learned controller", "budget-aware static", "replay"):
-        assert words in printed
+    assert json.loads(path.read_text()) == json.loads(json.dumps(results))
+    assert "10 requests × 2" in capsys.readouterr().out
     names = ["controller", "controller_frozen", "budget_aware_static"]
     names += ["best_static", "cheapest", "most_accurate"]
     assert [row["policy"] for row in results["rows"]] == names
@@ -129,19 +126,22 @@ def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsy
         for what in ("accuracy", "satisfaction", "utility"):
             low, high = row[f"{what}_ci95"]
             assert 0 <= low <= row[what] <= high <= 1
-        assert row["utility"] <= min(row["accuracy"], row["satisfaction"])
+    fixed = results["configurations"]
+    means = case.table.latency_ms[case.fitted].mean(0)
+    assert fixed["cheapest"] == case.table.configuration(int(means.argmin()))
+    accuracy = case.table.accuracy[case.fitted].double().mean(0)
+    assert fixed["most_accurate"] == case.table.configuration(int(accuracy.argmax()))
     # every answer is the one that the profile recorded
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
     assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
     overhead = results["overhead"]
-    share = overhead["overhead_us"] / 1e3 / overhead["inference_ms"]
-    assert overhead["share"] == pytest.approx(share)
     parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_what_calls_take_beside_the_model_is_charged_too(case, monkeypatch):
-    _, server = server_of(case, replace(SHORT, requests=3))
+def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
+    monkeypatch.setattr(live, "WARM_UP", 0)
+    stream, server = server_of(case, SHORT)
     answer = server.model.answer
 
     def slow(*arguments, **options):
@@ -150,20 +150,13 @@ def test_what_calls_take_beside_the_model_is_charged_too(case, monkeypatch):
 
     monkeypatch.setattr(server.model, "answer", slow)
     assert server.serve() is None
-    assert (server.served["overhead_ms"][0] > 20).all()
-
-
-def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
-    monkeypatch.setattr(live, "WARM_UP", 0)
-    stream, server = server_of(case, SHORT)
-    assert server.serve() is None
     served = server.served
     overhead, decision = served["overhead_ms"], served["decision_us"]
+    assert (overhead[0] > 20).all()  # what its calls take beside the model is charged too
     # the controllers and static, then fixed configurations
     assert (overhead[:3] > decision[:3] / 1e3).all()
     assert (decision[:3] > 0).all()
     assert (overhead[3:] == 0).all()
-    assert (served["inference_ms"] > 0).all()
     took = overhead[2, :, 0]
     spent = [0.0, *(float(np.median(took[:i])) for i in range(1, len(took)))]
     limits = np.maximum(stream.budgets_ms - spent, 1e-9)
@@ -172,23 +165,15 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
 
 
 def test_nothing_is_fitted_on_what_is_served(case, checkpoint, monkeypatch):
-    calls = {"static_of": static_of, "fixed_configurations": live.fixed_configurations}
-    noted = {name: Mock(side_effect=call) for name, call in calls.items()}
-    for name, mock in noted.items():
+    names = ("static_of", "fixed_configurations")
+    noted = [Mock(side_effect=getattr(live, name)) for name in names]
+    for name, mock in zip(names, noted, strict=True):
         monkeypatch.setattr(live, name, mock)
     results = run(checkpoint, case.table, SHORT)
-    for mock in noted.values():
+    for mock in noted:
         assert sorted(mock.call_args.args[1].tolist()) == sorted(case.fitted.tolist())
     scaled = default_budgets(case.table).double() * results["speed"]["before"]
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
-
-
-def test_fixed_configurations_are_what_their_names_say(case):
-    table, rows = case.table, case.split.train
-    budgets = default_budgets(table)
-    fixed = live.fixed_configurations(table, rows, budgets)
-    assert fixed["cheapest"] == table.latency_ms[rows].double().mean(0).argmin()
-    assert fixed["most_accurate"] == table.accuracy[rows].double().mean(0).argmax()
 
 
 @functools.cache
@@ -223,8 +208,7 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     table, _ = small()
     results = judged(*by_hand(slower=3.0), speed=3.0)
     assert results["speed"]["during"] == pytest.approx(3.0)
-    assert all(row["agrees"] for row in results["agreement"])
-    assert all(abs(row["difference"]) < 1e-5 for row in results["agreement"])
+    assert all(row["agrees"] and abs(row["difference"]) < 1e-5 for row in results["agreement"])
     learned = results["rows"][0]
     assert learned["satisfaction"] == 0.5  # one budget is ample and one is hopeless
     assert learned["satisfaction_feasible"] == 1.0
@@ -237,9 +221,8 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
 def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
     table, controller = small()
     stream, record = by_hand(slower=3.0)
-    stream.budgets_ms[0] = 2 * float(
-        table.latency_ms[0].min()
-    )  # enough where it was measured, too little here
+    # enough where it was measured, too little here
+    stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())
     assert judged(stream, record, speed=3.0)["infeasible"] == 1
     blocks = {name: block[:2].numpy() for name, block in table.features.items()}
     stream.budgets_ms[:] = 3 * table.latency_ms.median()
@@ -268,8 +251,6 @@ def test_a_replay_that_is_wrong_is_found_out():
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    results |= {"repeats": 1, "clock": "wall"}
-    assert "they differ in " in live_report.verdict(results)[-1]
 
 
 def test_a_stream_goes_through_the_test_samples_before_it_repeats(case):
@@ -279,7 +260,6 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case):
     for part in (stream.rows[:6], stream.rows[6:12]):
         assert sorted(part.tolist()) == sorted(few.tolist())
     assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
-    assert len(stream.timed) == 6
     assert set(stream.timed) <= set(case.fitted.tolist())
     assert [int(name) for name in stream.ids] == stream.rows.tolist() == again.rows.tolist()
 
@@ -292,7 +272,6 @@ def test_answers_are_scored_as_in_the_profile():
     for words, hard, share in ((right, 1, 1), (right[:2], 0, 2 / 3), ([], 0, 0)):
         assert requests.score(str(number), " ".join(words)) == hard
         assert soft.score(str(number), " ".join(words)) == pytest.approx(share, abs=1e-4)
-    assert all(word in TOKEN for word in right)
     assert str(10**6) in requests
     assert "a" not in requests
 
@@ -302,12 +281,10 @@ def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
     results = run(checkpoint, case.table, config)
     assert results["agreement"] == []
     assert results["infeasible"] is None
-    assert len(results["timeline"]) == 10
     assert "replay" not in capsys.readouterr().out
-    for skip in (0, 10):
-        stream = stream_of(case, replace(config, skip=skip))
-        assert set(stream.rows.tolist()) == {-1}
-        assert sorted(map(int, stream.ids)) == list(range(2000 + skip, 2010 + skip))
+    stream = stream_of(case, replace(config, skip=10))
+    assert set(stream.rows.tolist()) == {-1}
+    assert sorted(map(int, stream.ids)) == list(range(2010, 2020))
 
 
 class Failing(ElasticAdaptive):
@@ -328,30 +305,30 @@ class Failing(ElasticAdaptive):
     ("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))]
 )
 def test_what_was_served_before_a_server_died_is_kept(case, checkpoint, tmp_path, answers, kept):
-    config, path = replace(SHORT, requests=40, repeats=2), str(tmp_path / "live.json")
+    config = replace(SHORT, requests=40, repeats=2)
+    path = tmp_path / "live.json"
     # 26 cells are timed before: 20 to warm up, then 6
     with pytest.raises(InputError, match="ConnectionError: the server is gone"):
-        run(checkpoint, case.table, config, Failing(answers + 26), path)
-    if not kept[0]:
-        assert not (tmp_path / "live.json").exists()
-        return
-    results = json.loads((tmp_path / "live.json").read_text())
+        run(checkpoint, case.table, config, Failing(answers + 26), json_path=str(path))
+    assert path.exists() == (kept[0] > 0)
+    results = json.loads(path.read_text()) if kept[0] else {"requests": 0, "repeats": 0}
     assert (results["requests"], results["repeats"]) == kept
 
 
 def test_what_cannot_be_served_is_refused(case, tmp_path):
-    small = small_table(40)
-    agent = untrained(small, PolicyConfig(hidden=4))
-    of_small = saved(tmp_path / "small.pt", agent, small, small.split())
-    rows, config = case.split.train[:50], case.controller.controller.config
-    network = Controller.for_table(case.table, rows, config, sense="mean")
+    table, agent = small_table(40), untrained(small_table(40), PolicyConfig(hidden=4))
+    of_small = saved(tmp_path / "small.pt", agent, table, table.split())
+    config = case.controller.controller.config
+    network = Controller.for_table(case.table, case.fitted[:50], config, sense="mean")
     mean = DeployedController(network).eval()
     of_mean = saved(tmp_path / "mean.pt", mean, case.table, case.split)
-    cases = {"builtin": (of_small, case.table), "elastic": (of_small, small)}
-    cases["mean"] = (of_mean, case.table)
-    for word, (path, table) in cases.items():
+    for word, path, served in (
+        ("builtin", of_small, case.table),
+        ("elastic", of_small, table),
+        ("mean", of_mean, case.table),
+    ):
         with pytest.raises(InputError, match=word):
-            run(path, table, SHORT)
+            run(path, served, SHORT)
     for wrong in ({"requests": 0}, {"repeats": 0}, {"clock": "sun"}, {"skip": 5}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)

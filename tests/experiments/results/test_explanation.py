@@ -6,21 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, arrays, deployed, small_table, table_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import TAUGHT, deployed, small_table, table_of
 from ruled import Ruled
 from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.policy import choices_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.experiments.results import explanation
 from knobwise.experiments.results.explanation import (
     Explained,
     best_and_worst,
     by_difficulty,
-    difficulty_of,
     distilled,
     explain_policy,
     importance,
@@ -36,8 +32,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Of a policy that is a function of the block x and of budgets."""
 
     def chosen(features, limits, mask=None):
-        by_rule = choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
-        return by_rule
+        return choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
 
     rows = torch.arange(table.num_samples)
     return Explained(table, rows, rows, Ruled(chosen), budgets)
@@ -47,11 +42,6 @@ def explained(table, choose, budgets=BUDGETS):
 
 ACCURACY = [[0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.4, 0.5, 1.0], [NAN, 0.0, 1.0]]
 LATENCY = [[1.0, 2.0, 4.0], [3.0, 2.5, 6.0], [1.0, 2.0, 4.0], [1.0, 3.0, 9.0], [NAN, 2.0, 5.0]]
-
-
-def test_a_sample_is_as_difficult_as_its_cheapest_right_configuration_is_slow():
-    difficulty = difficulty_of(torch.tensor(ACCURACY), torch.tensor(LATENCY))
-    assert difficulty.tolist() == [2.0, 2.5, torch.inf, 3.0, 5.0]
 
 
 def test_difficulty_against_latency_by_hand():
@@ -73,36 +63,20 @@ def test_difficulty_against_latency_by_hand():
     setting = spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
     assert loose["setting"] == pytest.approx(setting)
     assert seen["budget_ms"] == 20
-    assert sorted(map(tuple, seen["points"])) == [(2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (5.0, 5.0)]
-    groups = seen["groups"]
-    assert [row["difficulty_ms"] for row in groups] == sorted(row["policy_ms"] for row in groups)
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=20, max_size=80))
-def test_a_rank_correlation_lies_in_its_interval_and_ignores_scale(
-    pairs,
-):
-    x, y = np.array(pairs, float).T
-    value, ci95 = rank_correlation(x, y)
-    if value is None or ci95 is None:
-        assert min(len(set(x)), len(set(y))) == 1
-        return
-    assert value == pytest.approx(spearmanr(x, y).statistic)
-    assert ci95[0] - 0.05 <= value <= ci95[1] + 0.05
-    assert rank_correlation(np.exp(x), 3 * y)[0] == pytest.approx(value)
-    assert rank_correlation(x, x) == (pytest.approx(1.0), [pytest.approx(1.0), pytest.approx(1.0)])
+    assert sorted(seen["points"]) == [[2.0, 2.0], [2.5, 2.5], [3.0, 3.0], [5.0, 5.0]]
+    assert all(row["difficulty_ms"] == row["policy_ms"] for row in seen["groups"])
 
 
 def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws():
     """Of 50 draws of 100 pairs with a known correlation nearly 95 % hold it."""
-    generator, inside = np.random.default_rng(0), 0
+    generator = np.random.default_rng(0)
+    inside = 0
     truth = 6 / np.pi * np.arcsin(0.6 / 2)  # of normal variables with a correlation of .6
     for _ in range(50):
         x, y = generator.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 100).T
-        ci95 = rank_correlation(x, y)[1]
-        assert ci95 is not None
-        inside += ci95[0] <= truth <= ci95[1]
+        value, (low, high) = rank_correlation(x, y)
+        assert value == pytest.approx(spearmanr(x, y).statistic)
+        inside += low <= truth <= high
     assert 43 <= inside < 50
 
 
@@ -172,10 +146,8 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
     assert tree["fidelity"] > 0.99  # a bound lies between two samples
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
-    first = two_answers().configuration(0)
     small = [rule["then"] for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"]]
-    assert small
-    assert all(then == first for then in small)
+    assert small == [two_answers().configuration(0)]
     assert {rule["alike"] for rule in tree["rules"]} == {1.0}
     bounds = {(name, sign): value for rule in tree["rules"] for name, sign, value in rule["when"]}
     assert bounds["x[1]", "≤"] == bounds["x[1]", ">"] == pytest.approx(0.3, abs=0.1)
@@ -199,9 +171,9 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], x)
     part = explained(table, lambda x, limits: x[:, 0].long())
     lists = best_and_worst(part, {table.sample_ids[3]: "why?"})
-    ids = table.sample_ids
     # static takes the first configuration under both budgets; the last sample is on time under the
     # second budget only
+    ids = table.sample_ids
     assert [(row["sample_id"], row["gain"], row["question"]) for row in lists["best"]] == [
         (ids[3], pytest.approx(0.9), "why?"),
         (ids[4], pytest.approx(0.4), None),
@@ -210,8 +182,7 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     (worst,) = lists["worst"]
     assert (worst["sample_id"], worst["gain"]) == (ids[2], pytest.approx(-0.8))
     assert worst["policy"]["accuracy"] == pytest.approx(0.2)
-    configuration = table.configuration(0)
-    static = {"configuration": configuration, "accuracy": 1.0, "latency_ms": 2.0}
+    static = {"configuration": table.configuration(0), "accuracy": 1.0, "latency_ms": 2.0}
     assert worst["static"] == static
 
 
@@ -231,19 +202,17 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     table = small_table(60, holes=0.2, features=kind != "no features")
     if kind == "first look":
         table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
-    budgets, rows = default_budgets(table), torch.arange(60)
-    sense = "mean" if kind == "mean" else "deadline"
+    rows = torch.arange(60)
+    budgets = default_budgets(table)
+    sense = "deadline"
     if kind == "mean":
         budgets = torch.tensor([9.0, 15.0])
+        sense = "mean"
     agent = deployed(table, POLICIES[kind], budgets, sense)
     monkeypatch.setattr(explanation, "MOST", 15)
     part = Explained(table, rows[:40], rows[40:], agent, budgets)
     assert len(part.rows) == len(set(part.rows.tolist())) == 15
-    mask = table.mask[part.rows].numpy()
-    chosen = choices_of(agent, arrays(table, part.rows), budgets.double().numpy(), mask)
-    assert torch.equal(part.chosen, chosen)
     worth = part.worth(part.chosen, part.reads)
-    assert worth.isfinite().all()
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]
     if kind == "mean":
@@ -253,7 +222,6 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
             latency_ms = latency_ms - table.first_look_ms[at] * ~part.reads
         wanted = accuracy.masked_fill(latency_ms > budgets, 0)
     torch.testing.assert_close(worth, wanted, rtol=0, atol=1e-12)
-    again = [explain_policy(part, {}) for _ in range(2)]
-    assert again[0] == again[1]
-    assert again[0]["samples"] == 15
-    assert (again[0]["importance"] == []) == (kind == "no features")
+    entry = explain_policy(part, {})
+    assert entry == explain_policy(part, {})
+    assert (entry["importance"] == []) == (kind == "no features")

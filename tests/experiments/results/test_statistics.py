@@ -1,14 +1,9 @@
 """The one bootstrap: against a naive one, at its limits; paired differences against scipy's tests,
 and of runs."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
 
@@ -29,12 +24,14 @@ from knobwise.experiments.results.statistics import (
 
 
 def gap(score, low, high):
+    """The share of the oracle gap that is closed, and its interval."""
     return score_intervals([(score, low, high)])[0][1]
 
 
 def test_means_of_draws_by_hand(monkeypatch):
+    monkeypatch.setattr(statistics, "DRAWS", 6)
     values = [np.random.default_rng(7).random((seeds, 5)) for seeds in (3, 1, 3)]
-    generator = np.random.default_rng(4)
+    generator = np.random.default_rng(0)
     samples = generator.multinomial(5, [0.2] * 5, 6)
     state = generator.bit_generator.state
     expected = []
@@ -45,14 +42,7 @@ def test_means_of_draws_by_hand(monkeypatch):
         expected.append([np.repeat(np.repeat(array, s, 0), n, 1).mean() for n, s in draws])
     for block in (statistics.BLOCK, 10):  # all draws at a time, and two
         monkeypatch.setattr(statistics, "BLOCK", block)
-        np.testing.assert_allclose(resampled_means(values, 6, 4), np.array(expected).T)
-
-
-def test_seeds_are_drawn_too():
-    static, best = np.zeros(50), np.ones(50)
-    low, high = gap(np.array([0.2, 0.5, 0.8])[:, None] * np.ones((3, 50)), static, best)
-    assert low < 0.35 < 0.65 < high
-    assert gap(np.full((3, 50), 0.5), static, best) == pytest.approx([0.5, 0.5])
+        np.testing.assert_allclose(resampled_means(values), np.array(expected).T)
 
 
 def test_splits_of_the_same_samples_are_no_more_samples():
@@ -80,14 +70,14 @@ def test_splits_are_drawn_too():
 
 
 def test_several_intervals_come_from_the_same_draws():
-    values = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    values = np.random.default_rng(0).random((2, 3, 50))
     both = mean_intervals([*values, values[0] + 0.25])
     for array, (low, high) in zip(values, both, strict=False):
         assert mean_interval(array) == pytest.approx([low, high])
-        assert low < array.mean() < high
-        ((score, _, difference),) = score_intervals([(array, np.zeros(50), np.ones(50), array + 1)])
-        assert score == pytest.approx([low, high])
-        assert difference == pytest.approx([low + 1, high + 1])
+        ((score, share, gain),) = score_intervals([(array, np.zeros(50), np.ones(50), array + 1)])
+        assert low < score[0] == share[0] < high
+        assert score[1] == share[1] == pytest.approx([low, high])
+        assert gain == (pytest.approx(array.mean() + 1), pytest.approx([low + 1, high + 1]))
     assert both[2] == pytest.approx([end + 0.25 for end in both[0]])
     assert mean_intervals([]) == []
 
@@ -101,10 +91,10 @@ def test_intervals_by_the_textbook():
 
 def test_where_nothing_can_be_gained_nothing_was_closed():
     static = np.random.default_rng(0).random(20)
-    assert gap(np.tile(static, (2, 1)), static, static) == [0, 0]
+    assert gap(np.tile(static, (2, 1)), static, static) == (0, [0, 0])
     best = static.copy()
     best[0] += 0.5  # in about a third of the draws the only sample with a gain is missing
-    assert gap(best[None], static, best) == pytest.approx([1, 1])
+    assert gap(best[None], static, best)[1] == pytest.approx([1, 1])
 
 
 # -- paired differences ----------------------------------------------------------------------------
@@ -139,11 +129,9 @@ def test_other_seeds_are_drawn_apart_and_samples_together():
     half = t.ppf(0.975, 10) * (2 * of_seeds.var(ddof=1) / 6) ** 0.5
     assert gap == pytest.approx(0)
     assert (low, high) == pytest.approx((-half, half), rel=0.1)
-    # common seeds are drawn together, and there may be more of one side
+    # common seeds are drawn together
     ((*together, _),) = paired(shared + of_seeds + 0.1, shared + of_seeds, True)
     assert together == pytest.approx([0.1, 0.1, 0.1])
-    ((gap, *_),) = paired(of_seeds[:3] * np.ones((1, 9, 1)), of_seeds * np.ones((1, 9, 1)), False)
-    assert gap == pytest.approx(-0.6)
 
 
 def test_five_seeds_that_are_all_the_difference_have_students_interval():
@@ -177,13 +165,13 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(seeds, same, mo
     monkeypatch.setattr(statistics, "DRAWS", 500)
     monkeypatch.setattr(statistics, "FLIPS", 199)
     draws, missed, found = np.random.default_rng(7), 0, 0
-    for number in range(150):
+    for _ in range(150):
         shared = draws.normal(0, 1, (1, 60, 1))
         sides = []
         for count in seeds:
             of_seeds = draws.normal(0, 0.3, (count, 1, 1))
             sides.append(shared + of_seeds + draws.normal(0, 0.3, (count, 60, 1)))
-        ((_, low, high, p),) = paired(*sides, same, seed=number)
+        ((_, low, high, p),) = paired(*sides, same)
         missed += not low <= 0 <= high
         found += p < 0.05
     assert missed <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
@@ -200,15 +188,6 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=20))
-def test_holm_never_lowers_a_probability_and_keeps_their_order(values):
-    found = [one.p_holm for one in holm([difference(p) for p in values])]
-    assert all(p <= q <= 1 for p, q in zip(values, found, strict=True))
-    order = np.argsort(values, kind="stable")
-    assert (np.diff(np.array(found)[order]) >= 0).all()
-
-
 def test_better_is_said_only_where_interval_and_probability_agree():
     cases = {difference(0.01): 1, difference(0.06): 0}
     cases |= {difference(0.001, (-0.01, 0.2)): 0, difference(0.001, (-0.2, -0.01)): -1}
@@ -218,12 +197,7 @@ def test_better_is_said_only_where_interval_and_probability_agree():
 # -- differences of runs ---------------------------------------------------------------------------
 
 
-def against(
-    first,
-    second,
-    policies=("controller", "controller"),
-    places=(10.0, 20.0),
-):
+def against(first, second, policies=("controller", "controller"), places=(10.0, 20.0)):
     return differences(*read_runs([first, second]), policies, places)
 
 
@@ -232,17 +206,12 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
     found, note = against(*folders)
     assert note == ""
     assert [one.place for one in found] == [None, 10.0, 20.0]
-    assert found[0].difference == pytest.approx((found[1].difference + found[2].difference) / 2)
     means = [run.row("controller", None)["utility"] for run in read_runs(folders)]
     assert found[0].difference == pytest.approx(means[1] - means[0])
     assert all(one.samples == 60 and one.ci95[0] < one.difference < one.ci95[1] for one in found)
-    assert found[0].p is not None
     assert found[0].p < 0.01
-    back = against(*folders[::-1])[0]
-    assert [one.difference for one in back] == pytest.approx([-one.difference for one in found])
     (_, only) = against(*folders, places=(20.0,))[0]
-    assert only.ci95 == pytest.approx(found[2].ci95)
-    assert only == replace(found[2], ci95=only.ci95)
+    assert (only.difference, only.ci95) == (found[2].difference, pytest.approx(found[2].ci95))
 
 
 def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path):
@@ -261,7 +230,7 @@ def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path):
     ("settings", "reason"),
     [
         ({"decisions": False}, "decisions.parquet"),
-        ({"digest": "sha256:other", "samples": range(1, 61)}, "other measurements"),
+        ({"digest": "sha256:other", "samples": range(1, 61)}, "measurements"),
         ({"samples": range(100, 160)}, "0 test samples"),
         ({"samples": range(58, 118)}, "2 test samples"),
         ({"budgets": (11.0, 21.0)}, "0 budgets"),
@@ -285,9 +254,7 @@ def test_what_is_restricted_is_said(tmp_path):
     assert (len(found), note) == (3, "")
 
 
-def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(
-    tmp_path,
-):
+def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path):
     # the hull rises by 0.8 in 40 ms
     first = write_run(tmp_path / "a", sense="mean")
     for spent, change in ((0.0, 0.0), (5.0, -0.1)):
@@ -296,9 +263,7 @@ def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(
         assert [one.difference for one in found] == pytest.approx([change] * 3)
 
 
-def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
-    tmp_path,
-):
+def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path):
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
     found, note = against(first, second, ("grpo_recorded", "grpo_live"), (1.0, 2.0))
