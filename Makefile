@@ -3,7 +3,7 @@
 # make test  lint, types and the whole test suite
 # make campaign  the slowest tests, and an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make docs  the documentation site, in build/site
-# make bench what the performance claims run on
+# make bench every benchmark, in docs/benchmarks.json and docs/speed.md
 # Another virtual environment: make run VENV=/path/to/venv
 VENV ?= .venv
 PYTHON ?= python3
@@ -33,8 +33,8 @@ docs: $(INSTALLED)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "page: build/site/index.html"
 
-bench: $(INSTALLED)
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+bench: $(INSTALLED)-test
+	$(BIN)/python benchmarks/suite.py
 
 campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign

@@ -14,7 +14,7 @@ import statistics
 import time
 
 import torch
-from exported import deployed_on
+from decision import deployed_on
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs import builtin_profile

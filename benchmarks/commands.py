@@ -1,0 +1,63 @@
+"""What people wait for: start-up of the command line, `import knobwise`, the report of a run.
+
+Start-up is the CPU time of whole processes; beside it stands what Python and its libraries take by
+themselves.
+
+    python benchmarks/commands.py
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from timing import Bench
+
+from knobwise.__main__ import main as knobwise
+from knobwise.experiments.report.report import write_report
+
+TINY = "policy.teacher=false baselines=false seeds=[0] tracking.mode=disabled"
+TINY += " optimiser.iterations=2 optimiser.warmup_iterations=2"
+
+
+def run(*words: str) -> None:
+    """Run Python in a process of its own."""
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Time start-up, then the report of a short run."""
+    bench = Bench()
+    bench.line(
+        "import knobwise",
+        "s",
+        functools.partial(run, "-c", "import knobwise"),
+        {"import numpy": functools.partial(run, "-c", "import numpy")},
+    )
+    bench.line(
+        "knobwise train --help",
+        "s",
+        functools.partial(run, "-m", "knobwise", "train", "--help"),
+        {"import hydra": functools.partial(run, "-c", "import hydra")},
+    )
+    inspect = ("-m", "knobwise", "inspect", "profile=builtin")
+    bench.line(
+        "knobwise inspect profile=builtin",
+        "s",
+        functools.partial(run, *inspect),
+        {"import torch, polars": functools.partial(run, "-c", "import torch, polars")},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        if knobwise(["train", "experiment=lean", *TINY.split(), "name=tiny"]):
+            sys.exit("the short run failed")
+        bench.line("report of a run", "s", functools.partial(write_report, Path("runs/lean/tiny")))
+        os.chdir("/")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""A decision of what a run deploys, for one request, beside what people would use instead.
+
+The controller is the one that a run on the built-in profile would deploy: 288 features, 64
+configurations, a guard and a static policy. The time of a decision does not depend on how long a
+network was trained, so none is. Behind a model, a transformer runs before each decision, so that
+the caches hold other things, as where a run is served.
+
+A request through `AdaptiveModel` is timed in front of a model that answers at once, so that all of
+its time is what the controller costs. In front of the built-in model, the time is that of pooling
+the features, as the model itself takes it.
+
+    python benchmarks/decision.py
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.ensemble import RandomForestRegressor
+from timing import Bench
+from torch import nn
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig, hidden_for
+from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
+from knobwise.agents.stack.deployed import DeployedController, Settled
+from knobwise.agents.training.settle import latency_of
+from knobwise.common.errors import InputError
+from knobwise.envs import builtin_profile
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+
+TABLE = builtin_profile()
+BUDGETS_MS = default_budgets(TABLE).tolist()
+SAMPLES = [
+    {name: block[row].numpy() for name, block in TABLE.features.items()} for row in range(256)
+]
+
+
+def deployed_on(table: ProfileTable) -> DeployedController:
+    """Return the controller that a run would deploy, untrained, deciding at every budget."""
+    rows = torch.arange(table.num_samples)
+    budgets_ms = default_budgets(table)
+    inputs = FeatureNormaliser.fit(table, rows).width
+    hidden = hidden_for(inputs, table.num_configurations, 1e3 * float(budgets_ms.min()))
+    torch.manual_seed(0)
+    controller = Controller.for_table(table, rows, PolicyConfig(hidden=hidden, drift=0.3)).eval()
+    guard = []
+    for budget in budgets_ms.tolist():
+        guard.append({"budget_ms": budget, "margin": 0.97, "deployed": True})
+    latency = latency_of(table, rows, controller.normaliser)
+    settled = Settled(guard, static=static_of(table, rows).arrays(), latency=latency)
+    return DeployedController(controller, None, settled)
+
+
+def in_turn(decide: Callable[[Any, float], object]) -> Callable[[], object]:
+    """Return a function that decides on one request after another."""
+    number = itertools.count()
+
+    def call() -> object:
+        i = next(number)
+        return decide(SAMPLES[i % len(SAMPLES)], BUDGETS_MS[i % len(BUDGETS_MS)])
+
+    return call
+
+
+# -- what people would use instead -----------------------------------------------------------------
+
+
+def joined() -> np.ndarray:
+    """Return the features of all samples, standardised, float32 [n, d]."""
+    x = torch.cat(list(TABLE.features.values()), 1).float()
+    return ((x - x.mean(0)) / x.std(0).clamp_min(1e-6)).numpy()
+
+
+def best_within(accuracy: np.ndarray, latency_ms: np.ndarray, budget_ms: float) -> int:
+    """Return the configuration of the best accuracy that is expected to be on time."""
+    return int(np.where(latency_ms <= budget_ms, accuracy, -latency_ms).argmax())
+
+
+def forest() -> Callable[[Any, float], object]:
+    """Return the decisions of a random forest that predicts both outcomes of each configuration."""
+    outcomes = torch.cat([TABLE.accuracy, TABLE.latency_ms], 1).numpy()
+    model = RandomForestRegressor(100, max_features=0.3, min_samples_leaf=5, random_state=0)
+    model.fit(joined(), outcomes)
+
+    def decide(features: Any, budget_ms: float) -> int:
+        x = np.concatenate(list(features.values()))[None]
+        accuracy, latency_ms = np.split(model.predict(x)[0], 2)
+        return best_within(accuracy, latency_ms, budget_ms)
+
+    return decide
+
+
+def neighbours() -> Callable[[Any, float], object]:
+    """Return the decisions of similarity-weighted neighbours, all samples of the profile."""
+    x = joined()
+    known = x / np.linalg.norm(x, axis=1, keepdims=True)
+    accuracy = TABLE.accuracy.numpy()
+    latency_ms = TABLE.latency_ms.numpy()
+
+    def decide(features: Any, budget_ms: float) -> int:
+        query = np.concatenate(list(features.values()))
+        weight = np.exp(10 * (known @ (query / np.linalg.norm(query))))
+        weight /= weight.sum()
+        return best_within(weight @ accuracy, weight @ latency_ms, budget_ms)
+
+    return decide
+
+
+def peers_of(agent: DeployedController, folder: Path) -> dict[str, Callable[[], object]]:
+    """Return other ways to decide, by name."""
+    peers = {"a forest of scikit-learn": in_turn(forest())}
+    peers["weighted neighbours in NumPy"] = in_turn(neighbours())
+    try:
+        write_onnx(Deployed(agent), folder / "controller.onnx")
+        onnx = OnnxController(folder / "controller.onnx")
+        peers["the same controller in ONNX runtime"] = in_turn(onnx.decide_index)
+    except InputError as error:  # the extra is not installed
+        logging.warning("%s", error)
+    return peers
+
+
+# -- in front of a model ---------------------------------------------------------------------------
+
+
+class InstantModel:
+    """Answers at once; it says that an answer took what the profile measured."""
+
+    name = "instant"
+
+    def __init__(self) -> None:
+        self.knobs = tuple(
+            KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in TABLE.knobs
+        )
+        self.latency_ms = TABLE.latency_ms.tolist()
+        self.columns = {}
+        for column in range(TABLE.num_configurations):
+            self.columns[tuple(TABLE.configuration(column).items())] = column
+
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        return FirstStage(request, SAMPLES[request.image], None, 0.0, 0.0)
+
+    def answer(self, stages: Any, configuration: Any) -> list[Answer]:
+        column = self.columns[tuple(configuration.items())]
+        times = [self.latency_ms[stage.request.image][column] for stage in stages]
+        return [Answer("", ms, ms, 0.0, 1, 1, 1) for ms in times]
+
+
+def requests(answer: Callable[[Request, float], object], count: int) -> Callable[[], object]:
+    """Return a function that answers one request after another, `count` different ones."""
+    number = itertools.count()
+
+    def call() -> object:
+        i = next(number)
+        return answer(Request(i % count, "what?"), BUDGETS_MS[i % len(BUDGETS_MS)])
+
+    return call
+
+
+def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
+    """Time requests with and without tracker, log and cache, beside the model alone."""
+    configuration = TABLE.configuration(0)
+
+    def alone(request: Request, budget_ms: float) -> object:
+        return bare.answer([bare.first_stage(request)], configuration)
+
+    bare = InstantModel()
+    options: dict[str, dict[str, Any]] = {
+        "nothing else": {"tracker": False},
+        "a tracker": {},
+        "a tracker and a log": {"log": folder / "log"},
+        # the tracker would change between two equal requests
+        "a cache of decisions": {"tracker": False, "cache": 1000},
+    }
+    for name, chosen in options.items():
+        with AdaptiveModel(InstantModel(), agent, **chosen) as model:
+            bench.line(
+                f"a request through AdaptiveModel, {name}",
+                "µs",
+                requests(model.answer, len(SAMPLES)),
+                {"the model alone": requests(alone, len(SAMPLES))},
+                target="≤ 300 µs" if "log" in chosen else "",
+            )
+
+
+def time_features(bench: Bench) -> None:
+    """Time the features that the built-in model pools, right after it has answered."""
+    model = ElasticAdaptive()
+    full = dict(model.configuration)
+    questions = [ElasticRequests().request(str(row)) for row in range(32)]
+    pooled = []
+    for request in questions * 5:
+        stage = model.first_stage(request)
+        pooled.append(stage.extra_ms * 1e3)
+        model.answer([stage], full)
+    bench.tell(
+        "features of the built-in model, right after an answer",
+        "µs",
+        statistics.median(pooled[len(questions) :]),
+        target="≤ 40 µs, so that features and decision take 100",
+    )
+
+
+def main() -> None:
+    """Time decisions alone, then in front of models."""
+    bench = Bench()
+    agent = deployed_on(TABLE)
+    controller = agent.decider
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    transformer = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
+    x = torch.zeros(1, 32, 128)
+    drift = np.random.default_rng(0).normal(0.1, 0.05, TABLE.num_configurations), 1.2
+
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        folder = Path(name)
+        peers = {} if bench.ours else peers_of(agent, folder)
+        ours = in_turn(controller.decide_index)
+        bench.line("a decision, in a loop", "µs", ours, peers, target="≤ 20 µs")
+        under_drift = in_turn(lambda x, ms: controller.decide_expected(x, ms, drift))
+        bench.line("a decision under drift, in a loop", "µs", under_drift)
+        before = functools.partial(transformer, x)
+        behind = "a decision, right after a transformer"
+        bench.line(behind, "µs", ours, peers, target="≤ 60 µs", before=before)
+        time_serving(bench, agent, folder)
+    time_features(bench)
+    wide = simulate(SimulatedConfig(samples=100, image_width=768, language_width=2080))
+    features = {name: block[0].numpy() for name, block in wide.features.items()}
+    decide = functools.partial(deployed_on(wide).decider.decide_index, features, 60.0)
+    bench.line("a decision on 2,848 features, 240 configurations", "µs", decide)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,58 @@
+"""A choice of demonstrations for one query, beside simple ways to choose them.
+
+The pool has 64 candidates with embeddings 64 wide; the selector is the default one, untrained, since
+its time does not depend on training.
+
+    python benchmarks/selector.py
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from timing import Bench
+from torch import Tensor
+from torch.nn import functional
+
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+
+POOL = 64
+WIDTH = 64
+
+
+def nearest(query: Tensor, pool: Tensor, shots: int) -> Tensor:
+    """Return the candidates with the largest cosine."""
+    return functional.cosine_similarity(query.unsqueeze(1), pool, dim=-1).topk(shots).indices
+
+
+def maximal_marginal_relevance(query: Tensor, pool: Tensor, shots: int) -> Tensor:
+    """Return candidates near the query and far from each other (Carbonell and Goldstein 1998)."""
+    pool = functional.normalize(pool[0], dim=-1)
+    relevance = pool @ functional.normalize(query[0], dim=-1)
+    likeness = pool @ pool.T
+    chosen = [int(relevance.argmax())]
+    while len(chosen) < shots:
+        score = 0.5 * relevance - 0.5 * likeness[chosen].amax(0)
+        score[chosen] = -torch.inf
+        chosen.append(int(score.argmax()))
+    return torch.tensor([chosen])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    BENCH = Bench()
+    torch.manual_seed(0)
+    QUERY = torch.randn(1, WIDTH)
+    CANDIDATES = torch.randn(1, POOL, WIDTH)
+    MASK = torch.ones(1, POOL, dtype=torch.bool)
+    SELECTOR = Selector(SelectorConfig(), WIDTH).eval()
+    with torch.inference_mode():
+        for shots in (2, 4):
+            peers = {}
+            for peer in (nearest, maximal_marginal_relevance):
+                title = peer.__name__.replace("_", " ")
+                peers[title] = functools.partial(peer, QUERY, CANDIDATES, shots)
+            ours = functools.partial(SELECTOR.choose, QUERY, CANDIDATES, MASK, shots)
+            BENCH.line(f"a choice of {shots} demonstrations of {POOL}", "µs", ours, peers)
