@@ -1,7 +1,7 @@
 """A choice of demonstrations for one query, beside simple ways to choose them.
 
-The pool has 64 candidates with embeddings 64 wide; the selector is the default one, untrained, since
-its time does not depend on training.
+The pool has 64 candidates with embeddings 64 wide. The selector is the default one, untrained: its
+time does not depend on training.
 
     python benchmarks/selector.py
 """

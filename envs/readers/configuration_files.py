@@ -328,7 +328,7 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
                 "every row a whole number or a text"
             )
         # the id 7.0 is 7
-        whole = {name: int(name) for name in floats if name.is_integer()}
+        whole: dict[Any, int] = {name: int(name) for name in floats if name.is_integer()}
         names = [whole.get(name, name) for name in names]
     return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
 

@@ -99,7 +99,6 @@ def run_live(
     """
     loaded = load_checkpoint(checkpoint)
     _check_controller(checkpoint, loaded, table)
-    controller = loaded.controller
     test = loaded.extra["test_rows"]
     fitted = torch.cat([loaded.extra[f"{part}_rows"] for part in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
@@ -108,12 +107,9 @@ def run_live(
     stream = draw_stream(table, test, fitted, budgets, requests, config)
     with one_thread(), threadpool_limits(1), collected_between():
         check_features(model, table, stream)
-        served = AdaptiveModel(model, controller, clock=config.clock)
-        # some cells of the profile are timed first: budgets are scaled by the speed of this machine
-        choices: list[int] = []
-        ratios: list[float] = []
-        if stream.timed:
-            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
+        served = AdaptiveModel(model, loaded.controller, clock=config.clock)
+        # budgets are scaled by the speed of this machine
+        choices, ratios = _timed(served, table, stream)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -127,28 +123,35 @@ def run_live(
         stream, record = server.finished()
         if not len(stream.rows):
             raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
-    policies = list(server.policies)
-    results = live_results(table, stream, policies, record, served.controller, speed)
+    results = live_results(table, stream, list(server.policies), record, served.controller, speed)
     repeats = record["choice"].shape[2]
-    results |= {
-        "configurations": {name: table.configuration(c) for name, c in fixed.items()},
-        "model": model.name,
-        "clock": config.clock,
-        "repeats": repeats,
-        "tracker": served.tracker.factors(),
-        "ignored": served.tracker.ignored,
-    }
-    # what was served is shown, even where the stream was cut short
-    print_live(results, Console())
-    if json_path is not None:
-        write_text(json_path, json.dumps(results, indent=1))
-    if page is not None:
-        write_live_page(page, results)
+    results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
+    results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
+    results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
+    _show(results, json_path, page)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
+
+
+def _timed(
+    served: AdaptiveModel, table: ProfileTable, stream: Stream
+) -> tuple[list[int], list[float]]:
+    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
+    if not stream.timed:
+        return [], []
+    return served.timed_cells(table, stream.timed, CALIBRATION)
+
+
+def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
+    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
+    print_live(results, Console())
+    if json_path is not None:
+        write_text(json_path, json.dumps(results, indent=1))
+    if page is not None:
+        write_live_page(page, results)
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:

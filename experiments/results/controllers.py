@@ -91,12 +91,16 @@ def judge_deadlines(
     decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
     results = _results(DEADLINE, decisions, table, test, seeds)
 
-    # the gain in utility by GRPO over seeds and test samples
     if untrained:
-        pairs = zip(untrained, judged["controller"], strict=True)
-        gains = torch.stack([after.utility - first.utility for first, after in pairs])
-        results["grpo_gain"] = with_interval("test", gains.mean(2).double().numpy())
+        results["grpo_gain"] = _gain(untrained, judged["controller"])
     return results, decisions
+
+
+def _gain(before: Sequence[Judged], after: Sequence[Judged]) -> Results:
+    """Return the gain in utility by GRPO over seeds and test samples, with its interval."""
+    pairs = zip(before, after, strict=True)
+    gains = torch.stack([trained.utility - started.utility for started, trained in pairs])
+    return with_interval("test", gains.mean(2).double().numpy())
 
 
 def over_splits(
