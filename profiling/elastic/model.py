@@ -200,20 +200,20 @@ class ElasticVLM(nn.Module):
     ``drop_order`` lists the middle blocks, the first to be left out first.
     """
 
-    def __init__(self, size: ElasticSize | None = None) -> None:
+    def __init__(self, size: ElasticSize) -> None:
         super().__init__()
-        self.size = size or ElasticSize()
-        width = self.size.width
+        self.size = size
+        width = size.width
         self.stem = nn.Linear(3 * CELL * CELL, width)
         self.scale = nn.Linear(_FLAGS, width)
         self.grid_rows = nn.Embedding(MAX_SIDE + 1, width)
         self.grid_columns = nn.Embedding(MAX_SIDE + 1, width)
         self.words = nn.Embedding(len(WORDS), width)
         self.slots = nn.Embedding(PROMPT_TOKENS + ANSWER_TOKENS, width)
-        self.blocks = nn.ModuleList(Block(self.size) for _ in range(self.size.blocks))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(WORDS))
-        self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
+        self.drop_order: tuple[int, ...] = tuple(range(size.blocks - 2, 0, -1))
 
     @property
     def full(self) -> Configuration:

@@ -73,7 +73,8 @@ def draw_samples(count: int, seed: int) -> list[Scene]:
 def draw_sample(row: int, seed: int) -> Scene:
     """Draw one sample, sides and kind of question uniform; it depends on (seed, row) alone."""
     rng = np.random.default_rng((seed, row))
-    shape = rng.integers(2, MAX_SIDE + 1, size=2)
+    rows, columns = rng.integers(2, MAX_SIDE + 1, size=2).tolist()
+    shape = (rows, columns)
     question = str(rng.choice(QUESTIONS))
     # a digit, a colour, and whether it is left blank, for each cell
     images, labels = load_digits()
@@ -82,11 +83,12 @@ def draw_sample(row: int, seed: int) -> Scene:
     blank = rng.random(shape) < 0.15
     ink = np.where(blank[..., None, None], 0, images[pick])  # [rows, columns, 8, 8]
     palette = np.array(list(COLOURS.values()), np.float32)[colour]  # [rows, columns, 3]
-    pixels = np.einsum("rcyx,rcp->prycx", ink, palette).reshape(1, 3, *shape * CELL)
+    pixels = np.einsum("rcyx,rcp->prycx", ink, palette)
     names = {"digit": labels[pick].astype(str), "colour": np.array(list(COLOURS))[colour]}
     kind = "colour" if question in ("colour", "row_colours", "match") else "digit"
     positions, answer = _ask(rng, question, np.where(blank, "blank", names[kind]))
-    return Scene(pixels, " ".join([f"{question}?", *positions]), " ".join(answer))
+    image = pixels.reshape(1, 3, rows * CELL, columns * CELL)
+    return Scene(image, " ".join([f"{question}?", *positions]), " ".join(answer))
 
 
 def _ask(
