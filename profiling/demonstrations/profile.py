@@ -79,10 +79,10 @@ def profile_beams(
     )
 
     # the search, by methods that need no policy
-    found = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
-    table = _with_found(task.table, found)
-    zero_shot = with_prefix(found, "zero_shot.")
-    costs = [found["cpu_s"]]
+    beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
+    table = _with_found(task.table, beams)
+    zero_shot = with_prefix(beams, "zero_shot.")
+    costs = [beams["cpu_s"]]
 
     # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
@@ -99,9 +99,9 @@ def profile_beams(
         find = None  # earlier rounds are only read
         if draw is not None and beginning == this_round:
             find = partial(_draw_round, task, config, draw, table, zero_shot)
-        found = _in_chunks(state / f"round-{index}", config.chunk, table, find)
-        table = _with_found(table, found, index)
-        costs.append(found["cpu_s"])
+        beams = _in_chunks(state / f"round-{index}", config.chunk, table, find)
+        table = _with_found(table, beams, index)
+        costs.append(beams["cpu_s"])
     info = _write(out, table, task, config)
     search_s, *rounds_s = [round(float(cost.sum()), 2) for cost in costs]
     info |= {"rounds": rounds, "cost_cpu_s": {"search": search_s, "rounds": rounds_s}}
@@ -111,9 +111,9 @@ def profile_beams(
     return table
 
 
-def _with_found(table: BeamTable, found: Fields, index: int = 0) -> BeamTable:
-    fields = with_prefix(found, "fields.")
-    return table.with_beams(found["sequences"], fields, found["found_by"], index)
+def _with_found(table: BeamTable, beams: Fields, index: int = 0) -> BeamTable:
+    fields = with_prefix(beams, "fields.")
+    return table.with_beams(beams["sequences"], fields, beams["found_by"], index)
 
 
 def _draw_round(
@@ -133,9 +133,9 @@ def _draw_round(
     scorer = Remembering(task.scorer)
     pool = table.pool[rows]
     query, beam = table.beam_mask[rows].nonzero(as_tuple=True)
-    shown = beam_search.shown_at(pool, query, table.sequences[rows][query, beam])
+    demonstrations = beam_search.shown_at(pool, query, table.sequences[rows][query, beam])
     recorded = {name: table.fields[name][rows][query, beam] for name in zero_shot}
-    scorer.remember(rows[query], shown, recorded)
+    scorer.remember(rows[query], demonstrations, recorded)
     nothing = torch.full((len(rows), 1), -1)
     scorer.remember(rows, nothing, {name: field[rows] for name, field in zero_shot.items()})
     return _scored(scorer, rows, pool, {"policy": sequences})
@@ -158,8 +158,8 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
         "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
         "random": beam_search.drawn(pool, shots, config.random, generator),
     }
-    found = _scored(scorer, rows, pool, sequences)
-    return found | {f"zero_shot.{name}": field for name, field in zero_shot.items()}
+    beams = _scored(scorer, rows, pool, sequences)
+    return beams | {f"zero_shot.{name}": field for name, field in zero_shot.items()}
 
 
 def _scored(
@@ -169,8 +169,8 @@ def _scored(
     joined = torch.cat(list(sequences.values()), 1)
     methods = [torch.full(s.shape[:2], METHODS.index(name)) for name, s in sequences.items()]
     fields = beam_search.score(scorer, rows, pool, joined)
-    found = {"sequences": joined, "found_by": torch.cat(methods, 1)}
-    return found | {f"fields.{name}": field for name, field in fields.items()}
+    beams = {"sequences": joined, "found_by": torch.cat(methods, 1)}
+    return beams | {f"fields.{name}": field for name, field in fields.items()}
 
 
 def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) -> Fields:
@@ -194,10 +194,10 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
                     f"{folder}: is not finished; give the checkpoint that it was begun with"
                 )
             start = time.process_time()
-            found = find(chunks[path])
-            found["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
-            save_tensors(path, found)
-            parts[path] = found
+            beams = find(chunks[path])
+            beams["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
+            save_tensors(path, beams)
+            parts[path] = beams
             done += len(chunks[path])
             tick(done, "")
     # all chunks in the order of the queries

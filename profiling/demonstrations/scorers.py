@@ -60,8 +60,8 @@ class Remembering:
         keys = self._keys(queries, demonstrations)
         new = list({key: i for i, key in enumerate(keys) if key not in self.known}.values())
         if new:
-            asked = queries[new], demonstrations[new]
-            self.remember(*asked, self.scorer(*asked))
+            arguments = queries[new], demonstrations[new]
+            self.remember(*arguments, self.scorer(*arguments))
         scores = [self.known[key] for key in keys]
         return {name: torch.tensor([row[name] for row in scores]) for name in scores[0]}
 

@@ -92,19 +92,19 @@ def draw_sample(row: int, seed: int) -> Scene:
 
 
 def _ask(
-    rng: np.random.Generator, question: str, shown: NDArray[np.str_]
+    rng: np.random.Generator, question: str, grid: NDArray[np.str_]
 ) -> tuple[list[str], list[str]]:
     """Draw the positions that the question names, of cells that show these words; return them and
     the words of its answer."""
-    rows, columns = shown.shape
+    rows, columns = grid.shape
     r = int(rng.integers(rows))
     c = int(rng.integers(columns))
     # a cell, a row or a column
     if question in ("digit", "colour"):
-        return [f"r{r}", f"c{c}"], [shown[r, c]]
+        return [f"r{r}", f"c{c}"], [grid[r, c]]
     if question == "column":
-        return [f"c{c}"], shown[:, c].tolist()
-    row = shown[r].tolist()
+        return [f"c{c}"], grid[:, c].tolist()
+    row = grid[r].tolist()
     if question in ("row", "row_colours"):
         return [f"r{r}"], row
     if question == "largest":
@@ -113,7 +113,7 @@ def _ask(
     r2 = int(rng.integers(rows))
     c2 = int(rng.integers(columns))
     positions = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
-    pair = [str(shown[r, c]), str(shown[r2, c2])]
+    pair = [str(grid[r, c]), str(grid[r2, c2])]
     if question == "match":
         return positions, [*pair, "same" if pair[0] == pair[1] else "other"]
     a, b = (int(name.replace("blank", "0")) for name in pair)

@@ -90,8 +90,8 @@ def profile_vlm(
 
     # all that tells this model from others
     values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
-    own = getattr(model, "identity", {})
-    identity = {"model": model.name, "knobs": values, **own, **(identity or {})}
+    versions = getattr(model, "identity", {})
+    identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
     # a change of the prompt changes the content of every sample
     questions = tuple(question_text(item, config.prompt) for item in items)
     contents = content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
