@@ -88,8 +88,7 @@ def run_live(
     Args:
         budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
             machine; None for five quantiles of the profile's latencies.
-        json_path: where to write the results, if at all.
-        page: where to write a page with charts, if at all.
+        json_path, page: where to write the results, and a page with charts, if at all.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; model or

@@ -96,7 +96,7 @@ def judge_deadlines(
     return results, decisions
 
 
-def _gain(before: Sequence[Judged], after: Sequence[Judged]) -> Results:
+def _gain(before: Sequence[Outcomes], after: Sequence[Outcomes]) -> Results:
     """Return the gain in utility by GRPO over seeds and test samples, with its interval."""
     pairs = zip(before, after, strict=True)
     gains = torch.stack([trained.utility - started.utility for started, trained in pairs])

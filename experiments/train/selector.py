@@ -29,7 +29,7 @@ from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with, stopped_by_signals
 from knobwise.common.progress import progress
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
 from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
@@ -58,7 +58,8 @@ from knobwise.experiments.train.run import (
     seed_folder,
     set_up_torch,
 )
-from knobwise.profiling.demonstrations.beam_search import probability, score
+from knobwise.profiling.demonstrations.beam_search import score
+from knobwise.profiling.demonstrations.scorers import Remembering
 
 TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
 """Names that no variant may have."""
@@ -329,10 +330,9 @@ class SelectorStages:
         with seeded(self.seed + 1000 * k, "cpu"):
             actor = SelectorActor(selector, embeddings, table.pool, self.config.shots)
             draws = evaluation.draw(actor, rows, count)
-        zero_shot = probability(scorer, rows)
         # information is the gain over the answer without demonstrations
-        scored = score(scorer, rows, table.pool, draws, "policy", zero_shot)
-        return table.with_beams(scored.sequences, scored.fields, scored.found_by, k)
+        scores = score(Remembering(scorer), rows, table.pool, draws)
+        return table.with_beams(draws, scores, POLICY, k)
 
     def reward_model(
         self, table: BeamTable, sft: Selector, config: RewardModelConfig

@@ -6,8 +6,9 @@ Files hold pools, recorded sequences, and digests of canvases and learner.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,16 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
-from knobwise.profiling.demonstrations import tasks
 from knobwise.profiling.demonstrations.canvases import digest
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
-from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
+from knobwise.profiling.demonstrations.settings import LearnerTaskConfig
+from knobwise.profiling.demonstrations.tasks import (
+    DATA,
+    PARTS,
+    builtin_learner,
+    draw_part,
+    part_table,
+)
 
 BEAMS = ("pool", "sequences", "found_by", "round")
 """Fields of a table that are stored as whole numbers."""
@@ -41,9 +48,10 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
     those of the files.
     """
-    loaded = [
-        load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS
-    ]
+    loaded = []
+    for part in PARTS:
+        config = LearnerTaskConfig(variant, part)
+        loaded.append(load_demonstrations(demonstrations_path(config), config))
     tables, scorers = zip(*loaded, strict=True)
     return Demonstrations(*tables, *scorers)
 
@@ -51,19 +59,16 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
 def careful_candidates(variant: str, part: str) -> Tensor:
     """Mark the candidates of a built-in bank that careful annotators made, bool [M], for a rule
     that knows them."""
-    _, bank = draw_part(variant, part, None, None, 0)
+    _, bank = draw_part(LearnerTaskConfig(variant, part))
     return torch.from_numpy(~bank.careless)
 
 
-def demonstrations_path(variant: str, part: str) -> Path:
+def demonstrations_path(config: LearnerTaskConfig) -> Path:
     """Return the path of the file of a part of the built-in data."""
-    tasks.check_part(variant, part)
-    return DATA / f"demonstrations-{variant}-{part}.safetensors"
+    return DATA / f"demonstrations-{config.variant}-{config.part}.safetensors"
 
 
-def load_demonstrations(
-    path: str | Path, variant: str, part: str
-) -> tuple[BeamTable, LearnerScorer]:
+def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTable, LearnerScorer]:
     """Read a file of the built-in data. Raises InputError where canvases or the learner here are
     not its own.
 
@@ -73,28 +78,19 @@ def load_demonstrations(
     # drawn again here, and compared with what the file was made from
     learner = builtin_learner()
     tensors, metadata = tensors_and_metadata(path)
-    task = draw_part(
-        variant, part, *(int(metadata[key]) for key in ("queries", "candidates", "seed"))
-    )
-    again = (
-        "Install the versions in constraints.txt, or record other beams with "
-        "`knobwise profile model=learner`"
-    )
-    if digest(*task) != metadata["canvases"]:
-        raise InputError(
-            f"{path}: was recorded with other canvases than NumPy {np.__version__} and "
-            "scikit-learn draw here for "
-            f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
-        )
-    if learner.digest != metadata["learner"]:
-        raise InputError(
-            f"{path}: was recorded with another learner, so its outcomes differ. {again}"
-        )
+    numbers: dict[str, Any] = {key: int(metadata[key]) for key in ("queries", "candidates", "seed")}
+    task = draw_part(replace(config, **numbers))
+    drawn = {"canvases": digest(*task), "learner": learner.digest}
+    for what, digest_now in drawn.items():
+        if digest_now != metadata[what]:
+            raise InputError(
+                f"{path}: was recorded with other {what} than are here (NumPy {np.__version__}). "
+                "Install the versions in constraints.txt, or record other beams with `knobwise "
+                "profile model=learner`"
+            )
     # outcomes, then those that follow from others
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields["vqa_gt_prob"] = fields["logprob_score"].exp()
     fields["vqa_correct"] = fields["vqa_acc_score"].floor()
     beams = {name: tensors[name].long() for name in BEAMS}
-    return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(
-        learner, *task
-    )
+    return part_table(config, task, fields=fields, **beams), LearnerScorer(learner, *task)

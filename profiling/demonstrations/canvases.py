@@ -39,6 +39,7 @@ _TRAINING_DIGITS = 900  # of 1,797; the others are held out
 _QUERY_NOISE = 0.05
 _FRAME_INK = 0.6
 _TEXTURE_INK = 0.35
+_CHUNK = 256  # queries whose pools are drawn at a time
 _LEVELS = 256  # pixels are multiples of 1/256
 
 
@@ -119,15 +120,8 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
     return Queries(images, values, questions, labels)
 
 
-def draw_covering_pools(
-    rng: RandomState,
-    queries: Queries,
-    bank: Bank,
-    variant: Variant,
-    size: int = POOL,
-    chunk: int = 256,
-) -> Ints:
-    """Draw each query's candidates, shuffled: [Q, size] rows of the bank.
+def draw_covering_pools(rng: RandomState, queries: Queries, bank: Bank, variant: Variant) -> Ints:
+    """Draw each query's candidates, shuffled: [Q, 48] rows of the bank.
 
     A bank with too few covers or look-alikes gives more random items in their place; one with too
     few items altogether leaves −1 at the end.
@@ -136,8 +130,8 @@ def draw_covering_pools(
     careless = bank.careless
     bank_images = bank.images.astype(np.float64)
     bank_norm = (bank_images**2).sum(1)
-    for start in range(0, len(queries), chunk):
-        rows = slice(start, start + chunk)
+    for start in range(0, len(queries), _CHUNK):
+        rows = slice(start, start + _CHUNK)
         order = rng.random_sample((len(queries.questions[rows]), len(bank)))
         # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever
         # computes it
@@ -156,8 +150,8 @@ def draw_covering_pools(
         # the rest of a pool is drawn from candidates that are not in it yet
         query, column = np.nonzero(special >= 0)
         free[query, special[query, column]] = False
-        pool = np.concatenate([special, _lowest(order, free, size)], 1)
-        first = np.argsort(pool < 0, axis=1, kind="stable")[:, :size]
+        pool = np.concatenate([special, _lowest(order, free, POOL)], 1)
+        first = np.argsort(pool < 0, axis=1, kind="stable")[:, :POOL]
         pools.append(np.take_along_axis(pool, first, 1))
     pool = np.concatenate(pools)
     shuffled = np.where(pool < 0, np.inf, rng.random_sample(pool.shape)).argsort(1)

@@ -29,17 +29,9 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
-from knobwise.profiling.demonstrations.beam_search import (
-    Fields,
-    Sequences,
-    beam_search,
-    drawn,
-    joined,
-    retrieved,
-    rows_of,
-    score,
-)
+from knobwise.profiling.demonstrations import beam_search
 from knobwise.profiling.demonstrations.pools import similarity
+from knobwise.profiling.demonstrations.scorers import Fields, Remembering
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
@@ -55,8 +47,9 @@ from knobwise.profiling.measuring.settings import changed_settings
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
 −1 padded."""
-Search = Callable[[Tensor], tuple[Sequences, Fields]]
-"""Queries, int64 [n] → their sequences, and their scores without demonstrations, [n] by name."""
+Find = Callable[[Tensor], Fields]
+"""Queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`), their
+scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
 _SEED_STEP = 1_000_003
 _OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
 
@@ -86,12 +79,10 @@ def profile_beams(
     )
 
     # the search, by methods that need no policy
-    search = partial(_search, task, config)
-    sequences, zero_shot, cpu_s = _in_chunks(
-        state / "search", task.table.num_queries, config.chunk, search
-    )
-    table = task.table.with_beams(*sequences)
-    costs = [cpu_s]
+    beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
+    table = _with_found(task.table, beams)
+    zero_shot = with_prefix(beams, "zero_shot.")
+    costs = [beams["cpu_s"]]
 
     # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
@@ -107,15 +98,22 @@ def profile_beams(
             write_json(begun, rounds)
         find = None  # earlier rounds are only read
         if draw is not None and beginning == this_round:
-            find = partial(_draw_round, task, config, draw, table, zero_shot["vqa_gt_prob"])
-        added, _, cpu_s = _in_chunks(
-            state / f"round-{index}", table.num_queries, config.chunk, find
-        )
-        table = table.with_beams(*added, round=index)
-        costs.append(cpu_s)
-    info = _write(out, table, task, config, zero_shot, costs, rounds)
+            find = partial(_draw_round, task, config, draw, table, zero_shot)
+        beams = _in_chunks(state / f"round-{index}", config.chunk, table, find)
+        table = _with_found(table, beams, index)
+        costs.append(beams["cpu_s"])
+    info = _write(out, table, task, config)
+    search_s, *rounds_s = [round(float(cost.sum()), 2) for cost in costs]
+    info |= {"rounds": rounds, "cost_cpu_s": {"search": search_s, "rounds": rounds_s}}
+    info["figures"] = figures(table, zero_shot)
+    write_json(out / "beams-info.json", info)
     print(rendered("beams", **info["figures"]))
     return table
+
+
+def _with_found(table: BeamTable, beams: Fields, index: int = 0) -> BeamTable:
+    fields = with_prefix(beams, "fields.")
+    return table.with_beams(beams["sequences"], fields, beams["found_by"], index)
 
 
 def _draw_round(
@@ -123,129 +121,113 @@ def _draw_round(
     config: BeamProfileConfig,
     draw: Draw,
     table: BeamTable,
-    zero_shot: Tensor,
+    zero_shot: Fields,
     rows: Tensor,
-) -> tuple[Sequences, Fields]:
+) -> Fields:
     """Draw sequences for the queries `rows` and score those that the table lacks."""
     # the same draws whichever chunks an earlier session finished
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
         sequences = draw(rows, config.draws)
-    fields = {name: field[rows] for name, field in table.fields.items()}
-    known = Sequences(table.sequences[rows], fields, table.found_by[rows])
+    # what is recorded is known
+    scorer = Remembering(task.scorer)
     pool = table.pool[rows]
-    return score(task.scorer, rows, pool, sequences, "policy", zero_shot[rows], [known]), {}
+    query, beam = table.beam_mask[rows].nonzero(as_tuple=True)
+    demonstrations = beam_search.shown_at(pool, query, table.sequences[rows][query, beam])
+    recorded = {name: table.fields[name][rows][query, beam] for name in zero_shot}
+    scorer.remember(rows[query], demonstrations, recorded)
+    nothing = torch.full((len(rows), 1), -1)
+    scorer.remember(rows, nothing, {name: field[rows] for name, field in zero_shot.items()})
+    return _scored(scorer, rows, pool, {"policy": sequences})
 
 
-def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Sequences, Fields]:
+def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
+    """Find sequences of the queries `rows` by all methods that need no policy."""
     table = task.table
-    scorer = task.scorer
+    scorer = Remembering(task.scorer)
     pool = table.pool[rows]
     # a chunk has its own seed, so that chunks can be done in any order
     generator = torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
-    probability = zero_shot["vqa_gt_prob"]
     similarities = torch.zeros_like(pool, dtype=torch.float32)
     if config.retrieved:
         similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
-    others = {
-        "retrieval": retrieved(similarities, config.shots, config.retrieved),
-        "random": drawn(pool, config.shots, config.random, generator),
+    shots = config.shots
+    sequences = {
+        "beam": beam_search.beam_search(scorer, rows, pool, shots, config.width),
+        "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
+        "random": beam_search.drawn(pool, shots, config.random, generator),
     }
-    known = []
-    kept = []
-    if config.width:
-        beams = beam_search(scorer, rows, pool, config.shots, config.width, probability)
-        lengths = (beams.sequences >= 0).sum(2, keepdim=True)
-        longest = lengths == lengths.amax(1, keepdim=True)
-        known.append(beams)
-        kept.append(beams._replace(sequences=beams.sequences.where(longest, -1)))
-    for method, sequences in others.items():
-        if sequences.shape[1]:
-            kept.append(score(scorer, rows, pool, sequences, method, probability, known))
-            known.append(kept[-1])
-    return joined(kept), zero_shot
+    beams = _scored(scorer, rows, pool, sequences)
+    return beams | {f"zero_shot.{name}": field for name, field in zero_shot.items()}
 
 
-def _in_chunks(
-    folder: Path, queries: int, chunk: int, find: Search | None
-) -> tuple[Sequences, Fields, float]:
-    """Find the sequences of all queries, a chunk at a time.
+def _scored(
+    scorer: Remembering, rows: Tensor, pool: Tensor, sequences: dict[str, Tensor]
+) -> Fields:
+    """Return the sequences of each method side by side, with their scores."""
+    joined = torch.cat(list(sequences.values()), 1)
+    methods = [torch.full(s.shape[:2], METHODS.index(name)) for name, s in sequences.items()]
+    fields = beam_search.score(scorer, rows, pool, joined)
+    beams = {"sequences": joined, "found_by": torch.cat(methods, 1)}
+    return beams | {f"fields.{name}": field for name, field in fields.items()}
 
-    Each chunk is a file, and files that exist are read. Return the sequences, the scores without
-    demonstrations, and the CPU seconds of both.
+
+def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) -> Fields:
+    """Find the sequences of all queries of a table, a chunk at a time; `cpu_s` is the CPU seconds
+    of each chunk.
+
+    Each chunk is a file, and files that exist are read.
     """
     # finished chunks are read, unless they are damaged
-    chunks = torch.arange(queries).split(chunk)
-    paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
-    parts = {path: part for path in paths if (part := tensors_if_whole(path)) is not None}
-    missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if path not in parts]
-    if missing:
-        if find is None:
-            raise InputError(
-                f"{folder}: is not finished; give the checkpoint that it was begun with"
-            )
-        done = queries - sum(len(rows) for rows, _ in missing)
-        with progress(folder.name, queries, done) as tick:
-            for rows, path in missing:
-                start = time.process_time()
-                new, zero_shot = find(rows)
-                tensors = {"sequences": new.sequences, "found_by": new.found_by}
-                tensors |= {f"fields.{name}": field for name, field in new.fields.items()}
-                tensors |= {f"zero_shot.{name}": field for name, field in zero_shot.items()}
-                tensors["cpu_s"] = torch.tensor(time.process_time() - start, dtype=torch.float64)
-                save_tensors(path, tensors)
-                parts[path] = tensors
-                done += len(rows)
-                tick(done, "")
+    chunks = {
+        folder / f"{int(rows[0])}.safetensors": rows
+        for rows in torch.arange(table.num_queries).split(chunk)
+    }
+    parts = {path: part for path in chunks if (part := tensors_if_whole(path)) is not None}
+    missing = [path for path in chunks if path not in parts]
+    done = table.num_queries - sum(len(chunks[path]) for path in missing)
+    with progress(folder.name, table.num_queries, done) as tick:
+        for path in missing:
+            if find is None:
+                raise InputError(
+                    f"{folder}: is not finished; give the checkpoint that it was begun with"
+                )
+            start = time.process_time()
+            beams = find(chunks[path])
+            beams["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
+            save_tensors(path, beams)
+            parts[path] = beams
+            done += len(chunks[path])
+            tick(done, "")
     # all chunks in the order of the queries
-    whole = [parts[path] for path in paths]
-    sequences = [
-        Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"])
-        for part in whole
-    ]
-    zero_shot = rows_of([with_prefix(part, "zero_shot.") for part in whole])
-    return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in whole))
+    whole = [parts[path] for path in chunks]
+    return {name: torch.cat([part[name] for part in whole]) for name in whole[0]}
 
 
 def _write(
-    out: Path,
-    table: BeamTable,
-    task: BeamTask,
-    config: BeamProfileConfig,
-    zero_shot: Fields,
-    costs: list[float],
-    rounds: list[dict[str, Any]],
+    out: Path, table: BeamTable, task: BeamTask, config: BeamProfileConfig
 ) -> dict[str, Any]:
+    """Write the table; return what is known of its files."""
     table.save(out / "beams.safetensors")
     files = ["beams.safetensors"]
     settings = changed_settings("beams.", config, leave_out=_OF_A_ROUND)
     command = " ".join(["knobwise profile", *task.options, "out=DIR", *settings])
-    tensors = {"embeddings": table.candidates, "query_embeddings": table.queries}
     if config.json:
         # in this format the id of a query is its row in the embeddings
         numbered = replace(table, query_ids=tuple(map(str, range(table.num_queries))))
         metadata = {"query_ids": table.query_ids, "command": command}
         write_rl_data(numbered, out / "beams.json", metadata)
-        files.append("beams.json")
-        for name, embeddings in tensors.items():
-            files.append(f"{name}.safetensors")
-            save_tensors(out / files[-1], {"embeddings": embeddings})
-    info = {
+        files += ["beams.json", "embeddings.safetensors", "query_embeddings.safetensors"]
+        for name, embeddings in zip(files[2:], (table.candidates, table.queries), strict=True):
+            save_tensors(out / name, {"embeddings": embeddings})
+    return {
         "name": table.name,
         "digest": table.digest,
         "command": command,
-        "rounds": rounds,
-        "figures": figures(table, zero_shot),
-        "cost_cpu_s": {
-            "search": round(costs[0], 2),
-            "rounds": [round(cost, 2) for cost in costs[1:]],
-        },
         "machine": {"cpu": cpu_name(), "torch": torch.__version__},
         "sha256": digests(out, files),
     }
-    write_json(out / "beams-info.json", info)
-    return info
 
 
 def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:

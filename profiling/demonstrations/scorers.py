@@ -5,6 +5,7 @@ built-in task's learner (that of Hugging Face models is in
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,11 +15,16 @@ from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
 from knobwise.profiling.measuring.questions import check_rows
 
+Fields = dict[str, Tensor]
+"""Scores by name."""
+Ask = Callable[[Tensor, Tensor], Fields]
+"""Scores queries after demonstrations, as a `Scorer` does."""
+
 
 class Scorer(Protocol):
     """What beam search, environments and evaluation need from a model."""
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> Fields:
         """Score queries, int64 [n], rows of the query set, after demonstrations, int64 [n, T], rows
         of the bank in the order shown, −1 for none at the end (all −1: zero-shot); each row on its
         own.
@@ -41,6 +47,35 @@ class Scorer(Protocol):
         above.
         """
         ...
+
+
+class Remembering:
+    """Asks a scorer, and never twice for the same sequence of a query."""
+
+    def __init__(self, scorer: Ask) -> None:
+        self.scorer = scorer
+        self.known: dict[tuple[int, ...], dict[str, float]] = {}
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> Fields:
+        keys = self._keys(queries, demonstrations)
+        new = list({key: i for i, key in enumerate(keys) if key not in self.known}.values())
+        if new:
+            arguments = queries[new], demonstrations[new]
+            self.remember(*arguments, self.scorer(*arguments))
+        scores = [self.known[key] for key in keys]
+        return {name: torch.tensor([row[name] for row in scores]) for name in scores[0]}
+
+    def remember(self, queries: Tensor, demonstrations: Tensor, scores: Fields) -> None:
+        """Keep scores that are known already, float32 [n] each."""
+        columns = [field.tolist() for field in scores.values()]
+        keys = self._keys(queries, demonstrations)
+        for key, *row in zip(keys, *columns, strict=True):
+            self.known[key] = dict(zip(scores, row, strict=True))
+
+    @staticmethod
+    def _keys(queries: Tensor, demonstrations: Tensor) -> list[tuple[int, ...]]:
+        rows = torch.cat([queries[:, None], demonstrations], 1).tolist()
+        return [tuple(row for row in numbers if row >= 0) for numbers in rows]
 
 
 class LearnerScorer:
@@ -67,7 +102,7 @@ class LearnerScorer:
         self._query_tokens = learner.see(images, self.questions.clamp_min(0))  # [Q, 2, width]
         self._bank_tokens = learner.see(torch.from_numpy(bank.images), self.question)  # [M, width]
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> Fields:
         check_rows(queries, demonstrations, len(self.questions), len(self.value))
         # row, part: each question asked is one sequence of the learner
         row, part = (self.questions[queries] >= 0).nonzero().unbind(1)

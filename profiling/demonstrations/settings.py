@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knobwise.common.checks import at_least
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 
 SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
@@ -59,6 +59,13 @@ class LearnerTaskConfig:
     seed: int = 0
     """Seed of everything that is drawn; the data that come with knobwise have seed 0."""
 
+    def __post_init__(self) -> None:
+        one_of("learner.variant", self.variant, ("careless", "careful"))
+        one_of("learner.part", self.part, ("train", "test"))
+        for name in ("queries", "candidates"):
+            if getattr(self, name) is not None:
+                at_least(f"learner.{name}", getattr(self, name), 1)
+
 
 @dataclass
 class VLMTaskConfig:
@@ -99,8 +106,6 @@ class PoolConfig:
     """Seed of everything that is drawn."""
 
     def __post_init__(self) -> None:
-        if self.sampler not in (None, "covers", *SAMPLERS):
-            raise InputError(
-                f"pool.sampler={self.sampler}: known are covers, {', '.join(SAMPLERS)}"
-            )
+        if self.sampler is not None:
+            one_of("pool.sampler", self.sampler, ("covers", *SAMPLERS))
         at_least("pool.size", self.size, 1)

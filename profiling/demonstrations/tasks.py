@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -70,13 +70,19 @@ class BeamTask(NamedTuple):
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """Build the built-in task, with its own pools or pools drawn by a sampler; errors as for
-    `task_table`."""
-    # its own pools: covers and look-alikes
-    table, scorer = task_table(**asdict(config))
-    if pool.sampler not in (None, "covers"):
+    """Draw a part of the built-in task, with its own pools or pools drawn by a sampler, without
+    beams."""
+    task = draw_part(config)
+    table = part_table(config, task, **no_beams(len(task[0])))
+    if pool.sampler in (None, "covers"):
+        # covers and look-alikes, by another stream than that of queries and bank
+        rng = RandomState([config.seed, PARTS.index(config.part), 1])
+        rows = canvases.draw_covering_pools(rng, *task, VARIANTS[config.variant])
+        table = replace(table, pool=torch.from_numpy(rows))
+    else:
         table = replace(table, pool=draw_pools(table, pool))
     options = changed_settings("learner.", config) + changed_settings("pool.", pool)
+    scorer = LearnerScorer(builtin_learner(), *task)
     return BeamTask(table, scorer, ["model=learner", *options])
 
 
@@ -171,65 +177,28 @@ def no_beams(queries: int) -> dict[str, Any]:
     }
 
 
-def task_table(
-    variant: str,
-    part: str,
-    *,
-    queries: int | None = None,
-    candidates: int | None = None,
-    seed: int = 0,
-) -> tuple[BeamTable, LearnerScorer]:
-    """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the
-    scorer to find some with. Raises InputError for no such variant or part, and sizes below 1."""
-    task = draw_part(variant, part, queries, candidates, seed)
-    # another stream than that of queries and bank
-    rng = RandomState([seed, PARTS.index(part), 1])
-    pool = torch.from_numpy(canvases.draw_covering_pools(rng, *task, VARIANTS[variant]))
-    beams = no_beams(len(pool)) | {"pool": pool}
-    return part_table(variant, part, task, **beams), LearnerScorer(builtin_learner(), *task)
-
-
 @cache
 def builtin_learner() -> Learner:
     """Load the learner that comes with knobwise."""
     return Learner.load(DATA / "learner.safetensors")
 
 
-def check_part(variant: str, part: str) -> None:
-    """Raise InputError for no such variant or part of the built-in task."""
-    for what, name, known in (("variant", variant, tuple(VARIANTS)), ("part", part, PARTS)):
-        if name not in known:
-            raise InputError(
-                f"built-in demonstrations: no {what} {name!r}; there are {', '.join(known)}"
-            )
+def draw_part(config: LearnerTaskConfig) -> Task:
+    """Draw the queries and the bank of a part."""
+    queries, candidates = SIZES[config.part]
+    rng = RandomState([config.seed, PARTS.index(config.part)])
+    held_out = config.part == "test"
+    variant = VARIANTS[config.variant]
+    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, variant)
+    return canvases.draw_queries(rng, config.queries or queries, held_out), bank
 
 
-def draw_part(
-    variant: str, part: str, queries: int | None, candidates: int | None, seed: int
-) -> Task:
-    """Draw the queries and the bank of a part; None for their usual numbers."""
-    check_part(variant, part)
-    q, m = SIZES[part]
-    if queries is not None:
-        q = queries
-    if candidates is not None:
-        m = candidates
-    if q < 1 or m < 1:
-        raise InputError(
-            f"built-in demonstrations: at least one query and one candidate, not {q} and {m}"
-        )
-    rng = RandomState([seed, PARTS.index(part)])
-    held_out = part == "test"
-    bank = canvases.draw_bank(rng, m, held_out, VARIANTS[variant])
-    return canvases.draw_queries(rng, q, held_out), bank
-
-
-def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:
+def part_table(config: LearnerTaskConfig, task: Task, **beams: Any) -> BeamTable:
     """Return the table of a part that was drawn, with embeddings and these beams."""
     queries, candidates = embeddings_of(*task, builtin_learner())
     return BeamTable(
-        name=f"canvases, {variant} annotators, {part}",
-        query_ids=tuple(f"{part}-{i}" for i in range(len(queries))),
+        name=f"canvases, {config.variant} annotators, {config.part}",
+        query_ids=tuple(f"{config.part}-{i}" for i in range(len(queries))),
         queries=queries,
         candidates=candidates,
         blocks=BLOCKS,

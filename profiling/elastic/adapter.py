@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
 from knobwise.profiling.elastic.scenes import (
     CELL,
-    END,
     FILLER,
     MAX_SIDE,
     PROMPT_TOKENS,
+    SEED,
     TOKEN,
-    WORDS,
     Floats,
-    Scenes,
+    Scene,
+    draw_sample,
 )
 from knobwise.profiling.elastic.settings import Configuration
 from knobwise.profiling.measuring.adaptive_model import (
@@ -43,8 +42,6 @@ from knobwise.profiling.measuring.requests import DrawnQuestions
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
 _SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
-MEASURED = {"max_crops": (2, 4, 8, 12), "top_k": (1, 2, 3, 4), "num_active_blocks": (3, 4, 5, 6)}
-"""Values of the knobs in the built-in profile."""
 SETS = ("16-pixel tiles of the image, at most", "experts for each token", "blocks that run")
 
 
@@ -64,6 +61,10 @@ class ElasticAdaptive(KeepsConfiguration):
     """
 
     dataset = "elastic_scenes"
+    first_stage_overlaps = True
+    """The first stage may run while another thread answers, since it uses no knob."""
+    measured = dict(zip(KNOBS, ((2, 4, 8, 12), (1, 2, 3, 4), (3, 4, 5, 6)), strict=True))
+    """Values of the knobs in the built-in profile."""
 
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
         self.model = model or shipped_model()
@@ -71,18 +72,12 @@ class ElasticAdaptive(KeepsConfiguration):
         self.questions = ElasticRequests()
         """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
         training never saw."""
-        self.first_stage_overlaps = True
-        """The first stage may run while another thread answers, since it uses no knob."""
         # the most of each knob is what the model was trained with
         full = self.model.full
         self.knobs = tuple(
             KnobSupport(knob, most, least, most, sets)
             for knob, most, least, sets in zip(KNOBS, full, (1, 1, 2), SETS, strict=True)
         )
-        self.measured = {
-            knob.name: tuple(filter(knob.accepts, MEASURED[knob.name])) for knob in self.knobs
-        }
-        """Values that a profile measures by default."""
         self.configuration = full._asdict()
         # from the overview's pixels to the mean of its tokens: windows averaged along rows and
         # columns, then the stem
@@ -103,17 +98,8 @@ class ElasticAdaptive(KeepsConfiguration):
         """
         start = clock_ms()
         cpu = time.thread_time_ns()
-        # inputs that are ready are not converted: that would take time
-        image = request.image
-        prompt = request.question
-        if not (
-            isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32
-        ):
-            image = as_image(image)
-        if not (
-            isinstance(prompt, Tensor) and prompt.shape == _PROMPT and prompt.dtype == torch.int64
-        ):
-            prompt = as_prompt(prompt)
+        image = as_image(request.image)
+        prompt = as_prompt(request.question)
         overview = self.model.overview(image)
         done = clock_ms()
         cpu_done = time.thread_time_ns()
@@ -146,7 +132,8 @@ class ElasticAdaptive(KeepsConfiguration):
     def _base_of(self, image: Tensor) -> Floats:
         """Return the image features of a black image of this size, whose windows are 0, and room
         for those of the language: [3·width]."""
-        tokens = self.model.first_stage(torch.zeros_like(image))[0]  # [10, width]
+        black = torch.zeros_like(image)
+        tokens = self.model.first_stage(black, self.model.overview(black))[0]  # [10, width]
         room = torch.zeros_like(tokens[0])
         return torch.cat([tokens[1:].mean(0), tokens[0], room]).numpy()
 
@@ -166,21 +153,15 @@ class ElasticAdaptive(KeepsConfiguration):
         # clocks around the call: entering and leaving it is the model's own time
         start = clock_ms()
         cpu = time.thread_time_ns()
-        run = self.model.generate(image, prompt, configuration, overview)
+        answer = self.model.generate(image, overview, prompt, configuration)
         done = clock_ms()
         cpu_done = time.thread_time_ns()
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
-        cpu_ms = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
-        return Answer(
-            " ".join(WORDS[token] for token in run.tokens if token != END),
-            total_ms=before + done - start,
-            prefill_ms=before + run.prefill_ms,
-            vision_ms=before + run.vision_ms,
-            vision_tokens=run.vision_tokens,
-            language_tokens=PROMPT_TOKENS,
-            output_tokens=len(run.tokens),
-            extra={"cpu_ms": cpu_ms},
-        )
+        answer.total_ms = before + done - start
+        answer.prefill_ms += before
+        answer.vision_ms += before
+        answer.extra["cpu_ms"] = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
+        return answer
 
 
 def as_image(image: Any) -> Tensor:
@@ -225,27 +206,16 @@ def as_prompt(question: Any) -> Tensor:
         prompt[0, -1] = TOKEN["<answer>"]
         return prompt
     prompt = torch.as_tensor(question)
-    if prompt.numel() != PROMPT_TOKENS or prompt.is_floating_point():
+    if prompt.shape != _PROMPT or prompt.is_floating_point():
         raise InputError(
             f"question: tokens of shape {[*prompt.shape]}; int64 [1, {PROMPT_TOKENS}] is needed"
         )
-    return prompt.reshape(_PROMPT)
+    return prompt
 
 
-def request_of(scene: Scenes) -> Request:
+def request_of(scene: Scene) -> Request:
     """Return a scene as a request, with its pixels and its tokens."""
-    return Request(torch.from_numpy(scene.images), torch.from_numpy(scene.prompts))
-
-
-def question_of(scene: Scenes) -> str:
-    """Return the question of a scene in words, which `as_prompt` reads."""
-    texts = [WORDS[token] for token in scene.prompts[0]]
-    return " ".join(text for text in texts if text[0] not in "·<")
-
-
-def answer_of(scene: Scenes) -> str:
-    """Return the right answer to the question of a scene."""
-    return " ".join(scenes.to_words(scene.answers[0]))
+    return Request(torch.from_numpy(scene.image), as_prompt(scene.question))
 
 
 class ElasticRequests(DrawnQuestions):
@@ -260,19 +230,21 @@ class ElasticRequests(DrawnQuestions):
 
     def draw(self, row: int) -> VQAItem:
         """Draw a scene from the seed that the built-in profile was made with."""
-        scene = scenes.draw_sample(row, scenes.SEED)
-        images = torch.from_numpy(scene.images)
-        return VQAItem(str(row), images, question_of(scene), (answer_of(scene),))
+        scene = draw_sample(row, SEED)
+        return VQAItem(str(row), torch.from_numpy(scene.image), scene.question, (scene.answer,))
 
     def request(self, sample_id: str) -> Request:
         item = self.item(sample_id)
         return Request(item.image, as_prompt(item.question))
 
     def score(self, sample_id: str, answer: str) -> float:
-        right = self.item(sample_id).answers[0].split()
+        right = self.item(sample_id).answer.split()
+        words = answer.split()
         if self.soft:
-            return round(scenes.share_of_right(answer.split(), right), 4)
-        return float(answer.split() == right)
+            # position by position, over the longer of the two
+            hits = sum(map(str.__eq__, words, right))
+            return round(hits / max(len(words), len(right)), 4)
+        return float(words == right)
 
 
 def builtin_input(sample_id: str) -> tuple[str, Floats]:

@@ -7,8 +7,7 @@ import json
 import math
 from functools import cache
 from importlib import resources
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from knobwise.profiling.elastic.scenes import (
     WORDS,
 )
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
-from knobwise.profiling.measuring.adaptive_model import clock_ms
+from knobwise.profiling.measuring.adaptive_model import Answer, clock_ms
 
 TILE = 16  # pixels
 STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
@@ -33,16 +32,6 @@ _STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
 _FLAGS = 3  # vertical scale, horizontal scale, overview or not
 _FIRST_PLACE = TOKEN["r0"]
 _PLACES = 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
-
-
-class Generation(NamedTuple):
-    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use;
-    ``vision_ms`` is the part of ``prefill_ms`` until everything is embedded."""
-
-    tokens: list[int]
-    prefill_ms: float
-    vision_ms: float
-    vision_tokens: int
 
 
 class TileGrid(NamedTuple):
@@ -61,8 +50,6 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
 
     The choice has the most resolution without upscaling, then the fewest tiles.
     """
-    if max_crops < 1:
-        raise ValueError(f"max_crops must be at least 1, not {max_crops}")
     per_tile = TILE // CELL
     options = []
     # as many tiles along each side as the cells fill, at most
@@ -213,24 +200,20 @@ class ElasticVLM(nn.Module):
     ``drop_order`` lists the middle blocks, the first to be left out first.
     """
 
-    def __init__(self, size: ElasticSize | None = None) -> None:
+    def __init__(self, size: ElasticSize) -> None:
         super().__init__()
-        self.size = size or ElasticSize()
-        width = self.size.width
+        self.size = size
+        width = size.width
         self.stem = nn.Linear(3 * CELL * CELL, width)
         self.scale = nn.Linear(_FLAGS, width)
         self.grid_rows = nn.Embedding(MAX_SIDE + 1, width)
         self.grid_columns = nn.Embedding(MAX_SIDE + 1, width)
         self.words = nn.Embedding(len(WORDS), width)
         self.slots = nn.Embedding(PROMPT_TOKENS + ANSWER_TOKENS, width)
-        self.blocks = nn.ModuleList(Block(self.size) for _ in range(self.size.blocks))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(WORDS))
-        self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
-
-    def block(self, i: int) -> Block:
-        """Return the i-th block."""
-        return cast(Block, self.blocks[i])
+        self.drop_order: tuple[int, ...] = tuple(range(size.blocks - 2, 0, -1))
 
     @property
     def full(self) -> Configuration:
@@ -240,9 +223,7 @@ class ElasticVLM(nn.Module):
     def active_blocks(self, num_active_blocks: int) -> tuple[int, ...]:
         """Return the indices of the blocks that run, always with the first and the last."""
         total = self.size.blocks
-        if not 2 <= num_active_blocks <= total:
-            raise ValueError(f"num_active_blocks must be 2 to {total}, not {num_active_blocks}")
-        dropped = set(self.drop_order[: total - num_active_blocks])
+        dropped = self.drop_order[: total - num_active_blocks]
         return tuple(i for i in range(total) if i not in dropped)
 
     @torch.inference_mode()
@@ -251,53 +232,41 @@ class ElasticVLM(nn.Module):
         with it."""
         return scaled(images, tile_grid(*_cells(images), 1))
 
-    def first_stage(
-        self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None
-    ) -> Tensor:
-        """Embed grid size, overview and tiles: [B, 10 + 9·tiles, width].
-
-        There are no tiles when ``max_crops`` is 0. A given ``overview`` is not computed again.
-        """
+    def first_stage(self, images: Tensor, overview: Tensor, max_crops: int = 0) -> Tensor:
+        """Embed grid size, overview and tiles: [B, 10 + 9·tiles, width]; no tiles at 0 crops."""
         rows, columns = _cells(images)
-        caps = filter(None, (1, max_crops))
-        grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
+        grids = tuple(tile_grid(rows, columns, cap) for cap in (1, max_crops) if cap)
         coordinates = window_coordinates(rows, columns, grids)
         # a place in the image and the word for it share one embedding, so a question finds its
         # cells early in training
         position = (
             coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
         )
-        sources = (images if overview is None else overview, images)
-        cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
-        windows = self.stem(torch.cat(cut, 1))
+        cut = map(cut_windows, (overview, images), grids)
+        windows = self.stem(torch.cat(list(cut), 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
         windows = windows + (position + self.scale(coordinates[:, _PLACES:]))
         return torch.cat((size.expand(len(images), 1, -1), windows), 1)
 
-    def prefix(
-        self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None
-    ) -> Tensor:
+    def prefix(self, images: Tensor, overview: Tensor, prompts: Tensor, max_crops: int) -> Tensor:
         """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
         question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
-        return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
+        return torch.cat((self.first_stage(images, overview, max_crops), question), 1)
 
     @torch.inference_mode()
     def generate(
-        self,
-        image: Tensor,
-        prompt: Tensor,
-        configuration: Configuration,
-        overview: Tensor | None = None,
-    ) -> Generation:
+        self, image: Tensor, overview: Tensor, prompt: Tensor, configuration: Configuration
+    ) -> Answer:
         """Decode one answer greedily with a KV cache, and time it by `clock_ms`.
 
-        ``image`` is [1, 3, h, w], ``prompt`` [1, 6]. A given ``overview`` is not computed again.
+        ``image`` is [1, 3, h, w], ``overview`` its `overview`, ``prompt`` [1, 6]. ``vision_ms`` is
+        the time until everything is embedded.
         """
-        active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
+        active = [self.blocks[i] for i in self.active_blocks(configuration.num_active_blocks)]
         top_k = configuration.top_k
         tokens = []
         start = clock_ms()
-        x = self.prefix(image, prompt, configuration.max_crops, overview)
+        x = self.prefix(image, overview, prompt, configuration.max_crops)
         embedded = clock_ms()
         length = x.shape[1]
         # prefill
@@ -314,22 +283,24 @@ class ElasticVLM(nn.Module):
             for i, block in enumerate(active):
                 x, past[i] = block(x, top_k, past=past[i])
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
-        return Generation(tokens, prefill - start, embedded - start, length - PROMPT_TOKENS)
-
-    @classmethod
-    def load(cls, path: Path) -> ElasticVLM:
-        """Read weights in half precision, with size and drop order as metadata; the model is in
-        evaluation mode and single precision."""
-        weights, metadata = tensors_and_metadata(path)
-        model = cls(ElasticSize(**json.loads(metadata["size"])))
-        # a head that training alone used is in the file too
-        used = {name: w for name, w in weights.items() if not name.startswith("digit_head")}
-        model.load_state_dict(used)
-        model.drop_order = tuple(json.loads(metadata["drop_order"]))
-        return model.eval()
+        return Answer(
+            " ".join(WORDS[token] for token in tokens if token != END),
+            total_ms=clock_ms() - start,
+            prefill_ms=prefill - start,
+            vision_ms=embedded - start,
+            vision_tokens=length - PROMPT_TOKENS,
+            language_tokens=PROMPT_TOKENS,
+            output_tokens=len(tokens),
+        )
 
 
 def shipped_model() -> ElasticVLM:
-    """Load the trained model that the built-in profile was measured on."""
+    """Load the trained model that the built-in profile was measured on, whose file holds weights in
+    half precision; it is in evaluation mode and single precision."""
     data = resources.files("knobwise.profiling") / "data"
-    return ElasticVLM.load(Path(str(data / "elastic.safetensors")))
+    weights, metadata = tensors_and_metadata(str(data / "elastic.safetensors"))
+    model = ElasticVLM(ElasticSize(**json.loads(metadata["size"])))
+    model.drop_order = tuple(json.loads(metadata["drop_order"]))
+    # a head that training alone used is in the file too
+    model.load_state_dict(weights, strict=False)
+    return model.eval()

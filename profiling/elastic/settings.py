@@ -35,9 +35,3 @@ class ElasticSize:
     """The most experts per token that the model is trained with, and may be run with."""
     max_crops: int = 12
     """The most tiles per image that the model is trained with."""
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.blocks < 2 or not 1 <= self.max_top_k <= self.experts:
-            raise ValueError(f"need at least 2 blocks and 1 ≤ max_top_k ≤ experts, got {self}")

@@ -29,6 +29,7 @@ from knobwise.profiling.measuring.questions import VQAItem
 Blocks = dict[str, Tensor]
 """The features of one sample: float [d] by name."""
 
+CHUNK = 64
 _PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill left half written
 
 
@@ -83,18 +84,15 @@ def content_keys(images: Sequence[str], questions: Sequence[str], model: str) ->
 
 class FeatureStore:
     """Features by content key, in memory and in part files; what is added is on disk after each
-    `chunk` of samples.
+    `CHUNK` of samples.
 
     One process writes its parts to `folder`. `keys` are of all samples; what files hold of others
     is passed over. `known` are feature files and folders of parts of others, read and left as they
     are, a later one before an earlier; those that do not exist are passed over.
     """
 
-    def __init__(
-        self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), chunk: int = 64
-    ) -> None:
+    def __init__(self, folder: Path, keys: Collection[str], known: Sequence[Path] = ()) -> None:
         self.folder = folder
-        self.chunk = chunk
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
@@ -128,7 +126,7 @@ class FeatureStore:
         self._blocks[key] = blocks
         # on disk after each chunk
         self._new.append(key)
-        if len(self._new) >= self.chunk:
+        if len(self._new) >= CHUNK:
             self.flush()
 
     def flush(self) -> None:
@@ -169,8 +167,6 @@ class FeatureStore:
             raise InputError(
                 f"{path}: its features have no content keys, so none of them can be reused"
             )
-        if any(rows.dtype != torch.float32 for rows in blocks.values()):
-            return  # what an earlier version rounded cannot be had back: as if it were not there
         # row i belongs to content key i
         for i, key in enumerate(keys):
             if key in self._wanted:

@@ -40,8 +40,11 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 Bools = NDArray[np.bool_]
+SEED = 0
+"""Seed of the samples, the configurations, their parts and the order of measuring."""
 TIMES = ("total_ms", "prefill_ms", "vision_ms")
 STAGE_TIMES = ("features_ms", "first_look_ms")
 """Times of the first stage that are not part of an answer's."""
@@ -82,10 +85,7 @@ class Plan:
     questions: tuple[Any, ...]  # each item's question as the model gets it
     contents: tuple[str, ...]  # each item's content key
     configurations: tuple[Configuration, ...]  # each has a value for every knob
-    repeats: int
-    seed: int = 0
-    warm_up: int = 1
-    clock: str = "wall"
+    config: VLMProfileConfig
 
     @property
     def knobs(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Plan:
         absent = [pl.lit(None).alias(knob) for knob in self.knobs if knob not in log.columns]
         return (
             log.with_columns(absent)
-            .filter(pl.col("repeat") < self.repeats)
+            .filter(pl.col("repeat") < self.config.repeats)
             .join(samples.with_row_index("sample"), on=samples.columns)
             .with_columns(
                 pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items()
@@ -124,7 +124,7 @@ class Plan:
         configuration."""
         # one row of indices for each measurement
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
-        done = np.zeros((self.repeats, len(self.items), len(self.configurations)), bool)
+        done = np.zeros((self.config.repeats, len(self.items), len(self.configurations)), bool)
         done[tuple(cells.astype(np.int64).T)] = True
         return done
 
@@ -177,8 +177,8 @@ def measure(
     plan: Plan,
     log: BinaryIO,
     done: Bools,
-    store: FeatureStore | None = None,
-    untaken: set[str] | None = None,
+    store: FeatureStore,
+    untaken: set[str],
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
@@ -202,16 +202,16 @@ def measure(
         return
     run = _Runner(model, plan)
     count = int(done.sum())
-    with clocked_by(plan.clock):
-        _warm_up(run, done, plan.warm_up)
+    with clocked_by(plan.config.clock):
+        _warm_up(run, done, plan.config.warm_up)
         try:
             with progress("measuring", done.size, count) as tick, collected_between() as collect:
-                for repeat, i, columns in _missing(done, plan.seed, run.answer_all is not None):
+                for repeat, i, columns in _missing(done, run.answer_all is not None):
                     stage, answers = run(i, columns)
                     for j, answer in zip(columns, answers, strict=True):
                         log.write(run.line(repeat, i, j, stage, answer))
                     # the features of a sample come with its first measurement
-                    if store is not None and untaken and plan.contents[i] in untaken:
+                    if plan.contents[i] in untaken:
                         store.add(plan.contents[i], stage.features, plan.items[i].id)
                         untaken.discard(plan.contents[i])
                     count += len(columns)
@@ -219,8 +219,7 @@ def measure(
                     if count % _COLLECT_EVERY < len(columns):
                         collect()
         finally:
-            if store is not None:
-                store.flush()
+            store.flush()
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
@@ -239,14 +238,14 @@ def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
             tick(step + 1, "")
 
 
-def _missing(done: Bools, seed: int, together: bool) -> Iterator[tuple[int, int, list[int]]]:
+def _missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:
     """Yield repeat, sample and configurations of the missing measurements, in measuring order:
     one configuration at a time, or all of a sample `together`."""
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
         # by sample, in the order of their first missing configuration
         groups: dict[int, list[int]] = {}
-        for i, j in measuring_order(samples, configurations, (seed, repeat)).tolist():
+        for i, j in measuring_order(samples, configurations, (SEED, repeat)).tolist():
             if done[repeat, i, j]:
                 continue
             if together:
@@ -295,9 +294,7 @@ class _Runner:
             # the thread's own count, whatever the model says
             cpu_ms = (time.thread_time_ns() - start_ns) / 1e6
             for answer in answers:
-                check_answer(answer, COLUMNS.union(self.plan.knobs))
-                if self.plan.clock == "cpu":
-                    _check_cpu_time(answer, cpu_ms)
+                _check_answer(answer, self.plan, cpu_ms)
         except Exception as error:  # whatever a model may raise, out of memory included
             reason = " ".join(str(error).split())[:300]
             raise InputError(
@@ -320,8 +317,6 @@ class _Runner:
     def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
         """Return one measurement as a line of the log."""
         configuration = self.plan.configurations[j]
-        times = [getattr(answer, name) for name in TIMES]
-        times += [stage.extra_ms, stage.unused_ms(configuration)]
         values = {
             "sample_id": self.plan.items[i].id,
             "content": self.plan.contents[i],
@@ -329,39 +324,35 @@ class _Runner:
             "repeat": repeat,
             "text": answer.text.encode("utf-8", "replace").decode(),
         }
+        times = {name: getattr(answer, name) for name in TIMES}
+        times |= {"features_ms": stage.extra_ms, "first_look_ms": stage.unused_ms(configuration)}
         # clocks tick in ns, so no time needs more than six decimals
-        for name, ms in zip((*TIMES, *STAGE_TIMES), times, strict=True):
-            values[name] = round(float(ms), 6)
-        for name in TOKENS:
-            values[name] = int(getattr(answer, name))
-        for name, value in answer.extra.items():
-            if math.isfinite(value):
-                values[EXTRA + name] = float(value)
+        values |= {name: round(float(ms), 6) for name, ms in times.items()}
+        values |= {name: int(getattr(answer, name)) for name in TOKENS}
+        finite = {name: x for name, x in answer.extra.items() if math.isfinite(x)}
+        values |= {EXTRA + name: float(value) for name, value in finite.items()}
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _check_cpu_time(answer: Answer, cpu_ms: float) -> None:
-    """Raise ValueError if an answer claims more time than its thread spent on the CPU."""
-    factor, allowance_ms = _SLACK
-    if answer.total_ms > cpu_ms * factor + allowance_ms:
-        raise ValueError(
-            f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} ms of CPU "
-            f"time; with clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
-        )
-
-
-def check_answer(answer: Answer, reserved: set[str]) -> None:
+def _check_answer(answer: Answer, plan: Plan, cpu_ms: float) -> None:
     """Raise ValueError for an answer with impossible times, or an extra with a reserved name.
 
-    Times must be finite, with 0 ≤ vision ≤ prefill ≤ total.
+    Times must be finite, with 0 ≤ vision ≤ prefill ≤ total; with clock=cpu they are no more than
+    the thread spent on the CPU.
     """
     if not 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms < math.inf:
         raise ValueError(
             f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total "
             f"{answer.total_ms} ms"
         )
-    if columns := reserved.intersection(answer.extra):
+    if columns := COLUMNS.union(plan.knobs).intersection(answer.extra):
         raise ValueError(f"its extra {min(columns)!r} is the name of a column; rename it")
+    factor, allowance_ms = _SLACK
+    if plan.config.clock == "cpu" and answer.total_ms > cpu_ms * factor + allowance_ms:
+        raise ValueError(
+            f"its time is {answer.total_ms:.3f} ms, but its thread took {cpu_ms:.3f} ms of CPU "
+            f"time; with clock=cpu a model must take its times from {clock_ms.__module__}.clock_ms"
+        )
 
 
 @contextmanager

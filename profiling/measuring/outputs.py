@@ -30,52 +30,40 @@ Judge = Callable[[int, str], float]
 """The accuracy of an answer to a sample, by its number in the plan."""
 
 
-def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
-    """Summarise the repeats: one row for each pair of sample and configuration, samples outermost.
+def records_of(plan: Plan, log: pl.DataFrame, judge: Judge, dataset: str) -> pl.DataFrame:
+    """Return what long tables and exp5/exp6 files hold, a row for each measurement; samples
+    outermost, then configurations, then repeats.
 
-    A row holds the numbers of sample and configuration in the plan; median times, also of what the
-    model adds; the first answer and its accuracy; `changed`, how many repeats answered something
-    else. The log holds all of the plan; `judge` is called once for each different answer to a
-    sample.
+    A row has its own times. The answer, its accuracy and the numbers of tokens are those of the
+    first repeat of its sample and configuration, and the first look is the median over them. The
+    log holds all of the plan; `judge` is called once for each different answer to a sample.
     """
     measured = plan.select(log).sort(*CELL, "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
-    text = pl.col("text")
-    cells = measured.group_by(CELL, maintain_order=True).agg(
-        pl.col(TIMES).median().round(4),
-        pl.median("first_look_ms").fill_null(0.0).round(4),
-        pl.col(extra).median().name.map(lambda name: name.removeprefix(EXTRA)),
-        pl.col(TOKENS).first().name.prefix("num_"),
-        text.first().alias("pred"),
-        (text != text.first()).sum().alias("changed"),
+    rows = measured.select(
+        *CELL,
+        pl.col("repeat").cast(pl.Int32),
+        pl.col("total_ms").round(4).alias("latency_ms"),
+        pl.col(TIMES[1:]).round(4),
+        pl.median("first_look_ms").over(CELL).fill_null(0.0).round(4),
+        pl.col(extra).name.map(lambda name: name.removeprefix(EXTRA)),
+        pl.col(TOKENS).first().over(CELL).name.prefix("num_"),
+        pl.col("text").first().over(CELL).alias("pred"),
+        decode_ms=(pl.col("total_ms").round(4) - pl.col("prefill_ms").round(4)).round(4),
     )
-    if not cells["first_look_ms"].sum():
-        cells = cells.drop("first_look_ms")
+    if not rows["first_look_ms"].sum():
+        rows = rows.drop("first_look_ms")
+    if plan.config.repeats == 1:
+        rows = rows.drop("repeat")
     # each different answer is judged once
-    answers = cells.select("sample", "pred").unique(maintain_order=True)
+    answers = rows.select("sample", "pred").unique(maintain_order=True)
     accuracy = [float(judge(i, answer)) for i, answer in answers.rows()]
     judged = answers.with_columns(pl.Series("accuracy", accuracy, pl.Float64))
-    return (
-        cells.join(judged, on=answers.columns, how="left")
-        .rename({"total_ms": "latency_ms"})
-        .with_columns(num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS))
-        .with_columns(_decode_ms())
+    rows = rows.join(judged, on=answers.columns, how="left", maintain_order="left").with_columns(
+        num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS)
     )
-
-
-def _decode_ms() -> pl.Expr:
-    return (pl.col("latency_ms") - pl.col("prefill_ms")).round(4).alias("decode_ms")
-
-
-def _ln_ms() -> pl.Expr:
-    return pl.col("total_ms").clip(1e-6).log()
-
-
-def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
-    """Return the cells with ids, knobs and data set, as long tables and exp5/exp6 files have
-    them."""
+    # a column for each part of a sample, gathered for each measurement
     items = plan.items
-    # one row for each sample, then gathered for each cell
     ids = [item.id for item in items]
     columns: dict[str, list[Any]] = {"sample_id": ids, "question_id": ids}
     if any(item.image_id for item in items):  # an item without one has an image of its own
@@ -84,29 +72,11 @@ def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
         columns["question_type"] = [item.question_type for item in items]
     columns["answers"] = [list(item.answers) for item in items]
     parts = [
-        pl.DataFrame(columns)[cells["sample"]],
-        plan.settings[cells["configuration"]],
-        cells.drop(CELL),
+        pl.DataFrame(columns)[rows["sample"]],
+        plan.settings[rows["configuration"]],
+        rows,
     ]
     return pl.concat(parts, how="horizontal").with_columns(dataset=pl.lit(dataset))
-
-
-def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """Return the records of `long_records` with a row for each measurement and a column `repeat`.
-
-    A row has the times of its measurement, and all else from its cell. With a single repeat the
-    records stay as they are. The log holds all of the plan.
-    """
-    if plan.repeats == 1:
-        return records
-    measured = plan.select(log).sort(*CELL, "repeat").rename(lambda name: name.removeprefix(EXTRA))
-    measured = measured.with_columns(pl.col(TIMES).round(4), pl.col("repeat").cast(pl.Int32))
-    measured = measured.rename({"total_ms": "latency_ms"})
-    # the log has other columns that the records have too, and those are of the cell
-    extra = [c.removeprefix(EXTRA) for c in log.columns if c.startswith(EXTRA)]
-    taken = [c for c in ("latency_ms", *TIMES, *extra) if c in records.columns]
-    rows = records[np.arange(len(records)).repeat(plan.repeats)]
-    return rows.with_columns(measured["repeat"], *measured[taken]).with_columns(_decode_ms())
 
 
 def write_table(path: Path, columns: pl.DataFrame) -> None:
@@ -148,8 +118,7 @@ def write_vlm_profile(
     of the data set; `config`; and `split`, `model`, `machine` and `command`, which go into the
     exp5/exp6 files too.
     """
-    cells = cells_of(plan, log, judge)
-    records = measurements_of(plan, log, long_records(plan, cells, facts["name"]))
+    records = records_of(plan, log, judge, facts["name"])
     wanted = ("sample_id", "image_id", "question_type", *plan.knobs, "repeat", "accuracy")
     keys = [c for c in wanted if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
@@ -161,9 +130,11 @@ def write_vlm_profile(
     note = write_exp_files(out, records, plan.knobs, metadata)
 
     measured = plan.select(log)
-    # [N, C], as the cells are sorted
+    # [N, C], as the records are sorted
     shape = (len(plan.items), len(plan.configurations))
+    cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
     latency = cells["latency_ms"].to_numpy().reshape(shape)
+    changed = pl.col("text") != pl.col("text").sort_by("repeat").first().over(CELL)
     files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
     content = {
         **facts,
@@ -171,11 +142,11 @@ def write_vlm_profile(
         "configurations": shape[1],
         **({"note": note} if note else {}),
         "clock": {
-            "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
-            "statistic": f"median of {plan.repeats}",
+            "latency_ms": f"{CLOCK_NAMES[plan.config.clock]}, as the model reads it",
+            "statistic": f"median of {plan.config.repeats}",
             "drift": "left in",
             "log_spread_of_one_measurement": log_spread(plan, log),
-            "repeats_that_changed_an_answer": int(cells["changed"].sum()),
+            "repeats_that_changed_an_answer": measured.filter(changed).height,
         },
         "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
         "cost_s": round(float(measured["total_ms"].sum()) / 1e3, 1),
@@ -189,10 +160,10 @@ def write_vlm_profile(
 def log_spread(plan: Plan, log: pl.DataFrame) -> float | None:
     """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
     times, averaged over the cells; None with a single repeat."""
-    if plan.repeats == 1:
+    if plan.config.repeats == 1:
         return None
-    cells = plan.select(log).group_by(CELL).agg(spread=_ln_ms().std(ddof=1))
-    return round(float(cells["spread"].to_numpy().mean()), 4)
+    cells = plan.select(log).group_by(CELL).agg(pl.col("total_ms").clip(1e-6).log().std())
+    return round(float(cells["total_ms"].to_numpy().mean()), 4)
 
 
 def knob_report(

@@ -41,6 +41,7 @@ from knobwise.profiling.measuring.machine import claim, machine, rendered
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
+    SEED,
     Plan,
     appended,
     measure,
@@ -54,8 +55,6 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_sett
 FEATURES_FILE = "features.safetensors"
 SPLIT = "validation"
 """The split of the data set that exp5/exp6 files name."""
-SEED = 0
-"""Seed of the samples, the configurations, their parts and the order of measuring."""
 _NOT_REPEATED = ("shard", "shards", "force")  # the profile is made again without them
 
 
@@ -89,13 +88,19 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    identity = _identity(model, identity or {})
-    plan = make_plan(items, configurations, identity, config)
+    # all that tells this model from others
+    values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
+    versions = getattr(model, "identity", {})
+    identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
+    # a change of the prompt changes the content of every sample
+    questions = tuple(question_text(item, config.prompt) for item in items)
+    contents = content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
+    plan = Plan(items, questions, tuple(contents), configurations, config)
     # reads what exists, and writes nothing yet
-    store = _store(out, plan, config)
+    store = _store(out, plan)
     where = machine()
     _claim_folder(state, identity, where, config)
-    _measure_part(state, model, plan, store, config)
+    _measure_part(state, model, plan, store)
 
     # of all processes
     log = read_logs(state)
@@ -106,19 +111,13 @@ def profile_vlm(
         )
         return out
     with locked(state):  # two that finish at once write one after the other
-        _merge_features(out, model, plan, config)
+        _merge_features(out, model, plan)
         facts = _facts(model, config, {**identity, "machine": where}, requests)
         profile = write_vlm_profile(
             out, plan, log, lambda i, text: requests.score(items[i].id, text), model.knobs, facts
         )
     print(rendered("knobs", **profile))
     return out
-
-
-def _identity(model: AdaptiveVLM, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that tells this model from others."""
-    knobs = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
-    return {"model": model.name, "knobs": knobs, **getattr(model, "identity", {}), **more}
 
 
 def _facts(
@@ -176,29 +175,6 @@ def chosen_configurations(
     return tuple(sample_grid(values, config.count, SEED))
 
 
-def make_plan(
-    items: tuple[VQAItem, ...],
-    configurations: tuple[dict[str, Any], ...],
-    identity: Mapping[str, Any],
-    config: VLMProfileConfig,
-) -> Plan:
-    """Return the measurements to take, with the content key of each sample."""
-    # a change of the prompt changes the content of every sample
-    questions = tuple(question_text(item, config.prompt) for item in items)
-    model = json.dumps(identity, sort_keys=True)
-    contents = tuple(content_keys(image_digests(items), questions, model))
-    return Plan(
-        items,
-        questions,
-        contents,
-        configurations,
-        config.repeats,
-        SEED,
-        config.warm_up,
-        config.clock,
-    )
-
-
 def _claim_folder(
     state: Path, identity: Mapping[str, Any], where: Mapping[str, Any], config: VLMProfileConfig
 ) -> None:
@@ -218,17 +194,12 @@ def _claim_folder(
         claim(path, claimed)
 
 
-def _measure_part(
-    state: Path,
-    model: AdaptiveVLM,
-    plan: Plan,
-    store: FeatureStore,
-    config: VLMProfileConfig,
-) -> None:
+def _measure_part(state: Path, model: AdaptiveVLM, plan: Plan, store: FeatureStore) -> None:
     """Measure this process's part of the configurations, and take its part of the features.
 
     The parts are drawn at random, so that no value of a knob is measured on one GPU alone.
     """
+    config = plan.config
     drawn = np.random.default_rng(SEED).permutation(len(plan.configurations))
     part = sorted(drawn[config.shard :: config.shards])
     # the whole plan's samples under this part's configurations
@@ -240,9 +211,9 @@ def _measure_part(
         _collect(model, store, plan, untaken)
 
 
-def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:
+def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan) -> None:
     """Write the features of all parts as one file, and delete the parts."""
-    store = _store(out, plan, config)
+    store = _store(out, plan)
     _collect(model, store, plan, {key for key in plan.contents if key not in store})
     store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
     for folder in (out / "state").glob("features-*"):
@@ -263,11 +234,11 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
     store.flush()
 
 
-def _store(out: Path, plan: Plan, config: VLMProfileConfig) -> FeatureStore:
+def _store(out: Path, plan: Plan) -> FeatureStore:
     """Open this process's features, and read those of the other processes."""
     state = out / "state"
     known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
-    return FeatureStore(state / f"features-{config.shard}", plan.contents, known)
+    return FeatureStore(state / f"features-{plan.config.shard}", plan.contents, known)
 
 
 def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:

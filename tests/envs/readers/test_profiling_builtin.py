@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 from knobwise.agents.judging.baselines import Oracle, PredictThenChoose, static_of
 from knobwise.agents.judging.evaluation import judge
@@ -19,10 +18,9 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.experiments.report.inspection import inspect_table
-from knobwise.profiling.elastic.adapter import ElasticAdaptive
-from knobwise.profiling.elastic.scenes import END, SEED, draw_samples
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.profiling.elastic.scenes import SEED, draw_samples
 from knobwise.profiling.elastic.settings import Configuration
-from knobwise.profiling.measuring.adaptive_model import Request
 
 FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
 KNOBS = list(Configuration._fields)
@@ -117,17 +115,14 @@ def test_the_shipped_model_still_gives_the_recorded_answers_and_features(
     samples = draw_samples(12, SEED)
     agree = []
     for i, sample in enumerate(samples):
-        image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
-        answer = sample.answers[0].tolist()
+        request = request_of(sample)
+        image, prompt = request.image, request.question
         for j in range(i % 7, len(arrays["configurations"]), 7):
-            message = model.generate(
-                image, prompt, Configuration(*map(int, arrays["configurations"][j]))
-            ).tokens
-            agree.append(
-                (message == answer[: answer.index(END) + 1]) == bool(arrays["accuracy"][i, j])
-            )
+            setting = Configuration(*map(int, arrays["configurations"][j]))
+            text = model.generate(image, model.overview(image), prompt, setting).text
+            agree.append((text == sample.answer) == bool(arrays["accuracy"][i, j]))
         with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
-            for name, block in adapter.first_stage(Request(image, prompt)).features.items():
+            for name, block in adapter.first_stage(request).features.items():
                 assert np.allclose(file[name][i], block, atol=5e-3, rtol=5e-3)
     # other processors round differently, which may turn a close call
     assert np.mean(agree) > 0.95

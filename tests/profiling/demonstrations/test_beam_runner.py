@@ -116,7 +116,7 @@ def test_what_is_written_fits_together(out, capsys):
     assert without.digest == table.digest  # no other run
 
 
-@pytest.mark.parametrize("at", [0, 1, 8, 14])
+@pytest.mark.parametrize("at", [0, 5, 10])
 def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, out, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
@@ -281,7 +281,7 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
         (f"{VLM} model=empty", "empty"),
         ("model=learner learner.variant=lazy", "lazy"),
         ("model=learner learner.part=validation", "validation"),
-        ("model=learner learner.queries=0", "query"),
+        ("model=learner learner.queries=0", "queries"),
         ("model=learner pool.size=0", "pool.size"),
         ("model=learner pool.sampler=nearest", "nearest"),
         ("model=learner beams.shots=0", "beams.shots"),

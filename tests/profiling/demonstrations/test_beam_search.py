@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations import beam_search as search
 from knobwise.profiling.demonstrations import pools
 from knobwise.profiling.demonstrations.pools import draw_pools, similarity
+from knobwise.profiling.demonstrations.scorers import Remembering
 from knobwise.profiling.demonstrations.settings import SAMPLERS, PoolConfig
 from knobwise.profiling.demonstrations.tasks import no_beams
 
 NONE = -1
-BEAM = METHODS.index("beam")
 BLOCKS = {"image": (0, 2), "question": (2, 4)}
 # cosines with the query: image 1, .8, .6, 0; question 0, .6, 1, .8 (by triangles of sides 3, 4, 5)
 QUERY = torch.tensor([[2.0, 0.0, 0.0, 3.0]])
@@ -60,19 +59,19 @@ class HandScorer:
 def test_beam_search_by_hand():
     """The bank's rows 3, 2, 1, 0 are worth 2, 1, 0, −1 to the query."""
     scorer = HandScorer([[9, 9, 9, 9], [-1, 0, 1, 2]])
-    found = search.beam_search(
-        scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2
-    )
+    rows, pool = torch.tensor([1]), torch.tensor([[3, 2, 1, 0]])
     # (0, 1) is −3 + 2 + 1/2; (0, 2) and (1, 0) are both −1: the one that begins earlier goes on
-    assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [0, 1], [0, 2]]]
-    assert found.found_by.tolist() == [[BEAM] * 4]
-    assert found.fields["logprob_score"].tolist() == [[-1, -2, -0.5, -1]]
-    gains = [math.exp(x) - math.exp(-3) for x in (-1, -2, -0.5, -1)]
-    assert torch.allclose(found.fields["beam_score"], torch.tensor([gains]))
-    assert found.fields["vqa_correct"].tolist() == [[0, 0, 1, 0]]
-    # zero-shot, four single ones, three after each of two
-    assert len(scorer.scored) == len(set(scorer.scored)) == 1 + 4 + 2 * 3
-    assert set(scorer.scored) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
+    found = search.beam_search(scorer, rows, pool, shots=2, width=2)
+    assert found.tolist() == [[[0, 1], [0, 2]]]
+    # four single ones, three after each of two
+    assert len(scorer.scored) == len(set(scorer.scored)) == 4 + 2 * 3
+    assert set(scorer.scored) >= {(1, 3), (1, 3, 2), (1, 2, 0)}
+    fields = search.score(scorer, rows, pool, torch.tensor([[[0, NONE], [0, 1], [NONE, NONE]]]))
+    assert fields["logprob_score"].tolist()[0][:2] == [-1, -0.5]
+    gains = [math.exp(x) - math.exp(-3) for x in (-1, -0.5)]
+    assert fields["beam_score"].tolist()[0][:2] == pytest.approx(gains)
+    assert fields["vqa_correct"].tolist()[0][:2] == [0, 1]
+    assert all(field[0, 2].isnan() for field in fields.values())
 
 
 @settings(max_examples=20, deadline=None)
@@ -89,46 +88,26 @@ def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, size
     scorer, n = HandScorer(worth), len(worth)
     pool = torch.tensor([[i if i < size else NONE for i in range(4)] for size in sizes[:n]])
     found = search.beam_search(scorer, torch.arange(n), pool, shots, width)
-    for query in range(n):
-        sequences = [tuple(p for p in row if p >= 0) for row in found.sequences[query].tolist()]
-        scores = found.fields["vqa_gt_prob"][query].tolist() if found.fields else []
-        assert len(set(filter(None, sequences))) == sum(map(bool, sequences))
-        for length in range(1, shots + 1):
-            possible = list(itertools.permutations(range(sizes[query]), length))
-            mine = [s for s in sequences if len(s) == length]
-            assert set(mine) <= set(possible)
-            if width >= 24:  # nothing is ever cut off
-                assert len(mine) == min(width, len(possible))
-                best = [
-                    math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1)))
-                    for s in possible
-                ]
-                kept = [
-                    score for s, score in zip(sequences, scores, strict=True) if len(s) == length
-                ]
-                assert kept == pytest.approx(sorted(best, reverse=True)[:width], rel=1e-5)
-    for field in found.fields.values():
-        assert torch.equal(field.isnan(), (found.sequences < 0).all(2))
-    assert torch.equal(found.found_by == BEAM, (found.sequences >= 0).any(2))
-
-
-def test_chunks_of_queries_do_not_matter(monkeypatch):
-    worth = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).tolist()
-    pool = torch.arange(6).expand(7, 6)
-    whole = search.beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
-    monkeypatch.setattr(search, "_AT_A_TIME", 40)
-    parts = search.beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
-    assert torch.equal(whole.sequences, parts.sequences)
-    assert torch.equal(whole.fields["beam_score"], parts.fields["beam_score"])
+    scores = search.score(scorer, torch.arange(n), pool, found)["vqa_gt_prob"]
+    for query, size in enumerate(sizes[:n]):
+        sequences = [tuple(p for p in row if p >= 0) for row in found[query].tolist()]
+        mine = list(filter(None, sequences))
+        possible = [*itertools.permutations(range(size), min(shots, size))] if size else []
+        assert len(set(mine)) == len(mine)
+        assert set(mine) <= set(possible)
+        if width >= 24:  # nothing is ever cut off
+            best = [
+                math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1)))
+                for s in possible
+            ]
+            kept = scores[query][: len(mine)].tolist()
+            assert kept == pytest.approx(sorted(best, reverse=True)[:width], rel=1e-5)
 
 
 def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
-    found = search.beam_search(
-        HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3
-    )
-    assert found.sequences.tolist() == [
-        [[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]
-    ]
+    scorer, pool = HandScorer([[-math.inf, -math.inf]]), torch.tensor([[0, 1, NONE]])
+    found = search.beam_search(scorer, torch.tensor([0]), pool, 2, 3)
+    assert found.tolist() == [[[0, 1], [1, 0], [NONE] * 2]]
 
 
 def test_retrieved_sequences_by_hand():
@@ -158,39 +137,26 @@ def test_draws_from_small_pools_are_short_and_different():
     assert found[1:] == [[(0, NONE)], []]
 
 
-def test_of_equal_sequences_the_first_stays():
-    sequences = torch.tensor([[[1, 2], [2, 1], [1, 2], [NONE, NONE], [1, 2]]])
-    assert search.without_repeats(sequences).tolist() == [[[1, 2], [2, 1]] + [[NONE] * 2] * 3]
-
-
 def test_nothing_is_scored_twice():
-    scorer = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
+    hand = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
+    scorer = Remembering(hand)
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
-    zero = search.probability(scorer, rows)
-    first = search.score(
-        scorer,
-        rows,
-        pool,
-        torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]),
-        "random",
-        zero,
-    )
-    assert scorer.scored == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
+    first = torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]])
+    search.score(scorer, rows, pool, first)
+    # zero-shot too
+    assert hand.scored == [(1, 2, 1), (1, 0, -1), (0, 1, 0), (0, -1, -1), (1, -1)]
     again = torch.tensor(
         [[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]]
     )
-    second = search.score(scorer, rows, pool, again, "policy", zero, [first])
-    assert scorer.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
+    second = search.score(scorer, rows, pool, again)
+    assert hand.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
     want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
-    assert torch.allclose(second.fields["logprob_score"], want, equal_nan=True)
-    assert torch.allclose(second.fields["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
-    policy = METHODS.index("policy")
-    assert second.found_by.tolist() == [[policy] * 3, [policy, policy, NONE]]
-    third = search.score(scorer, rows, pool, again, "policy", zero, [second])
-    assert len(scorer.scored) == 7
-    assert torch.equal(
-        third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num()
-    )
+    assert torch.allclose(second["logprob_score"], want, equal_nan=True)
+    assert torch.allclose(second["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
+    # what is known from elsewhere
+    scorer.remember(torch.tensor([1]), torch.tensor([[0, 1]]), {"logprob_score": torch.ones(1)})
+    assert scorer(torch.tensor([1]), torch.tensor([[0, 1, -1]]))["logprob_score"] == 1
+    assert len(hand.scored) == 7
 
 
 def pool_of(sampler, queries, bank, size, *, itself=None, seed=0, **more):

@@ -2,6 +2,7 @@
 again, and checked."""
 
 import dataclasses
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.tensor_file import tensors_and_metadata
-from knobwise.profiling.demonstrations import canvases, tasks
+from knobwise.profiling.demonstrations import canvases
 from knobwise.profiling.demonstrations.builtin import (
     builtin_demonstrations,
     demonstrations_path,
@@ -26,7 +27,15 @@ from knobwise.profiling.demonstrations.canvases import (
     draw_covering_pools,
     paint,
 )
-from knobwise.profiling.demonstrations.tasks import BLOCKS, SIZES, builtin_learner, task_table
+from knobwise.profiling.demonstrations.settings import LearnerTaskConfig, PoolConfig
+from knobwise.profiling.demonstrations.tasks import (
+    BLOCKS,
+    DATA,
+    SIZES,
+    builtin_learner,
+    draw_part,
+    learner_task,
+)
 
 SMALL = {"queries": 30, "candidates": 400}
 CARELESS = VARIANTS["careless"]
@@ -34,40 +43,38 @@ INSIDE = np.pad(np.ones((8, 8), bool), 1)
 """Of a canvas, without its frame."""
 
 
+def small(**settings):
+    return learner_task(LearnerTaskConfig(**SMALL | settings), PoolConfig())[:2]
+
+
 def test_a_task_is_drawn_without_beams():
-    table, scorer = task_table("careless", "train", **SMALL)
+    table, scorer = small()
     assert (table.num_queries, table.num_beams, len(table.candidates)) == (30, 0, 400)
     assert table.pool.shape == (30, 48)
     assert table.blocks == BLOCKS
     scores = scorer(torch.arange(30), table.pool[:, :2])
     assert 0 < scores["vqa_acc_score"].mean() < 1
-    again, _ = task_table("careless", "train", **SMALL)
-    assert again.digest == table.digest
+    assert small()[0].digest == table.digest
     for other in ({"part": "test"}, {"variant": "careful"}, {"seed": 1}):
-        assert (
-            task_table(**{"variant": "careless", "part": "train"} | other, **SMALL)[0].digest
-            != table.digest
-        )
+        assert small(**other)[0].digest != table.digest
 
 
 def test_embeddings_hold_image_question_and_annotator():
-    table, scorer = task_table("careless", "test", **SMALL)
+    table, scorer = small(part="test")
     image, question, annotator = (
         slice(*BLOCKS[name]) for name in ("image", "question", "annotator")
     )
     questions = torch.stack([(scorer.questions == i).any(1) for i in range(3)], 1)
     assert torch.equal(table.queries[:, question], questions.float())
-    assert torch.equal(
-        table.candidates[:, question], torch.nn.functional.one_hot(scorer.question, 3).float()
-    )
+    answered = torch.nn.functional.one_hot(scorer.question, 3).float()
+    assert torch.equal(table.candidates[:, question], answered)
     assert (table.queries[:, annotator] == 0).all()
     assert torch.equal(table.candidates[:, annotator].sum(1), torch.ones(400))
     assert annotator.stop == table.queries.shape[1]
-    queries, _ = tasks.draw_part("careless", "test", 30, 400, 0)
+    queries, _ = draw_part(LearnerTaskConfig(part="test", **SMALL))
     seen = builtin_learner().tower(torch.from_numpy(queries.images)) * 0.2
-    torch.testing.assert_close(
-        table.queries[:, image], seen, rtol=0, atol=2e-4
-    )  # multiples of 1/4096
+    # multiples of 1/4096
+    torch.testing.assert_close(table.queries[:, image], seen, rtol=0, atol=2e-4)
     assert (table.queries * 4096 % 1 == 0).all()
 
 
@@ -81,10 +88,13 @@ def test_embeddings_hold_image_question_and_annotator():
     ],
 )
 def test_files_of_other_canvases_or_learners_are_refused(tmp_path, changed, variant):
-    tensors, metadata = tensors_and_metadata(demonstrations_path("careless", "test"))
+    config = LearnerTaskConfig(part="test")
+    tensors, metadata = tensors_and_metadata(demonstrations_path(config))
     save_file(tensors, tmp_path / "x.safetensors", metadata | changed)
     with pytest.raises(InputError, match=r"x\.safetensors: was recorded with"):
-        load_demonstrations(tmp_path / "x.safetensors", variant, "test")
+        load_demonstrations(
+            tmp_path / "x.safetensors", dataclasses.replace(config, variant=variant)
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -110,9 +120,7 @@ def test_the_data_that_come_with_knobwise(variant):
 
 
 def test_the_files_are_small():
-    files = [demonstrations_path(variant, part) for variant in VARIANTS for part in SIZES]
-    files.append(files[0].with_name("learner.safetensors"))
-    assert sum(file.stat().st_size for file in files) < 3_000_000
+    assert sum(path.stat().st_size for path in DATA.glob("[dl]e*.safetensors")) < 3_000_000
 
 
 # -- the world -------------------------------------------------------------------------------------
@@ -206,9 +214,9 @@ def test_the_places_of_a_pool_tell_nothing():
 def test_small_banks_and_chunks(queries, items, chunk, seed):
     drawn = world(queries, items, seed=seed)
     pools = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
-    np.testing.assert_array_equal(
-        pools, draw_covering_pools(RandomState(seed), *drawn, CARELESS, chunk=chunk)
-    )
+    with patch.object(canvases, "_CHUNK", chunk):
+        chunked = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
+    np.testing.assert_array_equal(pools, chunked)
     covering = covers(*drawn).any(1)
     for pool, cover in zip(pools, covering, strict=True):
         real = pool[pool >= 0]

@@ -166,16 +166,6 @@ def test_aria_takes_smaller_images_below_its_default():
             assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
 
 
-def test_a_forward_of_a_blocks_own_is_restored(llava):
-    model, processor, _ = llava
-    block = blocks_of(model)[2]
-    block.forward = own = block.forward  # as tools do that spread a model over devices
-    with leaving_out(model, processor, [2]):
-        assert vars(block)["forward"] is not own
-    assert vars(block)["forward"] is own
-    del block.forward
-
-
 def test_knobs_that_are_set_are_not_set_again(llava):
     model, processor, knobs = llava
     with knobs.set({"top_k": 1}):

@@ -70,8 +70,6 @@ def test_blocks_are_left_out_by_a_file(questions, file, tmp_path):
         ("model=./nowhere", "./nowhere"),
         ("dtype=float8", "dtype"),
         ("importance=nothing.json", "nothing.json"),
-        ("knobs.num_active_blocks=[0]", "num_active_blocks=0"),
-        ("knobs.metric=choice", "q0"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(

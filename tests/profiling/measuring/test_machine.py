@@ -21,10 +21,3 @@ def test_a_note_that_a_power_cut_left_half_is_written_again(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     claim(tmp_path / "config.json", {"a": 1})
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
-
-
-def test_a_folder_measures_one_thing(tmp_path):
-    claim(tmp_path / "config.json", {"a": 1})
-    claim(tmp_path / "config.json", {"a": 1})
-    with input_error(r"other settings \(a: 1 → 2\)"):
-        claim(tmp_path / "config.json", {"a": 2})

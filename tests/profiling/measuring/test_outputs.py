@@ -8,10 +8,17 @@ import pytest
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, Plan
 from knobwise.profiling.measuring.outputs import log_spread
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
 def test_the_spread_of_a_measurement_is_that_of_the_logarithms_of_a_cell():
-    plan = Plan((VQAItem("0", None, "?", ("yes",)),), ("?",), ("content",), ({"side": 1},), 2)
+    plan = Plan(
+        (VQAItem("0", None, "?", ("yes",)),),
+        ("?",),
+        ("content",),
+        ({"side": 1},),
+        VLMProfileConfig(repeats=2),
+    )
     row = {"sample_id": "0", "content": "content", "side": 1, "text": "yes"}
     rows = [
         row | dict.fromkeys(TIMES, ms) | dict.fromkeys(TOKENS, 1) | {"repeat": repeat}
