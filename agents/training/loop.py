@@ -407,7 +407,7 @@ class Trainer(ABC):
         if self.best["state"] is None:
             return note
         score = f"{self.judged_by} {self.best['score']:.4f}"
-        return f"{note}; best.pt beside it {score} at iteration {self.best['iteration']:,}"
+        return f"{note}; best.pt beside it has {score}, of iteration {self.best['iteration']:,}"
 
     def _coefficients(self) -> list[torch.Tensor]:
         """Return the coefficients of all stages that follow the KL."""

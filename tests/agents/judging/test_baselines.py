@@ -241,3 +241,9 @@ def test_a_policy_decides_for_what_its_own_cost_leaves():
     for cost_ms, choice, utility in ((0.0, 1, 1.0), (1.0, 0, 0.5), (30.0, 0, 0.0)):
         charged = judge(static, table, row, budgets, cost_ms=torch.tensor([cost_ms]))
         assert (charged.chosen.item(), charged.utility.item()) == (choice, utility)
+
+
+def test_one_configuration_and_no_variation():
+    table = table_of([[1.0]] * 12, [[5.0]] * 12, torch.arange(24.0).reshape(12, 2))
+    for policy in fitted_to(table).values():
+        assert not asked(policy, table, table.split().test, 5.0).any()

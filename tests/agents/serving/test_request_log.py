@@ -14,6 +14,7 @@ from replayed import ReplayedModel, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -242,3 +243,18 @@ def test_exploration_of_no_share_is_refused(wrong):
     agent, table = small_stack()
     with pytest.raises(InputError, match="explore"):
         AdaptiveModel(ReplayedModel(table), agent, **wrong)
+
+
+def test_logging_and_exploration_are_not_touched_where_they_are_off(
+    monkeypatch,
+):
+    def touched(*_, **__):
+        raise AssertionError("called")
+
+    for where, name in ((Exploration, "draw"), (RequestLog, "add")):
+        monkeypatch.setattr(where, name, touched)
+    agent, table = small_stack()
+    model = AdaptiveModel(ReplayedModel(table), agent)
+    assert len(serve_requests(model, table, 20)) == 20
+    with pytest.raises(AssertionError, match="called"):
+        serve_requests(AdaptiveModel(ReplayedModel(table), agent, explore=0.99), table, 9)

@@ -351,3 +351,12 @@ def test_wrong_budgets_and_arrivals_are_refused():
             with pytest.raises(InputError, match="budget"):
                 model.generate(requests, budget)
     assert model.generate([], 1.0) == []
+
+
+def test_a_model_that_fails_leaves_the_runtime_usable():
+    noting = Noting()
+    model = AdaptiveModel(noting, ByLimit())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(requests_of("fail"), 9.0)
+    assert not noting.running
+    assert model.answer(requests_of("a")[0], 9.0).answer.text == "to a"

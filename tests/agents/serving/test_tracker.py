@@ -32,6 +32,7 @@ from knobwise.agents.serving.tracker import (
     TrackedStatic,
 )
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Request
 
 GRID = [
@@ -341,3 +342,31 @@ def test_a_tracker_goes_on_with_its_controller_only():
     assert again.answer(Request(0, ""), 12.0).drift is drift
     with pytest.raises(InputError, match="tracker"):
         AdaptiveModel(slower, agent, tracker=LatencyTracker(model.configurations, "another"))
+
+
+def test_following_the_drift_pays_and_costs_little_without():
+    """Against a controller that knows the drift, and one that allows for none."""
+    agent, table = small_stack(300)
+    controller = agent.decider
+    rng = np.random.default_rng(0)
+    rows = rng.integers(300, size=1000).tolist()
+    budgets = rng.choice(default_budgets(table).tolist(), 1000).tolist()
+
+    def utility(factor, drift, tracker=None):
+        worth = []
+        for row, budget in zip(rows, budgets, strict=True):
+            blocks = {name: block[row].numpy() for name, block in table.features.items()}
+            drift = tracker.drift if tracker else drift
+            expected = controller.decide_expected(blocks, budget, drift)
+            took_ms = factor * float(table.latency_ms[row, expected[0]])
+            worth.append(float(table.accuracy[row, expected[0]]) * (took_ms <= budget))
+            if tracker:
+                tracker.update(*expected, took_ms)
+        return float(np.mean(worth))
+
+    for factor in (1.0, 1.4, 0.7):
+        known = utility(factor, (math.log(factor), 1.0))
+        tracked = utility(factor, None, LatencyTracker(configurations_of(table)))
+        assert tracked > known - 0.03
+        if factor > 1:
+            assert known - 0.03 > utility(factor, None)

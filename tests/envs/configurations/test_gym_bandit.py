@@ -454,9 +454,12 @@ def test_make_vec_takes_every_reset_mode(mode, vectorization):
         ID, num_envs=2, vectorization_mode=vectorization, table=TABLE, **arguments
     )
     assert env.metadata["autoreset_mode"] == mode
-    observations, _ = env.reset(seed=0)
+    statistics = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
+    observations, _ = statistics.reset(seed=0)
     assert env.observation_space.contains(observations)
-    assert env.observation_space.contains(env.step(env.action_space.sample())[0])
+    observations, rewards, *_, infos = statistics.step(env.action_space.sample())
+    assert env.observation_space.contains(observations)
+    assert infos["episode"]["r"].tolist() == pytest.approx(rewards.tolist())
 
 
 FORKED = """

@@ -11,6 +11,8 @@ from torchrl.envs import GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environments)
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
@@ -28,6 +30,8 @@ def made(**options):
 
 ENVIRONMENTS = {
     "configurations": lambda: gymnasium.make("knobwise/ConfigBandit-v0", table=small_table()),
+    "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
+    "without features": lambda: ConfigBanditEnv(small_table(features=False)),
     "recorded": lambda: gymnasium.make(ID, table=five_beams()),
     "penalty": lambda: made(unprofiled="penalty"),
     "by index": lambda: made(action="sequence"),

@@ -28,6 +28,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
@@ -419,3 +420,9 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder, sense):
     page = Path("runs/latest/report.html").read_text()
     assert "mean latency (USD)" in page
     assert "0 ms" not in page
+
+
+def test_the_unit_stays_with_a_saved_table(tmp_path):
+    for unit in ("ms", "J"):
+        dataclasses.replace(small_table(10), unit=unit).save(tmp_path / "t.safetensors")
+        assert ProfileTable.load(tmp_path / "t.safetensors").unit == unit
