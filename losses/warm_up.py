@@ -161,7 +161,8 @@ class RegressionLoss(LossModule):
             variance = variance.nan_to_num()
         # cells that were measured; finite numbers in the place of NaN, which is left out below
         profiled = ~accuracy.isnan()
-        complete = bool(profiled.all())
+        # a compiled graph cannot branch on data
+        complete = not torch.compiler.is_compiling() and bool(profiled.all())
         if not complete:
             accuracy = accuracy.nan_to_num()
             log_latency = log_latency.nan_to_num()

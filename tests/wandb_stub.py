@@ -121,7 +121,9 @@ def offline_runs(run_folder):
                 lines_of_history = run.lines.setdefault("wandb-history.jsonl", {})
                 lines_of_history[len(lines_of_history)] = json.dumps(content["item"])
             elif record["type"] == "summary":
-                run.lines["wandb-summary.json"] = {0: json.dumps(run.summary | content["update"])}
+                run.lines["wandb-summary.json"] = {
+                    0: json.dumps(run.summary | content.get("update", {}))
+                }
             elif record["type"] == "exit":
                 run.exit_code = content["exit_code"]
         files = folder / "files"

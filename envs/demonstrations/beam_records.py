@@ -182,8 +182,8 @@ def _read_query(where: str, key: Any, record: Any, counts: Counter[str]) -> Quer
         case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
             rows = _legacy_rows(where, number, lists, scores, counts)
             record = {}
-        case {"pointer_candidates": list(rows)} if (
-            "id_list" not in record and all(isinstance(row, dict) for row in rows)
+        case {"pointer_candidates": list(rows)} if "id_list" not in record and all(
+            isinstance(row, dict) for row in rows
         ):
             pass
         case _:

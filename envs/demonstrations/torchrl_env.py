@@ -57,12 +57,13 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
+        lengths = table.lengths[table.beam_mask].unique().tolist()
         methods = table.found_by[table.beam_mask].unique().tolist()
+        found_by = ", ".join(METHODS[method] for method in methods)
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
             f"groups.methods={', '.join(groups.methods)} and shots={shots}; it has sequences of "
-            f"{table.lengths[table.beam_mask].unique().tolist()} demonstrations, found by "
-            f"{[METHODS[method] for method in methods]}"
+            f"{lengths} demonstrations, found by {found_by or 'none'}"
         )
     longest = int(table.lengths[kept].max())
     return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)

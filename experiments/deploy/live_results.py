@@ -147,7 +147,7 @@ def _add_replay(
         row |= with_interval("satisfaction_feasible", on_time.mean(-1))
         for metric, values in live.items():
             replayed = replay[metric][p]
-            apart = (values[p] - replayed).mean(-1)
+            gaps = (values[p] - replayed).mean(-1)
             mean = float(replayed.mean())
             low, high = row[f"{metric}_ci95"]
             agrees = low <= mean <= high
@@ -156,8 +156,8 @@ def _add_replay(
             # the speed of this machine is known only as well as its answers allow
             unsure = half_width * profiled_ms[cells][p].mean() * (metric == "latency_ms")
             # independent errors add up in squares
-            difference = float(apart.mean())
-            below, above = np.hypot(np.subtract(mean_interval(apart), difference), unsure).tolist()
+            difference = float(gaps.mean())
+            below, above = np.hypot(np.subtract(mean_interval(gaps), difference), unsure).tolist()
             results["agreement"].append(
                 {
                     "policy": row["policy"],
