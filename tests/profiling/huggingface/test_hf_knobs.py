@@ -187,7 +187,8 @@ def assert_cached_is_uncached(model, processor, knobs):
             tokens, by = generated(model, inputs, True)
             wanted, wanted_by = generated(model, inputs, False)
         assert torch.equal(tokens, wanted), left_out
-        close = 1e-5 * float(wanted_by.abs().max())
+        # linear attention sums in another order with a cache, and float32 rounds as the CPU does
+        close = 3e-5 * float(wanted_by.abs().max())
         torch.testing.assert_close(by, wanted_by, rtol=1e-5, atol=close)
 
 
