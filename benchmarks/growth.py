@@ -1,7 +1,7 @@
 """Time and memory of a training on tables from 10³ to 10⁷ samples × 16 configurations.
 
 Each size runs in a process of its own: the table is split, budgets are chosen, a small network
-takes 50 steps of imitation-free warm-up and 20 iterations of GRPO, and static is judged. Steps of
+takes 50 iterations of warm-up and 20 of GRPO, and static is judged. Steps of
 training do not depend on the number of samples; splitting, standardising and judging do.
 
     python benchmarks/growth.py
