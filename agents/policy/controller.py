@@ -152,19 +152,18 @@ class NumpyController:
         """Return knob values by name for one request: blocks [d] and a budget in ms.
 
         Raises:
-            ValueError: a block is missing or has another shape, the budget is not positive and
-                finite, a mean budget is not calibrated, the drift has another shape, is not finite,
-                or is for a mean budget.
+            ValueError: a block that is read is missing or has another shape, the budget is not
+                positive and finite, a mean budget is not calibrated, the drift has another shape,
+                is not finite, or is for a mean budget.
         """
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
     def decide_index(self, features: Arrays, budget_ms: float, drift: Drift | None = None) -> int:
         """Decide for one request, and return the index of a configuration; see `decide`."""
-        raw = self._joined(features, budget_ms)
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return fixed
-        return self._heads.single(raw, limit, self._by_value(drift))
+        return self._heads.single(self._joined(features), limit, self._by_value(drift))
 
     def decide_expected(
         self, features: Arrays, budget_ms: float, drift: Drift | None = None
@@ -176,10 +175,10 @@ class NumpyController:
         """
         if self.header["limit"] != "budget_ms":
             raise ValueError("a controller for mean budgets expects no latency of single answers")
-        raw = self._joined(features, budget_ms)
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return self._by_static(fixed)
+        raw = self._joined(features)
         x = np.empty(self._heads.width, np.float32)
         index = self._heads.single(raw, limit, self._by_value(drift), x)
         return index, *self._latency.single(x, index)
@@ -190,7 +189,7 @@ class NumpyController:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        raw = self._joined(features, budget_ms)
+        raw = self._joined(features)
         return index, *self._latency.single(self._normaliser(raw[None])[0], index)
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
@@ -214,6 +213,8 @@ class NumpyController:
 
         The network reads this limit: the part of a budget that is planned with, or a worth.
         """
+        if not 0 < budget_ms < MOST_MS:
+            raise _refused(budget_ms)
         factor = self.factor(drift)
         if self.mean is not None:
             worth = float(self.mean.worths[self.mean.single(budget_ms)])
@@ -246,16 +247,16 @@ class NumpyController:
             )
         return math.exp(min(max(-mean, -20.0), 20.0))
 
-    def _joined(self, features: Arrays, budget_ms: float) -> Array:
+    def _joined(self, features: Arrays) -> Array:
         """Return the features of one request, float32 [d]."""
         blocks = [features[name] for name in self.feature_sizes if name in features]
-        if tuple(map(len, blocks)) == self._widths and 0 < budget_ms < MOST_MS:
+        if tuple(map(len, blocks)) == self._widths:
             raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
             if raw.ndim == 1:
                 return raw
         # a request that does not fit is refused in words, as one of many
         many = {name: np.asarray(block)[None] for name, block in features.items()}
-        return self._checked(many, np.array([budget_ms]), None, None)[0][0]
+        return self._checked(many, np.ones(1), None, None)[0][0]
 
     # -- many requests -----------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class NumpyController:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")
         wrong = limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
-            raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
+            raise _refused(wrong[0])
         n = len(limits)
         blocks = [np.zeros((n, 0), np.float32)]
         for name, width in self.feature_sizes.items():
@@ -353,3 +354,7 @@ class NumpyController:
             if not mask.any(1).all():
                 raise ValueError("the mask leaves a request without any configuration")
         return np.concatenate(blocks, 1), limits * self.factor(drift), mask
+
+
+def _refused(budget_ms: float) -> ValueError:
+    return ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
