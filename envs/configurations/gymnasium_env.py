@@ -11,7 +11,7 @@ import math
 import os
 import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -122,6 +122,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         if self.table.name != "builtin" and not callable(inputs):
             self._inputs = None
         self._last: tuple[dict[str, Any], float | None] | None = None
+        self._action_masks: dict[bytes, list[NDArray[np.int8]] | None] = {}
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -167,7 +168,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         # what is added from here on is for people
         key = self._batch.limit_key
         mask = observation["mask"].astype(bool)
-        info = {"action_mask": self._knob_masks(mask)} | info
+        info = {"action_mask": self._action_mask(mask)} | info
         info |= {key: observation[key].item(), "mask": mask}
         info["sample_id"] = self.table.sample_ids[info["row"]]
         for name in info.keys() & {"configuration", "oracle_configuration"}:
@@ -176,20 +177,42 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self._last = dict(info), reward  # a copy, because the caller may change theirs
         return observation, numbers if self.numeric_infos else info
 
-    def _knob_masks(self, mask: NDArray[np.bool_]) -> Any:
-        """Return for each knob the mask of its profiled values, int8 [values].
+    def _action_mask(self, mask: NDArray[np.bool_]) -> Any:
+        """Return for each knob the mask of its profiled values, int8 [values], for a mask bool [C].
 
         None if not all combinations of these values were profiled, because masks of single knobs
         would then allow too much.
         """
-        profiled = self.table.configurations.numpy()[mask]
-        masks = tuple(np.zeros(size, np.int8) for size in self.table.knob_sizes)
-        for knob, values in zip(masks, profiled.T, strict=True):
-            knob[values] = 1
-        if math.prod(map(np.count_nonzero, masks)) != len(profiled):
+        key = mask.tobytes()
+        if key not in self._action_masks:
+            # few masks occur, mostly one
+            profiled = self.table.configurations.numpy()[mask]
+            masks = [np.zeros(size, np.int8) for size in self.table.knob_sizes]
+            for knob, values in zip(masks, profiled.T, strict=True):
+                knob[values] = 1
+            exact = math.prod(map(np.count_nonzero, masks)) == len(profiled)
+            self._action_masks[key] = masks if exact else None
+        known = self._action_masks[key]
+        if known is None:
             return None
+        copies = tuple(knob.copy() for knob in known)
         names = self._batch.knob_keys
-        return dict(zip(names, masks, strict=True)) if names else masks
+        return dict(zip(names, copies, strict=True)) if names else copies
+
+
+class _Contexts(NamedTuple):
+    """The contexts of n environments."""
+
+    rows: Tensor
+    """int64 [n]."""
+    limits: Tensor
+    """float32 [n], in ms."""
+    observations: Observation
+    """Before and after a decision."""
+    infos: Info
+    """Before a decision."""
+    oracle: Info
+    """The best decision and its outcome."""
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
@@ -256,7 +279,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         batched = gymnasium.vector.utils.batch_space
         self.observation_space = batched(self.single_observation_space, num_envs)
         self.action_space = batched(self.single_action_space, num_envs)
-        self._context: tuple[Tensor, Tensor] | None = None
+        self._current: _Contexts | None = None
         self._over = np.zeros(num_envs, dtype=bool)  # whose episode has ended
 
     def _actions(self) -> spaces.Space[Any]:
@@ -328,13 +351,13 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         rows, limits = self._contexts(self.num_envs, chosen)
         if chosen_limits is not None:
             limits = chosen_limits
-        if renewed is not None and self._context is not None:
+        if renewed is not None and self._current is not None:
             new = torch.from_numpy(renewed)
-            rows = rows.where(new, self._context[0])
-            limits = limits.where(new, self._context[1])
-        self._context = rows, limits
+            rows = rows.where(new, self._current.rows)
+            limits = limits.where(new, self._current.limits)
+        self._current = self._look_up(rows, limits)
         self._over[... if renewed is None else renewed] = False
-        return self._observe(rows, limits)
+        return _copied(self._current.observations), _copied(self._current.infos)
 
     def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
         """Replay an action for each context.
@@ -342,43 +365,52 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         Returns:
             the observations once more; rewards, float32 [num_envs]; and the outcomes as infos.
         """
-        if self._context is None or self._over.any():
+        if self._current is None or self._over.any():
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
             )
         # actions as [n, 1, K] or [n, 1]
-        rows, limits = self._context
+        rows, limits, observations, info, best = self._current
         if not self.knob_keys:
             actions = np.array(actions)  # faster than torch for lists and tuples
         grouped = self._replay.grouped(actions, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
-        best = oracle(self._replay.rewards, rows, limits).unsqueeze(1)
-        observations, info = self._observe(rows, limits)
-        outcomes = {
-            "": (replayed.configuration, replayed.accuracy, replayed.latency_ms),
-            "oracle_": (best, *self._replay.rewards.outcome(rows, best)),
-        }
-        for who, outcome in outcomes.items():
-            # NumPy has less overhead than torch for the few numbers of one environment
-            choice, accuracy, latency_ms = (cells.numpy()[:, 0] for cells in outcome)
-            info |= {f"{who}accuracy": accuracy, f"{who}latency_ms": latency_ms}
-            if self.limit_key == "budget_ms":
-                info[f"{who}violation"] = latency_ms > observations["budget_ms"]
-            info[f"{who}configuration"] = self._configurations[choice]
+        outcome = self._outcome("", limits, *replayed[:1], *replayed[2:])
         self._over[:] = True
-        return observations, replayed.reward[:, 0].numpy(), info
+        rewards = replayed.reward[:, 0].numpy()
+        return _copied(observations), rewards, _copied(info | best) | outcome
 
-    def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
-        """Return the observations and the infos of contexts before a decision, in new arrays."""
+    def _look_up(self, rows: Tensor, limits: Tensor) -> _Contexts:
+        """Return contexts [n] with what is observed of them and the best decisions."""
         # twice as fast as block[rows]
-        observation = {
+        observations = {
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
         }
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
-        info = {"row": rows.numpy().copy()}
+        observations |= {self.limit_key: limits.numpy(), "mask": mask}
+        infos = {"row": rows.numpy()}
         if self._replay.action == "configuration":
-            info["action_mask"] = mask.copy()
-        return observation | {self.limit_key: limits.numpy().copy(), "mask": mask}, info
+            infos["action_mask"] = mask
+        rewards = self._replay.rewards
+        best = oracle(rewards, rows, limits).unsqueeze(1)
+        outcome = self._outcome("oracle_", limits, best, *rewards.outcome(rows, best))
+        return _Contexts(rows, limits, observations, infos, outcome)
+
+    def _outcome(
+        self, who: str, limits: Tensor, choice: Tensor, accuracy: Tensor, latency_ms: Tensor
+    ) -> Info:
+        """Return decisions [n, 1] and their outcomes as infos, whose names begin with `who`."""
+        # NumPy has less overhead than torch for the few numbers of one environment
+        took_ms = latency_ms.numpy()[:, 0]
+        info = {f"{who}accuracy": accuracy.numpy()[:, 0], f"{who}latency_ms": took_ms}
+        if self.limit_key == "budget_ms":
+            info[f"{who}violation"] = took_ms > limits.numpy()
+        info[f"{who}configuration"] = self._configurations[choice.numpy()[:, 0]]
+        return info
+
+
+def _copied(blocks: Observation) -> Observation:
+    return {name: values.copy() for name, values in blocks.items()}
 
 
 @functools.cache
@@ -395,12 +427,12 @@ def _builtin() -> ProfileTable:
 
 def _separate(observations: Observation) -> list[Observation]:
     """Take a batch of observations apart into those of each environment."""
-    columns = [list(values) for values in observations.values()]
-    for column in columns:
-        if column[0].ndim == 0:
-            # arrays of shape (), not numbers, are what is in a Box of this shape
-            column[:] = map(np.asarray, column)
-    return [dict(zip(observations, parts, strict=True)) for parts in zip(*columns, strict=True)]
+    separate: list[Observation] = [{} for _ in observations["mask"]]
+    for name, values in observations.items():
+        for i, observation in enumerate(separate):
+            # with the dots a number stays an array, of shape (), as its Box has it
+            observation[name] = values[i, ...]
+    return separate
 
 
 def _box(block: Tensor) -> spaces.Box:

@@ -27,7 +27,9 @@ def share_in_time(
     """
     if count is None:
         count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
-    in_time = (measurements_ms <= budget_ms.unsqueeze(-1)).sum(-1, dtype=torch.int32)
+    # torch sums bytes twice as fast as truth values
+    met = (measurements_ms <= budget_ms.unsqueeze(-1)).view(torch.int8)
+    in_time = met.sum(-1, dtype=torch.int32)
     return in_time.to(measurements_ms.dtype) / count
 
 
