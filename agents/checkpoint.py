@@ -32,8 +32,8 @@ OUTSIDE_THE_NETWORK = (
     "teacher_hidden",
     "teacher_dropout",
 )
-"""Settings of a policy or selector that may differ between a training and the checkpoint that it
-starts from."""
+"""Settings that the network's weights do not depend on. A training may change them and still start
+from a checkpoint."""
 
 
 class Loaded(NamedTuple):
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     profile_digest: str
     """The digest of that profile."""
     extra: dict[str, Any]
-    """Additions of the writer, such as the trainer's state and the run's settings."""
+    """What the writer added, such as the trainer's state and the run's settings."""
 
     @property
     def controller(self) -> DeployedController:
@@ -190,9 +190,9 @@ def _check_decides(agent: Any) -> None:
 def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
     """Return an agent with the weights of a checkpoint and the settings of a fresh agent.
 
-    The statistics that standardise features, embeddings and limits come along with the weights,
-    since these would decide differently on inputs that are standardised in another way. Teacher and
-    guard of a controller are left behind.
+    The statistics that standardise features, embeddings and limits come from the checkpoint too:
+    with other statistics the weights would decide differently. The teacher and the guard of a
+    controller are not taken over.
 
     Args:
         path: the checkpoint's path, for messages.
@@ -213,7 +213,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
         start: Any = loaded.selector if selects else loaded.network
     except InputError as error:
         raise InputError(f"init_from={path}: {error}") from error
-    # `last.pt` does not know its samples
+    # a `last.pt` does not hold the samples of its training
     if not {"seen", "fitted"} & loaded.extra.keys():
         raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
     # everything that the weights depend on must be the same
@@ -227,7 +227,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
 
 
 def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
-    """Return what must be the same where weights are taken over, by its name in a message."""
+    """Return what must be the same for weights to be taken over: name in a message → value."""
     parts: dict[str, Any] = {}
     for key, value in agent.plain()[group].items():
         if key not in OUTSIDE_THE_NETWORK:

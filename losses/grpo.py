@@ -196,9 +196,9 @@ class GRPOLoss(ActorLoss):
                 keys.behaviour_log_probs,
                 keys.reference_log_probs,
             ]
-        # draws, with their mask where groups differ in size
-        mask = [keys.group_mask] if self.masked else []
-        return [keys.action, keys.reward, *mask, keys.sample_log_prob, keys.reference_log_prob]
+        # the mask says which draws there are, where groups differ in size
+        masks = [keys.group_mask] if self.masked else []
+        return [keys.action, keys.reward, *masks, keys.sample_log_prob, keys.reference_log_prob]
 
     def _sampled_group(self, tensordict: TensorDictBase) -> _Group:
         """Return the groups of draws, J = G."""

@@ -2,14 +2,15 @@
 
 Both controllers decide anew for every logged request, under its budget and drift. Some choices
 could not have been drawn when the log was written, so the log holds no evidence about them. There
-the new controller is judged as if it chose what the old one chooses: it never takes over for
-something that no request can show.
+the new controller is judged as if it chose what the old one chooses. So it gains nothing by a
+choice that no request can confirm.
 
 Importance weights are heavy-tailed. If a log happens to contain none of the rare draws, its sample
-variance is too small. So an interval is never narrower than the logged probabilities imply: a
-correction w·ρ that is drawn with probability p has the second moment p·w²·E ρ², and E ρ² is shrunk
-towards that of a reward known to be 0 to 1. Where both controllers decide alike, the log is dense
-and the model is good. That says little about the other requests, which have an E ρ² of their own.
+variance is too small. So an interval is never narrower than the logged probabilities imply. Let ρ
+be the error of the model, reward − expectation. A correction w·ρ that is drawn with probability p
+has the second moment p·w²·E ρ². E ρ² is shrunk towards 1/4, the largest variance that a reward
+between 0 and 1 can have. Where both controllers decide alike, the log is dense and the model is
+good. That says little about the other requests, which have an E ρ² of their own.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Judgement(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON, with None for numbers that are not finite."""
-        estimates = {name: [*map(_finite, side)] for name, side in self.doubly_robust.items()}
+        estimates = {
+            name: [*map(_finite, estimate)] for name, estimate in self.doubly_robust.items()
+        }
         return self._asdict() | {"doubly_robust": estimates, "bound": _finite(self.bound)}
 
 
@@ -93,18 +96,22 @@ def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement
     new = np.where(supported, new, old)
     differs = torch.from_numpy(old != new)
     different = int(differs.sum())
-    # robust values [n], the model's values [n], and second moments [n] of what is between them
-    values = {}
-    for name, choices in (("old", old), ("new", new)):
-        values[name] = _values(logged, choices, differs, expected.double())
-    gains = values["new"] - values["old"]
-    gains[2] = differs * (values["new"][2] + values["old"][2])
+    # the evidence about each controller, [3, n], and about their difference
+    model = expected.double()
+    evidence = {
+        "old": _evidence(logged, old, differs, model),
+        "new": _evidence(logged, new, differs, model),
+    }
+    difference = evidence["new"] - evidence["old"]
+    # where both choose alike nothing is corrected; elsewhere the second moments add up
+    difference[2] = differs * (evidence["new"][2] + evidence["old"][2])
+    evidence["difference"] = difference
     estimates = {}
-    for name, side in {**values, "difference": gains}.items():
-        mean = float(side[0].mean())
-        error = _standard_error(*side)
+    for name, values in evidence.items():
+        mean = float(values[0].mean())
+        error = _standard_error(*values)
         estimates[name] = mean, mean - 1.96 * error, mean + 1.96 * error
-    # of the difference, which came last
+    # mean and error are now those of the difference, the last of the three
     bound = lower_bound(mean, error, CONFIDENCE)
     return Judgement(
         requests=len(old),
@@ -117,7 +124,7 @@ def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement
     )
 
 
-def _values(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -> Tensor:
+def _evidence(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -> Tensor:
     """Return the evidence of n logged requests about a policy, float64 [3, n].
 
     Its rows are the doubly robust values, the values of the model alone, and the second moments of
@@ -129,13 +136,16 @@ def _values(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -
         differs: bool [n], True where the two compared policies differ.
         expected: [n, C], the utilities that a model expects.
     """
-    chosen = torch.from_numpy(logged.choice)
+    logged_choice = torch.from_numpy(logged.choice)
     reward = torch.from_numpy(logged.accuracy * logged.met)
+    probability = torch.from_numpy(logged.probability)
+    estimate = doubly_robust(expected, logged_choice, reward, probability, CLIP)
     choice = torch.from_numpy(choices).unsqueeze(1)
-    every = doubly_robust(expected, chosen, reward, torch.from_numpy(logged.probability), CLIP)
-    robust, model = (values.gather(1, choice).squeeze(1) for values in (every, expected))
-    # E ρ², shrunk, over the requests whose choice was drawn: where the policies differ, and not
-    drawn = choice.squeeze(1) == chosen
+    robust = estimate.gather(1, choice).squeeze(1)
+    model = expected.gather(1, choice).squeeze(1)
+    # E ρ², shrunk, over the requests that drew this choice: first where the two policies agree,
+    # then where they differ
+    drawn = choice.squeeze(1) == logged_choice
     groups = torch.stack([drawn & ~differs, drawn & differs]).double()
     squares = groups @ (reward - model).square() + COUNTS * RESIDUAL_SQUARE
     squares /= groups.sum(1) + COUNTS
@@ -148,8 +158,8 @@ def _values(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -
 def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
     """Return the standard error of the mean of values [n].
 
-    It is the larger of two: from the sample, or from the variance of the model and the moments of
-    the corrections.
+    The variance is the larger of two: that of the sample, or that of the model's values plus the
+    mean second moment of the corrections.
     """
     if len(values) < 2:
         return math.nan

@@ -1,8 +1,8 @@
-"""Regressors from the features to many outputs together, fitted by libraries and kept as tensors.
+"""Regressors that predict many outputs from the features; fitted by libraries, kept as tensors.
 
 As tensors they can be stored in a checkpoint that loads without executing code, and predict in
-microseconds. Each family is a function `fit(x [n, d], y [n, o], settings, seed) → a module for each
-setting` of float64 arrays; each module maps float32 [n, d] to [n, o].
+microseconds. Each family is a function `fit(x [n, d], y [n, o], settings, seed)` of float64 arrays.
+It returns a module for each setting, which maps float32 [n, d] to [n, o].
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch.nn import functional
 
 Array = NDArray[np.float64]
 OUTPUTS = {"weight", "coefficients", "components", "values", "bias"}
-"""Buffers of regressors whose last axis is the outputs."""
+"""The buffers whose last axis is the outputs."""
 MOVED = ("left", "right", "roots")
-"""Buffers of trees that hold positions of nodes."""
+"""The buffers of trees that hold positions of nodes; joining trees moves these."""
 JOINED = (*MOVED, "feature", "threshold", "value", "fit", "components")
-"""Buffers of trees that are joined one ensemble after another."""
+"""The buffers of trees that hold one tree, or one ensemble, after the other."""
 MOST_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
-"""Trees predict this many principal components of the outputs: as accurate, at a cost that does not
-grow with C."""
+"""Trees predict this many principal components of the outputs. That is as accurate as predicting
+the outputs themselves, at a cost that does not grow with C."""
 
 
 class Regressor(nn.Module):
-    """Holds only buffers: `type(r)(**r.state_dict())` is the same regressor again."""
+    """It holds only buffers: `type(r)(**r.state_dict())` is a copy of a regressor r."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self, **buffers: Any) -> None:
-        """Take over tensors, arrays and single values, in float32 but for integers."""
+        """Register tensors, arrays and single values: int64 as they are, others in float32."""
         super().__init__()
         for name, values in buffers.items():
             tensor = torch.as_tensor(values)
             self.register_buffer(name, tensor if tensor.dtype == torch.int64 else tensor.float())
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
-        """Return a regressor whose outputs are these times scale plus offset, [o] each."""
+        """Return a regressor with outputs · scale + offset; both factors are [o]."""
         state = self.state_dict()
         for name in state.keys() & OUTPUTS:
             shift = offset if name in ("bias", "values") else 0
@@ -90,7 +90,7 @@ class Neighbours(Regressor):
 
 
 class Trees(Regressor):
-    """The sum of the trees' leaves, times the components of their fit, plus bias.
+    """Several fits of trees: Σ_fit (Σ of the leaves of its trees) · components of the fit + bias.
 
     Both children of a leaf are the leaf itself, so that every path can be followed to the full
     depth.
@@ -104,7 +104,7 @@ class Trees(Regressor):
         for _ in range(int(self.depth)):
             goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
             node = torch.where(goes_left, self.left[node], self.right[node])
-        # each tree's leaf is in the components of the tree's fit
+        # add up the leaves of each fit, [n, fits, components]; then turn components into outputs
         sums = self.value.new_zeros(x.shape[0], len(self.components), self.value.shape[1])
         sums = sums.index_add_(1, self.fit, self.value[node])
         return torch.einsum("nfk,fko->no", sums, self.components) + self.bias
@@ -116,7 +116,7 @@ class Trees(Regressor):
         states = []
         for index, ensemble in enumerate(ensembles):
             state = ensemble.state_dict()
-            # folds may have fewer components than others
+            # an ensemble of few samples may have fewer components
             lacking = most - ensemble.value.shape[1]
             state["value"] = functional.pad(ensemble.value, (0, lacking))
             components = functional.pad(ensemble.components, (0, 0, 0, lacking))
@@ -136,9 +136,9 @@ def squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
 
 
 def _rounded_down(threshold: Tensor) -> Tensor:
-    """Return the largest float32 that is not above a threshold in float64.
+    """Round thresholds from float64 down to float32.
 
-    So x ≤ threshold has the same answer for every float32 x.
+    A float32 x is then on the same side of a threshold as before.
     """
     nearest = threshold.float()
     below = nearest.nextafter(torch.full_like(nearest, -torch.inf))
@@ -185,8 +185,8 @@ def kernel_ridge(
     # squared distances between all pairs of samples
     norms = (x**2).sum(1)
     squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
-    off = squares[squares > 0]
-    median = np.median(off) if len(off) else 1.0
+    positive = squares[squares > 0]
+    median = np.median(positive) if len(positive) else 1.0
     bias = y.mean(0)
 
     @cache
@@ -240,9 +240,9 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
 
 
 def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
-    """Fit stochastic gradient boosting for squared loss (Friedman 2002), each tree for all outputs.
+    """Fit stochastic gradient boosting for squared loss (Friedman 2002).
 
-    A setting is the number of trees.
+    Each tree predicts all outputs. A setting is the number of trees.
     """
     from sklearn.tree import DecisionTreeRegressor
 
@@ -251,7 +251,7 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
     features_per_split = min(x.shape[1], max(8, x.shape[1] // 10))
     bias, components, residual = _principal(y)
     trees = []
-    # fewer trees are the beginning of more trees, so one fit serves all settings
+    # a fit of 50 trees is the first 50 of a fit of 300: one fit serves all settings
     for _ in range(max(settings)):
         # each tree sees 60 % of the samples
         part = draws.permutation(len(x))[: max(2, round(0.6 * len(x)))]
@@ -267,14 +267,14 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
 
 
 def _principal(y: Array) -> tuple[Array, Array, Array]:
-    """Return the mean of the outputs, their principal components, and y projected onto these."""
+    """Return the mean of the outputs, their principal components, and y − mean in components."""
     bias = y.mean(0)
     components = np.linalg.svd(y - bias, full_matrices=False)[2][:COMPONENTS]
     return bias, components, (y - bias) @ components.T
 
 
 def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
-    """Return scikit-learn's trees one after another in flat arrays."""
+    """Put scikit-learn's trees one after another into flat arrays."""
     parts = []
     for tree in trees:
         part = {
@@ -298,7 +298,7 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the buffers of trees one after another, with positions of nodes moved accordingly."""
+    """Join the buffers of trees one after another; positions of nodes are moved accordingly."""
     first = 0
     moved = []
     for part in parts:

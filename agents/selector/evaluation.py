@@ -1,8 +1,9 @@
-"""Judge choices of demonstrations from each query's own pool, by a scorer's answers after them.
+"""Judge the demonstrations that policies choose: does a model that sees them answer rightly?
 
-Without a scorer a policy is judged on recorded sequences: for each query, on the sequence of the
-right length that it prefers. There are few to choose from, and some of them may have been found by
-looking at the answer. Such numbers compare policies, but do not show what they would reach.
+A scorer asks the model. Without a scorer a policy is judged on recorded sequences: for each query,
+on the sequence of the right length that it prefers. There are few to choose from, and some of them
+may have been found by looking at the answer. Such numbers compare policies, but do not show what
+they would reach.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from knobwise.agents.selector.baselines import (
 )
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
-from knobwise.envs.demonstrations.torchrl_env import Scorer as Scores
+from knobwise.envs.demonstrations.torchrl_env import Scorer as ScoreFunction
 from knobwise.profiling.measuring.machine import one_thread
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Decided(NamedTuple):
     """float32 [S, n], 0 or 1, NaN where unknown; S = 1 if no seed changes the policy."""
     demonstrations: Tensor | None
     """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was
-    recorded; None if they only vote."""
+    recorded; None for `vote`, which chooses no sequence."""
     vote: Tensor | None = None
     """float32 [S, n], 1 if a majority vote of the demonstrations is right."""
     decision_us: float | None = None
@@ -85,8 +86,8 @@ def decide_simple(
     """Judge every policy that needs no training, and return the results by name.
 
     `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the
-    recorded sequences of this length. Without a scorer there are neither `vote` nor the ways that
-    go by parts.
+    recorded sequences of this length. Without a scorer there is no `vote`, no `part_similarity` and
+    no `careful_rule`.
 
     Args:
         table: the queries and their pools.
@@ -128,12 +129,12 @@ def choose(actor: SelectorActor, rows: Tensor) -> Tensor:
     Returns:
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
-    choose = actor.selector.choose
-    return torch.cat([choose(*x, actor.shots).cpu() for x in _inputs(actor, rows)])
+    greedy = actor.selector.choose
+    return torch.cat([greedy(*inputs, actor.shots).cpu() for inputs in _inputs(actor, rows)])
 
 
 def _inputs(actor: SelectorActor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield queries and their candidates with a mask, in batches."""
+    """Yield batches of queries, their candidates, and the mask of the candidates that exist."""
     for part in rows.split(BATCH):
         pool = actor.pool[part].cpu()
         yield (*actor.embeddings.both(part, pool), pool >= 0)
@@ -155,8 +156,10 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     return torch.cat(draws)
 
 
-def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor) -> Tensor:
-    """Return whether each answer is right after given demonstrations, float32 [n], on the CPU.
+def judge(table: BeamTable, scorer: ScoreFunction, sequences: Tensor, rows: Tensor) -> Tensor:
+    """Return 1 for each query that is answered rightly after its demonstrations, else 0.
+
+    The result is float32 [n], on the CPU.
 
     Args:
         table: the queries and their pools.
@@ -168,9 +171,12 @@ def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor) -> 
 
 
 def judged_choices(
-    table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor
+    table: BeamTable, scorer: ScoreFunction, choices: Sequence[Tensor], rows: Tensor
 ) -> Decided:
-    """Judge S choices, places int64 [n, T] each, for queries `rows`, int64 [n]."""
+    """Judge the choices of S seeds for queries `rows`, int64 [n].
+
+    A choice is int64 [n, T], places in the queries' pools.
+    """
     correct = [judge(table, scorer, places, rows) for places in choices]
     demonstrations = [bank_rows(table.pool[rows], places) for places in choices]
     return Decided(torch.stack(correct), torch.stack(demonstrations))
@@ -179,8 +185,8 @@ def judged_choices(
 def decision_us(actor: SelectorActor, rows: Tensor) -> float:
     """Measure the median time of a greedy choice for a single query, in µs, on one CPU thread.
 
-    The time includes encoding the query and its pool by the selector's network. Embeddings are
-    stored, and not included.
+    The selector's network encodes the query and its pool within this time. Their embeddings are
+    looked up before.
     """
     selector = copy.deepcopy(actor.selector).cpu()
     times = []
@@ -235,7 +241,7 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
 
 
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
-    """Return the choices of a random recorded sequence, and of the most similar ones, by name."""
+    """Return what `random` and the ways by cosine choose among recorded sequences, by name."""
     shape = table.beam_mask.shape
     # random preferences, one for each seed
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]

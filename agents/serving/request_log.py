@@ -1,8 +1,8 @@
 """The log of a deployed controller: what it did, request by request, in files.
 
 A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies
-that became known later. A line is one write to a file of this process alone, and the kernel keeps
-what was written when the process is killed: kill -9 costs at most the line that was being written.
+that became known later. No other process writes to these files, and each line is a single write. If
+the process is killed, the kernel keeps what was written: kill -9 costs at most one line.
 `knobwise.agents.learning.logged` reads the log.
 """
 
@@ -42,7 +42,7 @@ class Result:
     """The controller's index of the configuration."""
     budget_ms: float
     limit_ms: float
-    """The rest of the budget that the decision was made under."""
+    """What was left of the budget for the answer, when the decision was made."""
     drift: Drift | None
     """The drift that the decision allowed for: offsets of ln ms [C] and the factor on their spread;
     None for no drift."""
@@ -51,14 +51,15 @@ class Result:
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms − prepared_ms."""
     waited_ms: float
-    """Time since its arrival without its own work; 0 if the arrival is unknown."""
+    """The time from its arrival to its end that was not spent on it; 0 if the arrival is
+    unknown."""
     overhead_ms: float
-    """The time that the controller adds: features, with a first look that the answer does not
-    continue from, decision, knobs set, tracking, and the calls between them."""
+    """The time that the controller adds: features, decision, setting knobs, tracking, and the calls
+    between them; also a first look that the answer does not continue from."""
     decision_us: float
-    """The part of the overhead that the decision took, for the whole batch."""
+    """The time in which the whole batch was decided, a part of the overhead."""
     prepared_ms: float = 0.0
-    """The part of the first stage that was over before the request was asked for, see
+    """The time of the first stage that passed before the answer was asked for, see
     `AdaptiveModel.prefetch`."""
     request_id: str | None = None
     """The id of its row in the log; None without a log."""
@@ -70,10 +71,10 @@ class Result:
 
 
 class RequestLog:
-    """Appends to the log in a folder.
+    """Write the log in a folder.
 
-    Several processes may share the folder. Threads that share this object need a lock of their own,
-    which `AdaptiveModel` has.
+    Several processes may share the folder. Threads that share this object need a lock;
+    `AdaptiveModel` has one.
 
     Args:
         folder: made when it is missing. Each start begins a new file.
@@ -85,7 +86,7 @@ class RequestLog:
 
     def __init__(self, folder: str | Path, rows_per_file: int = 10_000) -> None:
         self.folder = Path(folder)
-        self._most = rows_per_file
+        self._rows_per_file = rows_per_file
         self._files: dict[str, tuple[int, str]] = {}
         self._rows: Counter[str] = Counter()
         self.lost = 0
@@ -98,7 +99,7 @@ class RequestLog:
             raise InputError(f"log={folder}: cannot be written ({error.strerror})") from error
 
     def add(self, row: Mapping[str, Any]) -> str:
-        """Write a row, see `row_of`, and return the id of its request: its own, or a new one."""
+        """Write a row, see `row_of`. Return its id; a row without an id gets a new one."""
         request_id = row.get("id") or f"{self._files[REQUESTS][1]}-{self._rows[REQUESTS]}"
         self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
@@ -116,10 +117,10 @@ class RequestLog:
         self._files.clear()
 
     def _begin(self, kind: str) -> None:
-        """Begin a file that no other process has."""
+        """Create the next file, for this process alone."""
         if kind in self._files:
             os.close(self._files.pop(kind)[0])
-        # numbers begin after the files that are there
+        # try numbers from the count of existing files on
         count = len(list(self.folder.glob(f"{kind}-*.jsonl")))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         while kind not in self._files:
@@ -136,7 +137,7 @@ class RequestLog:
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         line = json.dumps({"format": FORMAT, **row}, separators=(",", ":")).encode() + b"\n"
         try:
-            if kind not in self._files or self._rows[kind] >= self._most:
+            if kind not in self._files or self._rows[kind] >= self._rows_per_file:
                 self._begin(kind)
             if os.write(self._files[kind][0], line) < len(line):
                 raise OSError("half a line")
@@ -144,7 +145,7 @@ class RequestLog:
         except OSError as error:
             self.lost += 1
             # the next row must not continue half a line
-            self._rows[kind] = self._most
+            self._rows[kind] = self._rows_per_file
             if self.lost == 1:
                 logging.getLogger(__name__).warning(
                     "log: a row is lost (%s); this and later losses are counted", error
@@ -158,10 +159,10 @@ def row_of(
 
     Args:
         controller: digest of the controller that decided.
-        stage: the first stage of the request. It has no features where the guard fell back before
-            there were any.
-        chances: the probability of every configuration that could have been drawn.
-        best: the choice of the controller.
+        stage: the first stage of the request. It has no features if the guard fell back before
+            they were computed.
+        chances: configuration → probability, for all that could have been drawn.
+        best: what the controller chose before anything was drawn.
         result: the answer with its times.
     """
     drift = None

@@ -1,8 +1,8 @@
 """Lessons: a teacher's expectations about requests, for a policy to imitate.
 
-The teacher can be asked about any request. A policy learns from requests that are composed of
-samples, and only an eighth of these are unchanged samples: on the samples that it was fitted on,
-the teacher predicts too closely what was measured.
+The teacher can be asked about any request. On the samples that it was fitted on, its predictions
+are too close to what was measured. So a policy learns from requests that are composed of samples;
+only an eighth of these requests are unchanged samples.
 """
 
 from __future__ import annotations
@@ -17,23 +17,30 @@ from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 REQUESTS = 8192
-"""Requests that each network learns from; fewer if memory would not suffice or training draws
-fewer."""
+"""Requests that each network learns from; fewer where training draws fewer, or memory is short."""
 LIMITS = 4
 """Limits that the teacher is asked about for each request."""
 MOST_CELLS = 1 << 25
-"""Most cells in memory: requests × limits × configurations × networks."""
+"""The most cells in memory: requests × limits × configurations × networks."""
 BEYOND = (0.8, 1.15)
-"""Range of the limits: factors on the least and on the largest judged limit."""
+"""Limits are drawn from the first factor × the lowest judged limit to the second × the highest."""
 
 
 class Lessons:
-    """Requests, limits and the teacher's worths for them, for M networks side by side.
+    """What the teachers of M networks expect for R requests each, under V limits each.
+
+    Args:
+        fitted: the teachers.
+        table: the profile whose samples the requests are composed of.
+        judged: float [B], the judged limits.
+        draws: lessons that training will draw; R is never larger.
+        seed: the seed of requests, limits and drift.
+        drift: the largest size of drift, in ln ms; 0 for none.
 
     Attributes:
-        parts: normalised features `x` float [M, R, width]; `limit` [M, R, V]; `worth` float
-            [M, R, V, C], the expected worth of every configuration; and under drift `offset`, of
-            ln ms, [M, R, V, C].
+        parts: float tensors by name. `x` [M, R, width]: the normalised features. `limit` [M, R, V].
+            `worth` [M, R, V, C]: the expected worth of every configuration. Under drift `offset`
+            [M, R, V, C]: what it adds to ln ms.
     """
 
     def __init__(
@@ -43,10 +50,10 @@ class Lessons:
         judged: Tensor,
         draws: int,
         seed: int,
-        size: float,
+        drift: float,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        # each network learns from the teacher that saw the same samples
+        # each network learns from the teacher that was fitted on the same samples; the last on all
         teachers = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
         cells = len(teachers) * LIMITS * table.num_configurations
         count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
@@ -56,7 +63,7 @@ class Lessons:
                 rows = _rows_without(fitted.rows, held_out)
                 x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
                 limits = drawn_limits(judged, (count, LIMITS), generator)
-                offsets = drawn_drift(table.configurations, size, (count, LIMITS), generator)
+                offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
                 lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
                 if offsets is not None:
                     lesson["offset"] = offsets
@@ -67,18 +74,21 @@ class Lessons:
             self.parts[name] = torch.stack([lesson[name] for lesson in lessons])
 
     def draw(self, contexts: int) -> dict[str, Tensor]:
-        """Draw n random lessons for each network, a tensor [M, n, …] of each part."""
-        members, requests, count = self.parts["limit"].shape
+        """Draw random lessons for each network: of each part a tensor [M, contexts, …]."""
+        members, requests, limits = self.parts["limit"].shape
         member = torch.arange(members).unsqueeze(1)
         row = torch.randint(requests, (members, contexts))
-        # a request has several limits, but its features once
-        lesson = member, row, torch.randint(count, (members, contexts))
-        drawn = {name: values[lesson] for name, values in self.parts.items() if name != "x"}
-        return {"x": self.parts["x"][member, row], **drawn}
+        limit = torch.randint(limits, (members, contexts))
+        # the features of a request are the same under all its limits
+        drawn = {"x": self.parts["x"][member, row]}
+        for name in self.parts:
+            if name != "x":
+                drawn[name] = self.parts[name][member, row, limit]
+        return drawn
 
 
 def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:
-    """Return rows without those at the held-out positions; all of them if none would be left."""
+    """Return all rows but those at the held-out positions; all rows if none would be left."""
     kept = torch.ones(len(rows), dtype=torch.bool)
     if held_out is not None:
         kept[held_out] = False
@@ -88,7 +98,7 @@ def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:
 
 
 def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw limits evenly on a log scale, a third of them from the judged limits.
+    """Draw limits: a third of them are judged limits, the others lie evenly on a log scale.
 
     Args:
         judged: float [B].
@@ -112,7 +122,7 @@ def composed_of(
     generator: torch.Generator,
 ) -> Tensor:
     """Return normalised features [count, width] of requests composed of these rows, int64 [n]."""
-    # missing values are indicated in columns of their own, the last block
+    # the last block of columns tells which values are missing, if any can be
     blocks = {name: block[rows] for name, block in table.features.items()}
     samples = normaliser.normal(blocks, len(rows))
     widths = list(normaliser.sizes.values())
@@ -142,7 +152,7 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
 
 
 def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Return crossed samples, half of them as a mean with another one."""
+    """Return crossed samples; half of them are averaged with a second crossed sample."""
     share = _half_or_less(count, generator)
     first = _crossed(x, widths, count, generator)
     second = _crossed(x, widths, count, generator)
@@ -150,7 +160,7 @@ def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator)
 
 
 def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Return samples, in half of which every block comes from a sample of its own."""
+    """Draw samples; half of them are put together, each block from another sample."""
     n = len(x)
     rows = torch.randint(n, (count, 1), generator=generator).expand(-1, len(widths))
     others = torch.randint(n, (count, len(widths)), generator=generator)

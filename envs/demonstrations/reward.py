@@ -1,8 +1,8 @@
 """The reward of a sequence of demonstrations: a weighted sum of signals.
 
 A mode of `settings.py` chooses the signals. Their weights can depend on the number of
-demonstrations and on what still varies inside a group. The modes are those of the original selector
-and those that it planned.
+demonstrations, and on how much each signal varies inside a group. The modes are those of the
+original selector and those that it planned.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 INFORMATION_SCALE = 10.0
 """Under `hybrid` an information gain of 1/10 counts as much as a right answer."""
 LEAST_SPREAD = 1e-6
-"""A smaller standard deviation is rounding."""
+"""A smaller standard deviation counts as rounding, and so as 0."""
 
 
 def demonstration_reward(
     fields: Mapping[str, Tensor], lengths: Tensor, mask: Tensor, config: DemonstrationRewardConfig
 ) -> Tensor:
-    """Compute the rewards of the sequences of groups, not shuffled yet.
+    """Compute the reward of each sequence of each group, before any `shuffle`.
 
     Args:
-        fields: float [*, G] by name, all that the mode needs, also `coherence` and `diversity`
-            where it uses them; masked values may be NaN.
+        fields: float [*, G] by name: all that the mode needs, `coherence` and `diversity` included.
+            Masked values may be NaN.
         lengths: int64 [*, G], demonstrations in each sequence.
         mask: bool [*, G], True where there is a sequence.
 
@@ -36,6 +36,7 @@ def demonstration_reward(
     """
     config = config.resolved(fields)
     exists = mask.unsqueeze(-1)
+    # a mode without information may lack its field
     information = fields.get(config.information, torch.empty(0)).float()
     computed = {
         "information": information,
@@ -61,22 +62,24 @@ def demonstration_reward(
 
 
 def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
-    """Share out the sum of the weights by weight × standard deviation inside each group.
+    """Give more weight to signals that vary more inside the group, and none to constant ones.
+
+    The new weights are proportional to weight × standard deviation. Their sum stays the same.
 
     Args:
         weights, values: float [*, G, K], of K signals.
         exists: bool [*, G, 1], True where there is a sequence.
 
-    Returns: [*, G, K]; the weights as they were where no signal varies.
+    Returns: [*, G, K]; where no signal varies, the weights as they were.
     """
     count = exists.sum(-2, keepdim=True).clamp_min(1)
     # standard deviation inside the group
     centred = (values - values.sum(-2, keepdim=True) / count).where(exists, 0.0)
     spread = (centred.square().sum(-2, keepdim=True) / count).sqrt()
-    share = weights * spread.where(spread > LEAST_SPREAD, 0.0)
-    total = share.sum(-1, keepdim=True)
-    shared_out = weights.sum(-1, keepdim=True) * share / total.where(total > 0, 1.0)
-    return torch.where(total > 0, shared_out, weights)
+    scaled = weights * spread.where(spread > LEAST_SPREAD, 0.0)
+    total = scaled.sum(-1, keepdim=True)
+    same_sum = weights.sum(-1, keepdim=True) * scaled / total.where(total > 0, 1.0)
+    return torch.where(total > 0, same_sum, weights)
 
 
 def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,12 +106,14 @@ def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """Permute the rewards [*, G] among the existing sequences of each group, bool [*, G].
+    """Permute the rewards, float [*, G], among the sequences of each group that exist.
 
-    The others keep 0. The generator is on the CPU, so that a seed gives the same on every device.
+    `mask`, bool [*, G], is True where a sequence exists; the reward 0 of the others stays. The
+    generator is on the CPU, so that a seed gives the same on every device.
     """
-    # sequences that do not exist get the largest keys, and so stay behind the others
+    # a random order of the rewards; sequences that do not exist have the largest keys and come last
     keys = torch.rand(reward.shape, generator=generator).to(reward.device).masked_fill(~mask, 2.0)
     drawn = reward.gather(-1, keys.argsort(-1))
+    # the places to put them: those of existing sequences come first
     place = (~mask).int().argsort(dim=-1, stable=True)
     return torch.empty_like(reward).scatter(-1, place, drawn)

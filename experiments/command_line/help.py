@@ -23,9 +23,9 @@ COMMON: dict[str, str] = TEXTS["common"]
 
 
 def help_lines(verb: str) -> list[Option]:
-    """Return every option of a verb, with the default that holds when nothing else is set."""
+    """Return every option of a verb with its default."""
     if verb == "compare":
-        # its runs have no default, so they get any value to be composed
+        # composing needs a value for `runs`, which has no default
         settings = compose.read_settings(verb, ["runs=[]"])
         settings.runs = MISSING
     else:
@@ -39,6 +39,7 @@ def show_help(verb: str) -> None:
     # what people use most comes first, in the order of help.toml
     lines = help_lines(verb)
     common = COMMON.get(verb, " ".join(line.key for line in lines)).split()
+    # several choices of a group may have the same key: reversed, so that the first of them is kept
     first = {line.key: line for line in reversed(lines) if line.key in common}
     console = Console(width=None if sys.stdout.isatty() else 160)
     _print_options(console, [first[key] for key in common if key in first])
@@ -46,7 +47,7 @@ def show_help(verb: str) -> None:
     sections = defaultdict[str, list[Option]](list)
     titles = {}
     for line in lines:
-        if not line.default:  # a section
+        if not line.default:  # the title of a section
             titles[line.key] = f"{line.key}: {line.meaning}"
         elif first.get(line.key) != line:
             sections[line.choice or line.key.rpartition(".")[0]].append(line)

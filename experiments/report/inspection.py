@@ -106,10 +106,10 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
 
 
 def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> list[Any]:
-    """Return for each configuration its means over the profiled samples, their number, and the
-    quantiles of its latency."""
+    """Describe each configuration: its knobs, how many samples were profiled with it, and its means
+    and the quantiles of its latency over these samples."""
     profiled = table.mask.sum(0).tolist()
-    # [3, C] → C lists
+    # three quantiles for each configuration, [3, C] → C lists
     quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
     rows = []
     for c in range(table.num_configurations):
@@ -135,8 +135,10 @@ def _range(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_spread(latency_ms: Tensor) -> float | None:
-    """Return the median of the standard deviations of ln latency along the last axis, over rows
-    with at least two latencies; None if there is no such row. NaN is left out."""
+    """Return the standard deviation of ln latency along the last axis, the median over all rows.
+
+    A row needs at least two latencies; None if no row has them. NaN is left out.
+    """
     # NaN where there is no measurement
     logs = log_measured(latency_ms)
     count = (~logs.isnan()).sum(-1)
@@ -148,8 +150,10 @@ def _log_spread(latency_ms: Tensor) -> float | None:
 
 
 def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
-    """Return some samples, from the one that is answered right soonest to the one that takes
-    longest."""
+    """Return some samples, from easy to hard.
+
+    A sample is harder if its fastest right answer takes longer.
+    """
     # inf where no configuration is right
     needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
     known = needed.argsort()[: int(needed.isfinite().sum())].tolist()
@@ -161,8 +165,8 @@ def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
 
 
 def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
-    """Return for each knob the mean accuracy and latency over all profiled cells with each of its
-    values, and their number."""
+    """Return for each value of each knob the mean accuracy and latency over all profiled cells with
+    this value, and the number of these cells."""
     marginals = {}
     for k, knob in enumerate(table.knobs):
         # [C, V]: whether a configuration has a value
@@ -178,8 +182,8 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
 
 
 def _headroom(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
-    """Return at each default budget the utility of the best static configuration and of the oracle,
-    that configuration, and the share of samples that some configuration serves in time."""
+    """Return at each default budget what the best static configuration is, its utility, that of the
+    oracle, and the share of samples that some configuration answers on time."""
     budgets = default_budgets(table).tolist()
     oracle = []
     choices = []
@@ -297,8 +301,7 @@ def _mean_headroom(facts: Facts) -> list[float]:
 
 
 def print_inspection(facts: Facts, console: Console) -> None:
-    """Print the sentences and tables of the page; without colours and frames if this is no
-    terminal."""
+    """Print the sentences and tables of the page; outside a terminal without colours and frames."""
     print_lines(console, [f"{facts['name']}  {facts['digest']}"])
     print_sections(console, _sections(facts, {}))
 

@@ -39,6 +39,8 @@ TOP = 10
 TREE = {"max_depth": 3, "max_leaf_nodes": 8, "min_samples_leaf": 0.01, "random_state": SEED}
 """The arguments of scikit-learn's decision tree."""
 Rows = list[dict[str, Any]]
+Part = tuple[str, int | None]
+"""A feature block by its name, and one of its columns; None for all."""
 
 
 class Explained:
@@ -127,15 +129,19 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[s
 
 
 def difficulty_of(accuracy: Tensor, latency_ms: Tensor) -> Tensor:
-    """Return the latency of the cheapest right configuration of each sample, [n, C] each → [n];
-    infinite where none is right."""
+    """Return the latency of the cheapest right configuration of each sample, [n].
+
+    Accuracy and latency are [n, C]. Where no configuration is right the result is infinite.
+    """
     return latency_ms.where(accuracy >= RIGHT, torch.inf).amin(1)  # NaN is not right
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[float] | None]:
-    """Return Spearman's rank correlation of two [n] and its 95 % bootstrap interval over samples.
-    The interval keeps the ranks that samples have among all. None and None where a side is
-    constant."""
+    """Return Spearman's rank correlation of x and y, [n] each, and its 95 % bootstrap interval.
+
+    Samples are drawn again, but keep the ranks that they have among all. Both results are None if x
+    or y is constant.
+    """
     from scipy.stats import rankdata, spearmanr
 
     if min(len(np.unique(x)), len(np.unique(y))) < 2:
@@ -225,9 +231,9 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
     samples.
 
     Returns:
-        Shares of all pairs of a sample and two neighbouring budgets: `cheaper`, the choice with
-        more time has the lower mean latency; `worse`, it has the higher mean latency and the lower
-        mean accuracy. `static_cheaper` and `static_worse`: these shares for static.
+        Shares of all pairs of a sample and two neighbouring budgets. `cheaper`: the choice for the
+        larger budget has the lower mean latency. `worse`: it has the higher mean latency and the
+        lower mean accuracy. `static_cheaper`, `static_worse`: the same for static.
     """
     order = explained.budgets_ms.argsort()
     if len(order) < 2:
@@ -247,46 +253,52 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 
 
 def importance(explained: Explained) -> Rows:
-    """Return the worth that is lost when the values of a feature block, or of a column of a narrow
-    block, are shuffled among the samples.
+    """Return how much worth the policy loses when features are shuffled among the samples.
 
-    scikit-learn's `permutation_importance` shuffles single columns and averages over samples; here
-    the rows of a block stay together, and the interval is over samples. All columns are shuffled
-    once, to find the `TOP` that matter most; these are then shuffled again.
+    Each feature block is shuffled, and each column of a narrow block. scikit-learn's
+    `permutation_importance` shuffles single columns and averages over samples; here the rows of a
+    block stay together, and the interval is over samples. All columns are shuffled once, to find
+    the `TOP` that matter most; these are then shuffled again.
 
     Returns:
-        blocks, then columns, by falling loss: `name`, `column` (null for a block), `lost` and its
-        `ci95`.
+        The blocks, then the columns, those that lose most first: `name`, `column` (null for a
+        block), `lost` and its `ci95`.
     """
     generator = torch.Generator().manual_seed(SEED)
-    before = explained.worth(explained.chosen, explained.reads).mean(1)
-    n = len(before)
+    intact = explained.worth(explained.chosen, explained.reads).mean(1)
+    n = len(intact)
 
-    def lost(part: tuple[str, int | None], repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Return the loss of each sample, a mean over shuffles and budgets, [n]."""
+    def lost(part: Part, repeats: int = REPEATS) -> NDArray[np.float64]:
+        """Shuffle a part and return the worth that each sample loses, [n].
+
+        It is the mean over shuffles and budgets.
+        """
         name, column = part
         block = explained.features[name]
-        columns = list(range(block.shape[1])) if column is None else [column]
-        losses = torch.zeros_like(before)
+        columns = slice(0, None) if column is None else slice(column, column + 1)
+        losses = torch.zeros_like(intact)
         for _ in range(repeats):
+            order = torch.randperm(n, generator=generator)
             shuffled = block.clone()
-            shuffled[:, columns] = block[torch.randperm(n, generator=generator)][:, columns]
+            shuffled[:, columns] = block[order, columns]
             chosen = explained.decided(explained.features | {name: shuffled})
-            losses += before - explained.worth(chosen, explained.reads).mean(1)
+            losses += intact - explained.worth(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
-    # whole blocks come first, then the columns of narrow ones
-    columns: list[tuple[str, int | None]] = []
+    blocks: list[Part] = []
+    single_columns: list[Part] = []
     for name, block in explained.features.items():
+        blocks.append((name, None))
         if 1 < block.shape[1] <= NARROW:
-            columns += [(name, column) for column in range(block.shape[1])]
-    if len(columns) > TOP:
-        columns.sort(key=lambda part: -lost(part, 1).mean())
-    rows = []
-    for part in (*((name, None) for name in explained.features), *columns[:TOP]):
+            single_columns += [(name, column) for column in range(block.shape[1])]
+    if len(single_columns) > TOP:
+        single_columns.sort(key=lambda part: -lost(part, 1).mean())
+    rows: Rows = []
+    for part in blocks + single_columns[:TOP]:
+        name, column = part
         loss = lost(part)
-        row = dict(zip(("name", "column"), part, strict=True))
-        rows.append(row | {"lost": float(loss.mean()), "ci95": mean_interval(loss)})
+        interval = mean_interval(loss)
+        rows.append({"name": name, "column": column, "lost": float(loss.mean()), "ci95": interval})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
 
@@ -294,16 +306,17 @@ def importance(explained: Explained) -> Rows:
 
 
 def distilled(explained: Explained) -> dict[str, Any]:
-    """Fit a small decision tree over features and budget that sets the knobs much as the policy
-    does (scikit-learn's CART, all knobs in one tree).
+    """Fit a small decision tree that imitates the policy from the features and the budget.
+
+    It is scikit-learn's CART, with all knobs in one tree.
 
     Returns:
         `fidelity`: the share of knob values in which tree and policy agree, on samples that the
         tree was not fitted on, and its `ci95`. `by_budget_alone`: this share for a tree that does
         not see the features. `exact`: the share of decisions that agree in all knobs.
-        `rules`: for each leaf the conditions `when`, [feature, ≤ or >, value]; `then`, the values
-        of the knobs; its `share` of the decisions, and `alike`, the share of the knob values in
-        which it agrees with the policy.
+        `rules`, one for each leaf. `when`: its conditions, [feature, ≤ or >, value]. `then`: the
+        values of the knobs. `share`: its share of the decisions. `alike`: the share of the knob
+        values in which it agrees with the policy.
     """
     from sklearn.tree import DecisionTreeClassifier
 
@@ -374,8 +387,11 @@ def _rules(
 
 
 def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[str, Rows]:
-    """Return the `best` and the `worst` decisions by the worth that they `gain` over static, at
-    most one for each sample. Ties go to the samples that gain or lose most over all budgets."""
+    """Return the `best` and the `worst` decisions, by the worth that they `gain` over static.
+
+    There is at most one for each sample. Of equal gains those come first whose sample gains most
+    (or loses most) over all budgets.
+    """
     policy = explained.worth(explained.chosen, explained.reads)
     static = explained.worth(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from knobwise.common.checks import at_least
@@ -44,14 +45,15 @@ class SelectorData(NamedTuple):
     test_scorer: Scorer | None
     """Answers any sequence for queries of `test`; None for recorded answers only."""
     trusted: Tensor | None
-    """bool [M], candidates of the test's bank whose annotator is careful; None where that is
+    """bool [M], True for the candidates of `test` whose annotator is careful; None where that is
     unknown."""
     judged_by: str
     """The measure of success.
 
-    - `scorer`: the answer to the chosen sequence is right.
-    - `recorded`: the answer is right that was recorded for the sequence that a policy prefers.
-    - `best_beam`: that sequence has the highest score, where right answers are not recorded.
+    - `scorer`: the answer after the chosen sequence is right.
+    - `recorded`: a policy prefers a recorded sequence whose answer was right.
+    - `best_beam`: it prefers the recorded sequence with the highest score. This one is for beams
+      without recorded answers.
     """
     items: ClipItems | None = None
     """Pictures and texts of the queries and candidates, for encoder=clip."""
@@ -131,7 +133,7 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
             f"{config.bank or config.data}: has {len(data.bank)} items, but {table.name!r} has "
             f"{len(table.candidates)} candidates; give an item for each, in order, as encoder.bank"
         )
-    # queries of a table have the ids of their items; those of beams in JSON are row numbers
+    # safetensors name a query by the id of its item, beams in JSON by its row number
     by_id = beams.path.endswith(".safetensors")
     known = {item.id if by_id else str(row): item for row, item in enumerate(data.queries)}
     missing = [query for query in table.query_ids if query not in known]
@@ -141,16 +143,18 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
 
 
 def _best_beam(table: BeamTable) -> BeamTable:
-    """Return the table with a right answer for the sequence that has the highest score of its query
-    and length."""
-    from math import inf, nan
+    """Return the table with a field `vqa_correct` that marks the best sequences.
 
+    It is 1 for the sequence with the highest score among those of its query and length, 0 for the
+    others, and NaN where there is no sequence.
+    """
     score = table.fields["beam_score"]
     lengths = table.lengths
     # which sequences of a query have the same length, bool [queries, beams, beams]
     same_length = lengths.unsqueeze(2) == lengths.unsqueeze(1)
-    scores = score.unsqueeze(1).expand(same_length.shape).masked_fill(~same_length, -inf)
-    best = (score == scores.nan_to_num(-inf).amax(2)).float().masked_fill(~table.beam_mask, nan)
+    scores = score.unsqueeze(1).where(same_length, -inf)
+    highest = scores.nan_to_num(-inf).amax(2)
+    best = (score == highest).float().masked_fill(~table.beam_mask, nan)
     return replace(table, fields=table.fields | {"vqa_correct": best})
 
 
@@ -177,11 +181,12 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
 def stored_embeddings(
     table: BeamTable, loaded: Loaded, items: ClipItems | None = None
 ) -> StoredEmbeddings:
-    """Return queries and candidates of a table as the selector of a checkpoint reads them. Its
-    encoder, if there is one, gets the items.
+    """Return queries and candidates of a table as the selector of a checkpoint reads them.
+
+    If the selector has an encoder, the encoder gets the items.
 
     Raises:
-        InputError: it was trained with another encoder.
+        InputError: the selector was trained with another encoder.
     """
     from knobwise.agents.selector.clip_encoder import as_read
     from knobwise.agents.selector.selector import StoredEmbeddings
@@ -201,8 +206,8 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     """Refuse numbers of shots that cannot be judged.
 
     Raises:
-        InputError: an empty list, a number twice, a number below 1 or, without a scorer, no number
-            that was recorded.
+        InputError: the list is empty, a number comes twice or is below 1; or there is no scorer,
+            and no sequence of any of these lengths was recorded.
     """
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
         raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")

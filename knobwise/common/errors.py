@@ -7,8 +7,8 @@ class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
 
     The message says what is wrong, where, and what to do about it. The command line prints it
-    without a traceback and ends with exit status 2; nothing has been written by then. The lines of
-    messages of other libraries become one.
+    without a traceback and ends with exit status 2; nothing has been written by then. A message of
+    several lines, as other libraries write them, becomes a single line.
     """
 
     def __init__(self, message: str) -> None:
@@ -16,14 +16,14 @@ class InputError(ValueError):
 
 
 class Missing(InputError):
-    """A package, or a file of another program, is not where it has to be.
+    """A package, or a file of another program, cannot be found.
 
     The setting that names it is not to blame.
     """
 
 
 class Damaged(InputError):
-    """A file of knobwise does not hold what was written. Its only argument is the path."""
+    """A file no longer holds what knobwise wrote to it. The error's only argument is the path."""
 
     def __init__(self, path: object) -> None:
         ValueError.__init__(self, path)

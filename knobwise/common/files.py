@@ -1,4 +1,4 @@
-"""Writing files so that a reader never meets half of one, not even after a power cut."""
+"""Write files so that nobody ever reads half of one, not even after a power cut."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.ENFILE: "close other programs, which have too many files open",
     errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
 }
-"""Advice for errors of a system that has no more of something."""
+"""Advice by the number of the error, where a limit of the system was met."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def refused_by_system(error: OSError) -> tuple[int, str] | None:
-    """Return the exit status and a line for an error of the system; None for any other error.
+    """Return an exit status and a line about an error of the system; None for one of the program.
 
-    The status is 1 for a full disk and other limits, where the input is not to blame, and 2 for a
-    path that may not be read or written. Any other error is one of the program.
+    The status is 1 where a limit was met, such as a full disk: the input is not to blame. It is 2
+    for a path that may not be read or written.
     """
     path = f"{error.filename}: " if error.filename else ""
     if error.errno in LIMITS:
@@ -70,7 +70,7 @@ def sync(path: str | Path) -> None:
 
 
 def longest_file() -> int:
-    """Return the most bytes that a file may have (ulimit -f); -1 where there is no such limit."""
+    """Return how many bytes a file may have (ulimit -f); -1 where there is no such limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -80,19 +80,21 @@ def longest_file() -> int:
 
 @contextmanager
 def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path; the block's file replaces `path` if it ends well, else it is removed.
+    """Yield a temporary path for the block to write to.
 
-    The folder is made when it is missing. The temporary file keeps the suffix, for writers that
-    look at it. Its bytes are on disk before it is renamed, and its name is on disk when the block
-    has ended. Files that killed writers of `path` left are removed.
+    If the block ends without an error, its file replaces the one at `path`; else its file is
+    removed. The folder is made when it is missing. The temporary file has the suffix of `path`, for
+    writers that look at it. Its bytes are on disk before it is renamed, and its new name is on disk
+    when the context ends. Temporary files of `path` that killed processes left behind are removed.
 
     Args:
-        previous: where the present file is kept; None replaces it.
+        path: the file to write.
+        previous: the path at which the old file is kept; None does not keep it.
 
     Raises:
-        InputError: nothing can be written there; before the block begins.
-        OSError: the disk is full, or the file longer than allowed, also where the writer says so by
-            an error of its own, as torch does.
+        InputError: nothing can be written at `path`. It is raised before the block begins.
+        OSError: the disk is full, or the file is longer than allowed. Some writers, such as torch,
+            raise errors of their own then; these become an OSError.
     """
     path = Path(path)
     # what cannot be written is refused before the work begins
@@ -142,16 +144,20 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
 
 
 def _keep_as(previous: Path, path: Path) -> None:
-    """Give a file a second name; readers find it under the first until that is replaced."""
+    """Give the file at `path` a second name, `previous`.
+
+    Readers find it at `path`, too, until another file replaces it there.
+    """
     previous.unlink(missing_ok=True)
     try:
         previous.hardlink_to(path)
-    except OSError:  # there are file systems without such links
+    except OSError:  # some file systems have no hard links
         path.replace(previous)
 
 
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of `path` that no living process has locked."""
+    # mkstemp puts eight random characters between prefix and suffix
     pattern = f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"
     for other in path.parent.glob(pattern):
         with suppress(OSError), other.open() as file:  # it may have been renamed just now
@@ -160,9 +166,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Let a link lead elsewhere, in one step.
+    """Point a link to another target, in one step.
 
-    Only one process may do this at a time, see `locked`: links that others have begun are removed.
+    Only one process may do this at a time (see `locked`), since unfinished links of others are
+    removed.
     """
     for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
         abandoned.unlink()
@@ -194,7 +201,10 @@ def is_damaged(path: str | Path) -> bool:
 
 
 def is_cut_short(content: bytes, text: str) -> bool:
-    """Return True if a power cut may have left this of a text: its beginning, or zeros after it."""
+    """Return True if a power cut may have left `content` in a file that was to hold `text`.
+
+    Such content is the beginning of the text, with or without zeros after it.
+    """
     begin = content.rstrip(b"\0")
     whole = text.encode()
     return len(begin) < len(whole) and whole.startswith(begin)
@@ -208,10 +218,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let only one process at a time into the block for this folder, which is made when missing.
+    """Let only one process at a time run a block for this folder, which is made when it is missing.
 
-    The lock is on the folder itself, since files in it may be replaced. On Windows, which opens no
-    folders, it is on the file `.lock` in it.
+    The lock is on the folder itself, since files in it may be replaced. Windows cannot open a
+    folder; there the lock is on the file `.lock` in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if WINDOWS:

@@ -1,9 +1,11 @@
 """Find demonstration sequences worth recording, and score them.
 
 They are found by beam search on the information gain, `beam_score` = P(answer | sequence) −
-P(answer | zero-shot), and by methods that never see the answer. Sequences are int64 [n, B, T]: B
-for each of n queries, places in the queries' pools (int64 [n, N] rows of the bank, −1 padded); −1
-after the end of a sequence and where there is none.
+P(answer | zero-shot), and by methods that never see the answer.
+
+A pool holds the candidates of a query: int64 [n, N], rows of the bank, −1 padded. Each of n queries
+has B sequences: int64 [n, B, T], places in the query's pool. A place is −1 after the end of a
+sequence; a sequence that does not exist holds −1 alone.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from knobwise.profiling.demonstrations.scorers import Ask, Fields
 def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int) -> Tensor:
     """Find the `width` sequences of `shots` candidates with the largest information gain.
 
-    Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots −
-    1)) sequences are scored. None contains a candidate twice; of equally good ones the first in the
-    pool continue. A pool with fewer candidates gives shorter sequences.
+    Every candidate is tried after every sequence of the length before, so up to n·N·(1 +
+    width·(shots − 1)) sequences are scored. No sequence contains a candidate twice. Of equally good
+    sequences those are kept whose candidates come first in the pool. A pool of fewer candidates
+    gives shorter sequences.
 
     Args:
         scorer: scores sequences.
@@ -34,7 +37,7 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
     """
     n, size = pool.shape
     sequences = torch.full((n, width, shots), -1)
-    # at first there is one, without candidates
+    # the search begins with one empty sequence for each query
     alive = torch.zeros(n, width, dtype=torch.bool)
     alive[:, :1] = True
     for length in range(shots):
@@ -48,8 +51,8 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
         longer[:, length] = candidate
         ln_p = _scored(scorer, rows, pool, query, longer[:, : length + 1])["logprob_score"]
         gain = torch.full(allowed.shape, -torch.inf)
-        # ln P orders sequences as the gain does, without its rounding; a sequence with P = 0 still
-        # ranks above none at all
+        # ln P orders sequences as the gain does, without its rounding; P = 0 becomes finite, to
+        # rank above sequences that are not allowed
         gain[query, beam, candidate] = ln_p.clamp_min(torch.finfo(torch.float32).min)
         best = gain.flatten(1).argsort(dim=1, descending=True, stable=True)[:, :width]
         alive = allowed.flatten(1).gather(1, best)
@@ -80,8 +83,9 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
 def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw sequences uniformly without replacement: int64 [n, count, T].
 
-    `pool` is int64 [n, N], −1 padded. The draws use the Gumbel-top-k trick (Kool et al. 2019). A
-    repeated sequence of a query is left out; smaller pools give shorter ones.
+    `pool` is int64 [n, N], −1 padded. The draws use the Gumbel-top-k trick (Kool et al. 2019). If a
+    query draws a sequence twice, the second is left out. A pool of fewer than T candidates gives
+    shorter sequences.
     """
     noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
     best = noise.masked_fill(pool[:, None] < 0, -torch.inf).topk(min(shots, pool.shape[1]))
@@ -96,8 +100,8 @@ def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
     """Score sequences, int64 [n, B, T], of the queries `rows`.
 
     Returns:
-        float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where
-        there is no sequence.
+        Each score by its name, float32 [n, B], NaN where there is no sequence. The names are those
+        of `knobwise.envs.demonstrations.beam_table.FIELDS`.
     """
     shape = sequences.shape[:2]
     query = torch.arange(len(rows)).repeat_interleave(shape[1])
@@ -109,11 +113,13 @@ def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
 
 
 def _scored(scorer: Ask, rows: Tensor, pool: Tensor, query: Tensor, places: Tensor) -> Fields:
-    """Return the scores of k sequences, as for `shown_at`, of the queries `rows`."""
+    """Score k sequences of the queries `rows`; `query` and `places` are those of `shown_at`."""
     return scorer(rows[query], shown_at(pool, query, places))
 
 
 def shown_at(pool: Tensor, query: Tensor, places: Tensor) -> Tensor:
-    """Return k sequences of places, int64 [k, T], as rows of the bank; `query`, int64 [k], says in
-    which of the pools."""
+    """Turn places in pools into rows of the bank, for k sequences: int64 [k, T] → [k, T].
+
+    `query`, int64 [k], says whose pool a sequence comes from.
+    """
     return pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)

@@ -1,4 +1,4 @@
-"""The elastic model behind the interface of all models with knobs
+"""The elastic model with the interface that all models with knobs have
 (`knobwise.profiling.measuring.adaptive_model`)."""
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ SETS = ("16-pixel tiles of the image, at most", "experts for each token", "block
 class ElasticAdaptive(KeepsConfiguration):
     """An `AdaptiveVLM`: the elastic model, one request at a time.
 
-    The first stage scales the image down to its overview, which every configuration begins with:
-    the answer continues from it, and the features of a decision are computed from it. The mean of
-    the overview's tokens is linear in the mean of its windows: the features need none of the tokens
-    themselves.
+    The first stage scales the image down to an overview, which every configuration needs. The
+    answer continues from the overview, and the features of a decision are computed from it. The
+    mean of its tokens is linear in the mean of its windows, so the features need no tokens.
 
-    An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose
-    sides are 2 to 8 cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens
+    An image is a PIL image, or a tensor or array, float [1, 3, h, w] or [3, h, w] in 0–1. Its sides
+    are 2 to 8 cells of 8 pixels. A question is a text such as `"digit? r1 c2"`, or its tokens,
     int64 [1, 6].
 
-    `model` None is the one that comes with knobwise.
+    Args:
+        model: None for the one that comes with knobwise.
+        name: the name of the model in files.
     """
 
     dataset = "elastic_scenes"
@@ -72,7 +73,7 @@ class ElasticAdaptive(KeepsConfiguration):
         self.questions = ElasticRequests()
         """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
         training never saw."""
-        # the most of each knob is what the model was trained with
+        # the largest value of each knob is the largest in training
         full = self.model.full
         self.knobs = tuple(
             KnobSupport(knob, most, least, most, sets)
@@ -91,47 +92,53 @@ class ElasticAdaptive(KeepsConfiguration):
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        """Compute the overview, and the features of a decision.
+        """Compute the overview, and from it the features that a decision needs.
 
-        The built-in profile has the same features, rounded to half precision. Raises InputError for
-        an image or a question that the model cannot take.
+        The built-in profile has the same features, rounded to half precision.
+
+        Args:
+            request: the image and the question.
+            features: False to leave the features out.
+
+        Raises:
+            InputError: the model cannot take the image or the question.
         """
         start = clock_ms()
         cpu = time.thread_time_ns()
         image = as_image(request.image)
         prompt = as_prompt(request.question)
         overview = self.model.overview(image)
-        done = clock_ms()
-        cpu_done = time.thread_time_ns()
-        kept = image, prompt, overview, (cpu_done - cpu) / 1e6
+        overview_ms = clock_ms() - start
+        cpu_ms = (time.thread_time_ns() - cpu) / 1e6
+        kept = image, prompt, overview, cpu_ms
         if not features:
-            return FirstStage(request, {}, kept, done - start, 0.0)
+            return FirstStage(request, {}, kept, overview_ms, 0.0)
         blocks = self._features(image, overview.numpy(), prompt.numpy()[0])
-        end = clock_ms()
-        return FirstStage(request, blocks, kept, end - start, end - done)
+        total_ms = clock_ms() - start
+        return FirstStage(request, blocks, kept, total_ms, total_ms - overview_ms)
 
     def _features(
         self, image: Tensor, overview: Floats, prompt: NDArray[np.int64]
     ) -> dict[str, Floats]:
         """Compute the features from an overview [1, 3, 16, 16] and a prompt [6].
 
-        Those of the image are [2·width], the mean of the overview's tokens and the grid-size token;
-        those of the language [width], the mean of the prompt's word embeddings. It takes as few
-        calls as possible: each takes microseconds right after the model has run.
+        Features of the image, [2·width]: the mean of the overview's tokens, then the grid-size
+        token. Features of the language, [width]: the mean of the prompt's word embeddings. There
+        are as few calls as possible, since each takes microseconds right after the model has run.
         """
         width = self.model.size.width
         if image.shape not in self._base:
             self._base[image.shape] = self._base_of(image)
         joined = self._base[image.shape].copy()
-        # windows are linear in the pixels, and the rest is in the base
+        # the pixels add a linear term to the features of a black image
         joined[:width] += overview.reshape(-1).dot(self._overview)
         np.add.reduce(self._words.take(prompt, 0), 0, out=joined[2 * width :])
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
     @torch.inference_mode()
     def _base_of(self, image: Tensor) -> Floats:
-        """Return the image features of a black image of this size, whose windows are 0, and room
-        for those of the language: [3·width]."""
+        """Return the features of a black image of this size, whose windows are 0, followed by zeros
+        for the features of the language: [3·width]."""
         black = torch.zeros_like(image)
         tokens = self.model.first_stage(black, self.model.overview(black))[0]  # [10, width]
         room = torch.zeros_like(tokens[0])
@@ -140,8 +147,10 @@ class ElasticAdaptive(KeepsConfiguration):
     def answer(
         self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
     ) -> list[Answer]:
-        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of
-        `total_ms`."""
+        """Decode one answer after another.
+
+        `extra` of an answer holds `cpu_ms`, the CPU time of what `total_ms` covers.
+        """
         key = tuple(configuration.items())
         if key not in self._checked:  # kept, since checking takes time
             values = check_configuration(self.knobs, configuration)
@@ -150,24 +159,25 @@ class ElasticAdaptive(KeepsConfiguration):
 
     def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
         image, prompt, overview, cpu_ms = stage.kept
-        # clocks around the call: entering and leaving it is the model's own time
+        # the clocks stand around the call, since entering and leaving it counts as model time
         start = clock_ms()
         cpu = time.thread_time_ns()
         answer = self.model.generate(image, overview, prompt, configuration)
-        done = clock_ms()
-        cpu_done = time.thread_time_ns()
+        decoded_ms = clock_ms() - start
+        decoded_cpu_ms = (time.thread_time_ns() - cpu) / 1e6
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
-        answer.total_ms = before + done - start
+        answer.total_ms = before + decoded_ms
         answer.prefill_ms += before
         answer.vision_ms += before
-        answer.extra["cpu_ms"] = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
+        answer.extra["cpu_ms"] = decoded_cpu_ms + (cpu_ms if before > 0 else 0.0)
         return answer
 
 
 def as_image(image: Any) -> Tensor:
     """Return the pixels of a PIL image, a tensor or an array: float32 [1, 3, h, w] in 0–1.
 
-    Raises InputError for another shape, or a size that is no grid of 2 to 8 cells each way.
+    Raises:
+        InputError: it has another shape, or its sides are not 2 to 8 whole cells.
     """
     if hasattr(image, "convert"):
         image = np.moveaxis(np.array(image.convert("RGB")), 2, 0) / np.float32(255)
@@ -188,12 +198,13 @@ def as_image(image: Any) -> Tensor:
 
 
 def as_prompt(question: Any) -> Tensor:
-    """Return the tokens of a text such as `"digit? r1 c2"`, or of tokens: int64 [1, 6].
+    """Return the tokens, int64 [1, 6], of a text such as `"digit? r1 c2"`; tokens stay as they are.
 
-    Raises InputError for an unknown word, or too many.
+    Raises:
+        InputError: a word is unknown, or there are too many.
     """
     if isinstance(question, str):
-        # filled up, and closed by the word that asks for an answer
+        # the words, fillers, and at the end the word that asks for an answer
         texts = question.split()
         if unknown := [text for text in texts if text not in TOKEN]:
             raise InputError(
@@ -219,9 +230,10 @@ def request_of(scene: Scene) -> Request:
 
 
 class ElasticRequests(DrawnQuestions):
-    """The scenes of the built-in profile, and after them fresh ones without end.
+    """The scenes of the built-in profile, and after them new ones without end.
 
-    With `soft`, answers are scored by their share of right words, not by exact match.
+    Args:
+        soft: score an answer by its share of right words, not by exact match.
     """
 
     def __init__(self, soft: bool = False) -> None:
@@ -241,7 +253,7 @@ class ElasticRequests(DrawnQuestions):
         right = self.item(sample_id).answer.split()
         words = answer.split()
         if self.soft:
-            # position by position, over the longer of the two
+            # count the words that are right at their position; the longer text is the whole
             hits = sum(map(str.__eq__, words, right))
             return round(hits / max(len(words), len(right)), 4)
         return float(words == right)

@@ -1,4 +1,4 @@
-"""The configuration and the size of the elastic model."""
+"""The knobs and the size of the elastic model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Configuration(NamedTuple):
     """One value per knob."""
 
     max_crops: int
-    """Cap on the number of 16-pixel tiles; a small image uses fewer."""
+    """The most 16-pixel tiles of an image; a small image has fewer."""
     top_k: int
     """Experts per token."""
     num_active_blocks: int
@@ -19,12 +19,12 @@ class Configuration(NamedTuple):
 
 @dataclass
 class ElasticSize:
-    """Widths of the model; the defaults give 0.70 M parameters."""
+    """The size of the model; the defaults give 0.70 M parameters."""
 
     width: int = 96
     """Width of a token."""
     heads: int = 4
-    """Attention heads; they divide the width."""
+    """Attention heads; the width is a multiple of their number."""
     blocks: int = 6
     """Transformer blocks."""
     experts: int = 8
@@ -32,6 +32,6 @@ class ElasticSize:
     expert_width: int = 48
     """Hidden width of an expert."""
     max_top_k: int = 4
-    """The most experts per token that the model is trained with, and may be run with."""
+    """The most experts per token, in training and when the model runs."""
     max_crops: int = 12
-    """The most tiles per image that the model is trained with."""
+    """The most tiles per image in training."""

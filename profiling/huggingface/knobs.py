@@ -1,5 +1,7 @@
-"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it
-exactly: a few attributes of model and processor get other values and then their own values back."""
+"""Set crops, experts and blocks of a Hugging Face vision-language model for a while.
+
+A few attributes of model and processor get other values. At the end they get their own values back.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
 """Language models whose routers read the number of experts from the configuration, not from
 themselves."""
 
-# of any instance: a default that is read while knobs are set would be wrong, and so would the
-# restored value
+# models whose knobs are set now, through any `HuggingFaceKnobs`: whoever read a default of such a
+# model would read, and later restore, a wrong value
 _being_set: WeakSet[nn.Module] = WeakSet()
 
 
@@ -48,10 +50,15 @@ class HuggingFaceKnobs:
     A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain
     list of blocks.
 
-    `importance` is how much the answers lose without each block, by block, for all that can be left
-    out (`knobwise.profiling.huggingface.importance` reads it). Raises InputError if the
-    decoder's blocks are not found, the importance misses a block or names one that does not exist,
-    or the model's knobs are set at this moment.
+    Args:
+        model: the model.
+        processor: its processor.
+        importance: block → how much the answers lose without it, for every block that can be left
+            out (`knobwise.profiling.huggingface.importance` reads it from a file).
+
+    Raises:
+        InputError: the decoder's blocks are not found; the importance lacks a block, or names one
+            that does not exist; or the model's knobs are set at this moment.
     """
 
     def __init__(
@@ -63,26 +70,30 @@ class HuggingFaceKnobs:
         if model in _being_set:
             raise InputError("this model's knobs are set at this moment; leave that context first")
         self.always_active = _read_by_others(self._language, self._blocks)
-        """Blocks that cannot be left out, in ascending order; 0 is one of them."""
+        """Blocks that cannot be left out, in ascending order, from block 0 on."""
         self._leaving = self._order_of_leaving(importance)
         crops, self._assign_crops = image_knob(model, processor)
         self._top_k = self._top_k_owners()
         self.knobs = (crops, self._top_k_support(), self._blocks_support())
-        """The three of `KNOBS`, in this order."""
+        """The three knobs, in the order of `KNOBS`."""
 
     @contextmanager
     def set(self, configuration: Configuration) -> Iterator[None]:
-        """Run model and processor with this configuration inside the context; restore both at its
-        end, also after exceptions. The configuration must stay the same from the processor's call
-        to the last token of an answer. Raises InputError for a value that cannot be set, or a
-        context of this model that has not ended."""
+        """Run model and processor with this configuration inside the context.
+
+        Both are restored when the context ends, also by an exception. One context must last from
+        the processor's call to the last token of an answer.
+
+        Raises:
+            InputError: a value cannot be set, or another context of this model has not ended.
+        """
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
         if self.model in _being_set:
             raise InputError(
                 "this model's knobs are set already; leave that context before setting them again"
             )
-        # what keeps its default is not touched
+        # a knob at its default is left alone
         assignments: list[Assignment] = []
         if crops != self.knobs[0].default:
             assignments += self._assign_crops(crops)
@@ -104,17 +115,20 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, count: int) -> tuple[int, ...]:
-        """Return the blocks that run when so many are active, in ascending order. Raises InputError
-        for fewer than must run, or more than there are."""
+        """Return the blocks that run when `count` blocks are active, in ascending order.
+
+        Raises:
+            InputError: more blocks must run, or there are not so many.
+        """
         total = len(self._blocks)
         check_configuration(self.knobs, {KNOBS[2]: count})
         left_out = self._leaving[: total - count]
         return tuple(block for block in range(total) if block not in left_out)
 
     def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
-        """Return the blocks that can be left out, the first to go first."""
+        """Return the blocks that can be left out, in the order in which they go."""
         total = len(self._blocks)
-        # from the end on, and block 0 never
+        # from the last block to block 1
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
             return sorted(free, key=lambda block: block == total - 1)
@@ -129,7 +143,7 @@ class HuggingFaceKnobs:
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
     def _top_k_owners(self) -> list[tuple[Any, str]]:
-        """Find where the number of experts is written: objects, and their attributes."""
+        """Find where the number of experts is stored: objects, each with the attribute's name."""
         name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "top_k")
         parts = self._blocks.modules()
         if name != "top_k":
@@ -140,7 +154,7 @@ class HuggingFaceKnobs:
         if not self._top_k:
             note = "this model has no experts: its feed-forward layers are dense"
             return KnobSupport(KNOBS[1], 0, note=note)
-        # every router can choose so many
+        # the most that every router can choose
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
         routed = [block for block in self._blocks if any(map(_is_experts, block.modules()))]
@@ -169,14 +183,14 @@ class HuggingFaceKnobs:
 
 
 class _Identity:
-    """The replacement of a block that is left out: it passes its input on, in the form that the
-    other blocks use."""
+    """It replaces the forward pass of a block that is left out, and passes the input on in the form
+    in which the other blocks return their output."""
 
     def __init__(self) -> None:
         self._others: tuple[None, ...] | None = None
 
     def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        """Note what the first block puts out beside hidden states."""
+        """Note how many outputs the first block has besides the hidden states."""
         if isinstance(output, tuple):
             self._others = (None,) * (len(output) - 1)
 
@@ -187,8 +201,10 @@ class _Identity:
 
 
 def assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give an attribute another value until the stack closes; an attribute of the class is restored
-    as such."""
+    """Give an attribute another value until the stack closes.
+
+    If only the class had the attribute, it is then deleted from the object again.
+    """
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -218,13 +234,15 @@ def _takes_hidden_states(block: nn.Module) -> bool:
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the blocks whose cache is read for all: for positions and for the masks of each kind
-    of attention, the first of that kind; for keys and values that later blocks share, those that
-    store them."""
+    """Return the blocks whose cache other blocks read.
+
+    Positions and the masks of each kind of attention are read from the first block of that kind.
+    Keys and values that later blocks share are read from the blocks that store them.
+    """
     from transformers import DynamicCache
     from transformers.masking_utils import find_first_full_attention_index
 
-    # as generation asks the cache
+    # generation asks the same cache
     cache = DynamicCache(config=language)
     blocks_read = {0, find_first_full_attention_index(cache)}
     if True in cache.is_sliding:
@@ -251,5 +269,5 @@ def _is_experts(part: nn.Module) -> bool:
 
 
 def _computes_every_token(part: nn.Module) -> bool:
-    """Return True if experts compute every token because they do not know which are theirs."""
+    """Return True for experts that compute every token, as they do not see which are theirs."""
     return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2
