@@ -1,9 +1,9 @@
 """Latency of requests to the built-in elastic model, in ms, with and without
 `AdaptiveModel.prefetch`.
 
-Requests come 2 ms after the answer to the one before. Their first stage is prepared not at all,
-beside the answer to the one before, or in the pause after it. Medians are over 500 requests each;
-the three take turns after 20 requests. Torch runs on one thread.
+A request comes 2 ms after the answer to the last one. Its first stage is never prepared, or it is
+prepared beside the last answer, or in the pause after it. These three ways take turns, 20 requests
+at a time. Each median is over 500 requests. Torch runs on one thread.
 
     python benchmarks/prefetch.py
 """
@@ -24,7 +24,9 @@ REQUESTS = [ElasticRequests().request(str(number)) for number in range(20)]
 
 
 def serve(model: AdaptiveModel, when: str) -> list[float]:
-    """Answer the requests, and return how long each took in ms."""
+    """Answer the requests, and return how long each took in ms.
+
+    `when` the first stage is prepared: `never`, `beside` the last answer, or `in the pause`."""
     took = []
     for number, request in enumerate(REQUESTS):
         if when == "in the pause":
@@ -32,7 +34,7 @@ def serve(model: AdaptiveModel, when: str) -> list[float]:
         time.sleep(0.002)
         start = time.perf_counter()
         if when == "beside":
-            model.prefetch(REQUESTS[(number + 1) % 20])
+            model.prefetch(REQUESTS[(number + 1) % len(REQUESTS)])
         model.answer(request, 6.0)
         took.append((time.perf_counter() - start) * 1e3)
     return took

@@ -19,7 +19,7 @@ from knobwise.common.imports import imported, in_a_line
 from knobwise.losses.settings import ADVANTAGES
 
 STD_FLOOR = 0.1
-"""Smallest standard deviation that z-scores are divided by, in units of reward."""
+"""The least number that z-scores divide by, in units of reward."""
 
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -38,13 +38,12 @@ def even_weight(mask: Tensor) -> Tensor:
 
 
 def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
-    """Return even weights of the `count` alternatives with the highest rewards, and 0 for the
-    others.
+    """Return equal weights for the `count` alternatives with the highest rewards, 0 for the others.
 
     Args:
-        reward: float [*, J], the group is the last axis. Of equal rewards the first counts as
-            higher.
-        count: how many take part, of those whose weight is above 0.
+        reward: float [*, J], the group is the last axis. The first of equal rewards counts as the
+            highest.
+        count: how many alternatives get a weight. Those whose `weight` is 0 never do.
         weight: [*, J], None for equal weights.
 
     Returns:
@@ -57,7 +56,7 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
     best_first = reward.masked_fill(~present, -torch.inf).argsort(
         dim=-1, descending=True, stable=True
     )
-    # the order of the order is each one's rank, 0 the best
+    # the position of an alternative in this order is its rank, 0 for the best
     rank = best_first.argsort(-1)
     return even_weight(present & (rank < count))
 
@@ -81,7 +80,7 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     ordered, order = reward.sort(-1)
     # the weight of the alternatives below each rank, [*, J + 1]
     below = functional.pad(weight.gather(-1, order).cumsum(-1), (1, 0))
-    # what lies below, and what lies above, without ties
+    # the weight of what is worse, and of what is better; ties are in neither
     worse = below.gather(-1, torch.searchsorted(ordered, reward))
     better = below[..., -1:] - below.gather(-1, torch.searchsorted(ordered, reward, right=True))
     # the probability that two draws differ
@@ -90,8 +89,8 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
-"""Rewards and weights, both [*, J] with the group last (weights None for draws) → advantages [*,
-J]."""
+"""Rewards [*, J] and weights [*, J] (None for draws) → advantages [*, J]. The group is the last
+axis."""
 
 
 def advantage_function(name: str) -> AdvantageFunction:
@@ -139,16 +138,16 @@ def group_advantage(
     - `unnormalised`: A = r, without a baseline.
     - `centred`: A = r − E r.
     - `zscore`: A = (r − E r)/max(std, std_floor), the form of GRPO (Shao et al. 2024,
-      "DeepSeekMath", section 4.1.1). The floor is added: without it, rewards of a group that differ
-      by noise alone would become as large as others.
+      "DeepSeekMath", section 4.1.1). Only the floor is ours. Without it, rewards that differ by
+      noise alone would give advantages as large as any.
     - `rank`: see `rank_advantage`.
 
     Args:
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
-        weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch
+        weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
             the others.
-        std_floor: smallest standard deviation divided by, in units of reward.
+        std_floor: the least number that `zscore` divides by, in units of reward.
         clip: advantages are cut to ±clip.
 
     Returns: [*, J], not differentiable.
@@ -177,7 +176,7 @@ def group_advantage(
 
 
 def _check_advantage(advantage: object, reward: Tensor) -> None:
-    """Refuse what a user's function returns if it is unlike finite advantages [*, J]."""
+    """Raise InputError unless a user's function has returned finite advantages [*, J]."""
     got = repr(advantage)
     if isinstance(advantage, Tensor):
         if advantage.shape == reward.shape and advantage.isfinite().all():

@@ -29,7 +29,7 @@ COLUMNS = {
     "met": "?",
     "accuracy": "f8",
 }
-"""Fields of `Logged` that are copied from the rows as they are, and their types."""
+"""Fields of `Logged` that are copied from the rows unchanged, and their types."""
 
 
 class Logged(NamedTuple):
@@ -49,9 +49,9 @@ class Logged(NamedTuple):
     choice: Array
     """int64 [n]: the configuration of the answer."""
     limit_ms: Array
-    """float64 [n]: the rest of each budget that the decision was made under."""
+    """float64 [n]: what was left of each budget for the answer."""
     log_latency: Array
-    """float64 [n]: ln ms that was predicted of the choice, without drift."""
+    """float64 [n]: the predicted ln ms of the choice, without drift."""
     answer_ms: Array
     """float64 [n]: the time of the answer."""
     met: Array
@@ -85,7 +85,8 @@ class Logged(NamedTuple):
 
 
 class ReadLog(NamedTuple):
-    """The good rows of a log in the order of their files, and why the others were set aside."""
+    """The good rows of a log, in the order of their files; and how many others were set aside, by
+    reason."""
 
     rows: list[dict[str, Any]]
     aside: Counter[str]
@@ -104,8 +105,8 @@ def read_log(
 
     Args:
         folder: of the log.
-        controller: that is to learn from the log; None accepts the rows of any.
-        versions: digests of earlier versions of the controller, whose rows count too.
+        controller: the one that is to learn from the log; None accepts rows of any controller.
+        versions: digests of earlier versions of this controller, whose rows count too.
 
     Raises:
         InputError: there is no log in the folder.
@@ -128,7 +129,7 @@ def read_log(
             aside[reason] += 1
         else:
             rows[row["id"]] = row
-    # labels come after their requests, the latest counts
+    # a label comes after its request; of several, the latest counts
     for label in _lines(folder, LABELS, aside):
         if not _in_unit(label.get("accuracy")):
             aside["a label outside [0, 1]"] += 1
@@ -159,13 +160,13 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     columns = {}
     for name, kind in COLUMNS.items():
         columns[name] = np.array([row[name] for row in rows], kind)
-    # without feature blocks there is nothing that a request could lack
+    # if the controller has no feature blocks, no request lacks any
     seen = np.array([row["features"] is not None or not features for row in rows], bool)
     return Logged(features, seen, offset, scale, propensity, **columns)
 
 
 def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all files of a kind, and count in `aside` what is none."""
+    """Yield the rows of all files of a kind. Count in `aside` the lines that are no rows."""
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
         *whole, last = path.read_bytes().split(b"\n")
         if last:
@@ -184,8 +185,10 @@ def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, A
 def _faults(
     row: dict[str, Any], controller: NumpyController | None, versions: Collection[str]
 ) -> Iterator[str]:
-    """Yield why nothing can be learned from a row, in an order in which each check may rely on
-    those before; arguments as in `read_log`.
+    """Yield why nothing can be learned from a row.
+
+    The caller takes the first reason alone, so each check may rely on those before it. The
+    arguments are as in `read_log`.
 
     Raises:
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError: the row is damaged.
@@ -196,7 +199,7 @@ def _faults(
     probability = row["probability"]
     if not (_is_positive(probability) and probability <= 1):
         yield "without a probability in (0, 1]"
-    # as earlier versions could, without the guard
+    # earlier versions could do so, without the guard
     if row.get("price") is not None:
         yield "decided at a price"
     choice = row["choice"]
@@ -212,7 +215,7 @@ def _faults(
     if not possible or abs(chances.get(choice, 0) - probability) > 1e-9:
         yield "a probability that the chances of the draw contradict"
 
-    # what came of it
+    # the outcome of the decision
     kinds = {"id": str, "met": bool, "knobs": dict}
     whole = all(isinstance(row[name], kind) for name, kind in kinds.items())
     if not (whole and _is_index(row["best"], count)):
@@ -223,7 +226,7 @@ def _faults(
     if row.setdefault("accuracy", None) is not None and not _in_unit(row["accuracy"]):
         yield "an accuracy outside [0, 1]"
 
-    # the arrays that it was decided by
+    # the arrays that the decision was made from
     sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
     if sizes and controller and sizes != controller.feature_sizes:
         yield "features of other shapes"
@@ -236,7 +239,7 @@ def _faults(
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a finite number; a bool is none here."""
+    """Return True for a finite number. A bool does not count as one."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -251,5 +254,5 @@ def _in_unit(value: Any) -> bool:
 
 
 def _is_index(value: Any, count: float) -> bool:
-    """Return True for an index of one of so many configurations."""
+    """Return True for the index of one of `count` configurations."""
     return type(value) is int and 0 <= value < count

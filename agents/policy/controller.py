@@ -71,13 +71,13 @@ class NumpyController:
     def __init__(self, arrays: Arrays) -> None:
         self.header = header_of(arrays, FORMAT)
         # refuse what was changed since the export
-        content = digest_of(arrays)
-        if bytes(arrays.get("digest", content)) != content:
+        digest = digest_of(arrays)
+        if bytes(arrays.get("digest", digest)) != digest:
             raise ValueError(DAMAGED)
         for name, array in arrays.items():
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise ValueError(f"{name} holds NaN; train again")
-        self.digest = content.hex()[:16]
+        self.digest = digest.hex()[:16]
         self.knobs = {name: tuple(values) for name, values in self.header["knobs"]}
         self.configurations = arrays["configurations"]
         self.feature_sizes: dict[str, int] = self.header["features"]
@@ -128,7 +128,7 @@ class NumpyController:
         drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
         for index in range(len(self._named)):
             self._latency.single(np.zeros(self._heads.width), index)
-        # plain features, and missing ones, which take another way through the heads
+        # all features 0, then all missing (NaN), which takes another way through the heads
         for value in (0.0, np.nan):
             blocks = {}
             for name, width in self.feature_sizes.items():
@@ -137,6 +137,7 @@ class NumpyController:
                 self.configuration(index)
                 request = {name: block[row] for name, block in blocks.items()}
                 self.decide(request, float(budgets[row]), drift)
+        # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
 

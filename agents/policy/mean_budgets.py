@@ -1,4 +1,4 @@
-"""Mean budgets: the worth of a right answer at which a policy keeps each of them."""
+"""Mean budgets: for each, the worth of a right answer at which a policy keeps to it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from .arrays import Array, Arrays, below, pick
 
 GOLDEN = 0.6180339887498949
-"""(√5 − 1)/2, the golden ratio without its 1. Requests take turns between the sides of a static mix
-by its multiples, modulo 1: the shares are kept as evenly as can be (Niederreiter 1992, "Random
-Number Generation and Quasi-Monte Carlo Methods", chapter 3)."""
+"""(√5 − 1)/2, the golden ratio minus 1. Its multiples modulo 1 decide which side of a static mix
+takes a request. They are spread evenly, so that any stretch of requests keeps the shares
+(Niederreiter 1992, "Random Number Generation and Quasi-Monte Carlo Methods", chapter 3)."""
 
 
 class MeanBudgets:
-    """The worth for each calibrated mean budget, and the static mix that it may fall back to.
+    """The worth for each calibrated mean budget, and the static mix that a policy may fall back to.
 
     Attributes:
         budgets_ms: float64 [B].
         worths: float64 [B], the worth of a right answer in ms, 1/λ.
         deployed: bool [B], False where the static mix decides.
-        mix: `first`, `second` int64 [B] and `share` [B], how often the second is taken;
-            `mean_accuracy`, `mean_cost` [C]. {} without a mix.
+        mix: `first` and `second` int64 [B], the two configurations; `share` [B], how often the
+            second is taken; `mean_accuracy` and `mean_cost` [C]. {} without a mix.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -34,10 +34,12 @@ class MeanBudgets:
         self.turns = itertools.count(1)
 
     def groups(self, budgets_ms: Array) -> Array:
-        """Return the index of each of these budgets [n] among the calibrated ones, int64 [n].
+        """Return the index of the calibrated budget that equals each of these [n], int64 [n].
+
+        Budgets are equal if they differ by at most 0.1 %.
 
         Raises:
-            ValueError: one is none of them; its worth cannot be guessed.
+            ValueError: a budget was not calibrated, so its worth is unknown.
         """
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
@@ -50,14 +52,14 @@ class MeanBudgets:
         return group
 
     def single(self, budget_ms: float) -> int:
-        """Return the index of one budget; a ValueError as in `groups`."""
+        """Return what `groups` does, for one budget."""
         group = self._group_of.get(budget_ms)
         if group is None:
             return int(self.groups(np.array([budget_ms]))[0])
         return group
 
     def fall_back(self, budget_ms: float) -> int | None:
-        """Return the static mix's configuration where it decides, else None."""
+        """Return a configuration of the static mix if the mix decides at this budget, else None."""
         group = self.single(budget_ms)
         if not self.mix or self.deployed[group]:
             return None
@@ -66,14 +68,14 @@ class MeanBudgets:
         return int(self.mix[side][group])
 
     def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
-        """Replace choices [n] where the static mix decides; requests take turns between its sides.
+        """Replace choices [n] where the static mix decides; its two sides take turns.
 
-        A side that the mask forbids is replaced by the other, both by the best single configuration
-        that the budget affords.
+        If the mask forbids a side, the other takes its turns. If it forbids both, the best single
+        configuration that the budget affords does.
         """
         if not self.mix or self.deployed[group].all():
             return chosen
-        # only requests that the mix decides take turns
+        # only requests that the mix decides use up turns
         mixed = ~self.deployed[group]
         turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
@@ -82,7 +84,7 @@ class MeanBudgets:
         second = self.mix["second"][group]
         if mask is not None:
             rows = np.arange(len(group))
-            # a forbidden side gives way to the other, or else to the best that is affordable
+            # `instead` is the best configuration that is affordable and not forbidden
             affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
             accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
             instead = pick(accuracy, self.mix["mean_cost"], mask)

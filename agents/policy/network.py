@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import LEAST_MS, Array, Arrays, below, log_ms
 
-# numbers of Python would cost more time
+# an array, because NumPy takes longer with a Python number
 _UNIT = np.array(1.0, np.float32)
 
 
@@ -32,7 +32,7 @@ class Normaliser:
         self.high = np.full_like(self.mean, clip)
         self.low = -self.high
         self.projection = arrays.get("projection")
-        # whether columns are only shifted, scaled and clipped
+        # True where columns are only shifted, scaled and clipped
         self.plain = not (self.heavy.size or self.gappy.size or self.projection is not None)
 
     def __call__(self, raw: Array) -> Array:
@@ -43,7 +43,8 @@ class Normaliser:
             tails = x[:, self.heavy]
             x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
         x -= self.mean
-        x /= self.scale  # folded into the weights, features with large means would lose digits
+        # not folded into the weights: features with large means would lose digits
+        x /= self.scale
         x.clip(self.low, self.high, out=x)
         if self.gappy.size:
             x = np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
@@ -93,18 +94,18 @@ def places_of(configurations: Array) -> Array:
 class Heads:
     """An MLP with a categorical head for each knob, or one over the configurations.
 
-    The score of a configuration is the sum of the logits of its knob values. A softmax of it over
-    the configurations that may be chosen is the policy.
+    The score of a configuration is the sum of the logits of its knob values. The policy is the
+    softmax of the scores of all configurations that may be chosen.
 
-    Right after a model has run, a call costs microseconds whatever the size of its arrays, and the
-    first call of each kind several times as much. So one request takes few calls of few kinds,
-    numbers go into arrays that exist already, and a lock guards these.
+    Right after a model has run, a NumPy call costs microseconds whatever the size of its arrays,
+    and the first call of each kind costs several times as much. So the decision on one request
+    makes few calls of few kinds, and writes into arrays that exist already. A lock guards these.
 
     Args:
-        arrays: `layers.<i>.weight` [inputs, outputs], `layers.<i>.bias` [outputs], the last of
-            which is that of the heads, and `encoding.…`.
-        places: float32 [values, C], which values make up a configuration; None for one head over
-            the configurations.
+        arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
+            heads are the last layer; and `encoding.…`.
+        places: float32 [values, C], 1 where a configuration has a knob value; None for one head
+            over the configurations.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Heads:
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
         self.places = places
         self.values = header["drift_values"]
-        # SiLU is x·sigmoid(x) = (x/2)·(1 + tanh(x/2)), so that hidden layers give x/2
+        # SiLU(x) = x·sigmoid(x) = (x/2)·(1 + tanh(x/2)): weights of hidden layers are halved
         self.layers = []
         for i in range(header["layers"] + 1):
             weight = np.vstack([arrays[f"layers.{i}.weight"], arrays[f"layers.{i}.bias"]])
@@ -126,7 +127,7 @@ class Heads:
             self.layers.append((weight * half).astype(np.float32))
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
-        # what one request is decided in; an input that is always 1 adds the bias
+        # the arrays for the decision on one request; each input ends with a 1, for the bias
         self._lock = threading.Lock()
         self._scales = 1 / normaliser.scale
         self._inputs = [np.ones(len(weight), np.float32) for weight in self.layers]
@@ -144,7 +145,7 @@ class Heads:
         drift = np.zeros((len(x), self.values), np.float32)
         if by_value is not None:
             drift += by_value
-        # all inputs of the first layer, then layer by layer
+        # the inputs of the first layer, then one layer after the other
         out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
         for i, weight in enumerate(self.layers):
             out = out @ weight[:-1] + weight[-1]
@@ -159,15 +160,16 @@ class Heads:
     def single(
         self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
     ) -> int:
-        """Return the configuration for raw features [d] of one request under a limit in ms.
+        """Return the best configuration for raw features [d] of one request, under a limit in ms.
 
         Args:
             by_value: the drift of knob values, [V].
-            kept: [width], takes the normalised features, since other threads overwrite those here.
+            kept: [width], gets a copy of the normalised features. Other threads overwrite the array
+                that they are computed in.
         """
         normaliser = self.normaliser
         with self._lock:
-            # features, limit and drift go into views of the first layer's input
+            # `_x`, `_limit` and `_drift` are views of the first layer's input
             x = self._x
             if normaliser.plain:
                 np.subtract(raw, normaliser.mean, out=x)
@@ -184,7 +186,7 @@ class Heads:
                     self._drift[:] = 0.0
                 else:
                     self._drift[:] = by_value
-            # hidden layers: half is x/2, and the next input (x/2)·(1 + tanh(x/2))
+            # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
             for i, half in enumerate(self._halves):
                 np.dot(self._inputs[i], self.layers[i], out=half)
                 state = self._inputs[i + 1][:-1]
@@ -197,7 +199,7 @@ class Heads:
             best = int(self._scores.argmax())
             if not math.isnan(self._scores[best]):
                 return best
-        # a feature is missing
+        # NaN: a feature is missing, which the fast way above cannot impute
         normal = normaliser(raw[None])
         if kept is not None:
             kept[:] = normal[0]
@@ -210,7 +212,7 @@ class LatencyModel:
     The tracker compares it with what answers take. It plays no part in decisions.
 
     Args:
-        arrays: `bias` and `spread` [C], the standard deviation of what is left; `weight`
+        arrays: `bias` [C]; `spread` [C], the standard deviation of the residuals; and `weight`
             [width, C], which may be missing.
     """
 
@@ -219,7 +221,7 @@ class LatencyModel:
         self.spread = arrays["spread"]
         self.weight = arrays.get("weight")
         if self.weight is not None:
-            # a row for each configuration
+            # one row for each configuration
             self.weight = np.ascontiguousarray(self.weight.T)
 
     def single(self, x: Array, choice: int) -> tuple[float, float]:

@@ -247,8 +247,12 @@ class AdaptiveModel(FirstStages):
         budgets: list[float],
         moments: Sequence[float | None],
     ) -> tuple[list[Decided], float]:
-        """Take requests through the first stage, and decide; return the time of the decisions."""
-        # right after the model has run every line costs microseconds: keep only what is needed
+        """Take requests through the first stage, and decide on them.
+
+        Returns:
+            the decisions, and the time that they took in ms.
+        """
+        # right after the model has run, every line costs microseconds: add none without need
         now = self._now
         drift = self.tracker.drift
         explores = [self._exploration.turn() for _ in requests]
@@ -273,7 +277,7 @@ class AdaptiveModel(FirstStages):
             latest = self._fallen_back
             if expected is None or not alone:
                 latest = self._decided
-                # as if it had come alone: its own first stage is no waiting
+                # as if it had come alone: it waited until its own first stage began
                 begun = start - stage_s
                 limit = self._limit(latest, ready.stage.extra_ms, budget, arrived, begun)
                 expected = self._decide(ready, budget, limit, drift, alone)
@@ -287,7 +291,7 @@ class AdaptiveModel(FirstStages):
         return decided, max(0.0, (took + now() - start) * 1e3)
 
     def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
-        """Return what the chances of a draw follow from."""
+        """Return what determines the chances of a draw."""
         return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
 
     def _explore(self, request: Decided) -> None:
@@ -295,7 +299,7 @@ class AdaptiveModel(FirstStages):
         request.expected = self._exploration.draw(*self._context(request))
 
     def _note(self, decided: Sequence[Decided]) -> None:
-        """Write the rows of answered requests; no answer waits for the chances of its draw."""
+        """Log answered requests. Chances are computed here, so that no answer waits for them."""
         if self.log is None:
             return
         for request in decided:
@@ -310,7 +314,7 @@ class AdaptiveModel(FirstStages):
         Args:
             group: the requests.
             decision_ms: the time of the decision.
-            begun: a reading of the clock, from which on all time is charged.
+            begun: the reading of the clock from which all time is charged.
         """
         choice = group[0].expected[0]
         configuration = self.configurations[choice]
@@ -327,8 +331,8 @@ class AdaptiveModel(FirstStages):
             if self._tracks:
                 self.tracker.update(*request.expected, took_ms)
         done = self._now()
-        # what is neither in an answer nor counted yet: calls, clocks, setting knobs, tracking;
-        # 0 if a clock went back, or if it is NaN
+        # the time that no answer holds and nothing has counted: calls, clocks, setting knobs,
+        # tracking; 0 if a clock went back, or if the difference is NaN
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
         group[0].latest.add(decision_ms, beyond_ms)
 
@@ -357,11 +361,15 @@ class AdaptiveModel(FirstStages):
     def _limit(
         self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float
     ) -> float:
-        """Return the rest of a budget for the answer.
+        """Return what is left of a budget for the answer, in ms.
 
-        The overhead of the latest decisions is subtracted, and what the first stage, which began at
-        `begun`, took for features."""
-        # what is spent already, or will be
+        Args:
+            latest: the overhead of the latest decisions; this one is expected to cost as much.
+            extra_ms: what the first stage took for features.
+            budget: in ms, from the arrival on.
+            arrived: when the request arrived; None if it did not wait.
+            begun: when its first stage began, which ended the wait.
+        """
         left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":

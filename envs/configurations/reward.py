@@ -71,7 +71,7 @@ def reward(
     if config.kind == "priced":
         return config.alpha * accuracy - relative
     if config.kind == "utility":
-        # products of 0 and 1, which are much faster than torch.where under a mask without order
+        # products with 0 and 1: much faster than torch.where, if the mask has no pattern
         late = (relative > 1).to(relative.dtype)
         nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
         return (config.alpha * accuracy * (1 - late)).sub_(late, alpha=config.miss).add_(nothing)
@@ -102,11 +102,11 @@ def complexity(table: ProfileTable) -> Tensor:
 class RewardFunction:
     """A reward that the user wrote: `function(accuracy, latency_ms, budget_ms, knobs)`.
 
-    The first three are float32 tensors of one shape, whatever it is. `knobs` has a tensor of this
-    shape for each knob, by name: its values, or their indices where the values are names. The
-    result is a tensor of the same shape. A decision's reward must depend on its own numbers alone,
-    and be the same whenever the function is called. Cells that were not profiled come in as NaN,
-    and get NaN whatever the function returns.
+    The first three are float32 tensors of one shape, which may be any. `knobs` holds, by name, a
+    tensor of this shape for each knob: its values, or their indices if the values are names. The
+    function returns a tensor of the same shape. A decision's reward must depend on its own numbers
+    alone, and be the same at every call. A cell that was not profiled is NaN, and its reward is NaN
+    whatever the function returns.
 
     Args:
         name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
@@ -114,8 +114,8 @@ class RewardFunction:
         device: where the arguments will be; None for where the table is.
 
     Raises:
-        InputError: there is no such function. Raised by the first call and any other: it raises, or
-            returns no tensor, another shape, or NaN or infinity in a profiled cell.
+        InputError: there is no such function; or it raises, or returns no tensor, a tensor of
+            another shape, or NaN or infinity in a profiled cell. Every call may raise this.
     """
 
     def __init__(
@@ -141,13 +141,14 @@ class RewardFunction:
     ) -> Tensor:
         """Return the rewards of decisions, float32, in the shape that all arguments broadcast to.
 
-        The arguments are float tensors and int64 configurations.
+        The configurations are int64, the other arguments float.
         """
-        values = (sizes[configurations] for sizes in self.knobs.values())
+        values = [sizes[configurations] for sizes in self.knobs.values()]
         cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
         profiled = ~(cells[0].isnan() | cells[1].isnan())
+        by_knob = dict(zip(self.knobs, cells[3:], strict=True))
         try:
-            rewards = self._function(*cells[:3], dict(zip(self.knobs, cells[3:], strict=True)))
+            rewards = self._function(*cells[:3], by_knob)
         except Exception as error:
             raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
         returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__
@@ -158,7 +159,7 @@ class RewardFunction:
             )
         bad = profiled & ~rewards.isfinite()
         if bad.any():
-            first = [values[bad][0].item() for values in (rewards, *cells[:3])]
+            first = [numbers[bad][0].item() for numbers in (rewards, *cells[:3])]
             raise InputError(
                 f"{self.key}: returns {first[0]} in {int(bad.sum())} of {int(profiled.sum())} "
                 f"profiled cells, the first with accuracy, latency and budget {first[1:]}; must be "
@@ -253,7 +254,9 @@ class RewardTable:
     def _mean(
         self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return the rewards of cells, means over their measurements if these are an axis more."""
+        """Return the rewards of cells: means over the last axis of `measured`, if it has one more.
+
+        That axis holds the measurements of a cell."""
         budgets_ms = budgets_ms.unsqueeze(-1)
         if measured.ndim == accuracy.ndim:
             return self.reward_of(accuracy, measured, budgets_ms, configurations)
@@ -263,7 +266,7 @@ class RewardTable:
     def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return the reward of each outcome; int64 configurations and the others broadcast."""
+        """Return the reward of each outcome. All arguments broadcast; configurations are int64."""
         if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0

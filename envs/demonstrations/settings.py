@@ -22,8 +22,8 @@ or wrong (0 or 1), soft accuracy, probability of the true answer, relevance."""
 METHODS = ("beam", "sample", "retrieval", "random", "policy")
 """The ways in which a beam can be found. Only `beam` looks at the answer."""
 GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
-"""Methods of a group, by its name. `without_beams`: found without looking at the answer; `own`:
-draws of a policy only."""
+"""The methods of a group, by its name. Those of `without_beams` do not look at the answer; `own`
+holds only draws of a policy."""
 
 SIGNALS = {
     "alpha": "information",
@@ -91,12 +91,12 @@ class DemonstrationRewardConfig:
     task_weight: float | None = None
     """Weight of the soft accuracy under `multi_level`."""
     by_shots: dict[Any, Any] = field(default_factory=dict)
-    """Weights by name for sequences of so many demonstrations, which replace the others: {2:
+    """Weights that replace the others, for sequences of a given number of demonstrations: {2:
     {hard_weight: 3}}."""
     adaptive: bool = False
-    """Share out the sum of the weights anew inside each group, to each signal in proportion to its
-    weight times its standard deviation. What no longer separates the sequences of a group gives its
-    weight to what does."""
+    """Divide the sum of the weights anew inside each group. Each signal gets a share in proportion
+    to its weight times its standard deviation. A signal that no longer separates the sequences of a
+    group so gives its weight to those that do."""
     information: str = "beam_score"
     """i: `beam_score` (gain over no demonstration), `logprob_score`, or another outcome that was
     recorded."""
@@ -145,7 +145,7 @@ class DemonstrationRewardConfig:
 
     @property
     def _mode(self) -> str:
-        """The mode, the usual one for `auto`."""
+        """The mode; `USUAL` for `auto`."""
         return USUAL if self.mode == AUTO else self.mode
 
     def resolved(self, recorded: Collection[str]) -> DemonstrationRewardConfig:
@@ -158,14 +158,14 @@ class DemonstrationRewardConfig:
         return replace(self, mode=USUAL)
 
     def signals(self, shots: int | None = None) -> dict[str, float]:
-        """Return the signals that the reward of a sequence adds up, and their factors.
+        """Return the factor of each signal. The reward of a sequence is the sum of signal × factor.
 
-        `shots` is the number of its demonstrations, None for any without weights of its own.
+        `shots` is the number of demonstrations; None for a number that `by_shots` does not name.
         """
         weights = MODES[self._mode] | self._weights | self.by_shots.get(shots, {})
         if self._mode != "hybrid":
             return {SIGNALS[name]: weight for name, weight in weights.items()}
-        # α shares out between the information and the answer
+        # the information has the factor α, and the answer the rest of 1
         alpha = weights.pop("alpha")
         answer = {SIGNALS[name]: (1 - alpha) * weight for name, weight in weights.items()}
         return {"capped_information": alpha, **answer}

@@ -191,7 +191,7 @@ def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:
         np.array(knob.values)[column]
         for knob, column in zip(knobs, _full_grid(knobs).T, strict=True)
     )
-    # the share of samples with smaller images, [n, 1]
+    # the share of samples that have smaller images, [n, 1]
     size = ndtr(z[:, 1])[:, None]
     if config.grid == "tiers":
         least, most = np.array([TIERS[tier] for tier in first]).T
@@ -230,7 +230,7 @@ def _draw_decode(
     shape = sizes.crops.shape
     noise = ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
     step = _step(sizes.top_k, sizes.blocks) * np.exp(noise)
-    # few records have a length of their own, the others the length of their sample
+    # a few records have a length of their own; the others have that of their sample
     new = for_lengths.random(shape) < ANSWERS.new_lengths
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
     tokens = _lengths(*published.tokens)(quantile)
@@ -242,7 +242,7 @@ def _draw_accuracy(
 ) -> Floats:
     """Draw accuracies, [n, C]: 0, or the score that annotators agree on for the sample."""
     nominal, top_k, blocks = sizes[:3]
-    # each knob scaled to −1 … 1; a sample gains or loses by it
+    # each knob is scaled to −1 … 1; how much it matters depends on the sample
     ranges = (
         (np.log1p(nominal), np.log1p(2), np.log1p(12)),
         (np.log(top_k), np.log(4), np.log(32)),
@@ -282,9 +282,11 @@ def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
 def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Floats]:
     """Return the mean vision time in ms as a function of the number of crops.
 
-    It is what prefill and decoding leave of the published totals at 2 crops and at the crops of the
-    best tier, linear in between, and 0 without an image.
+    At 2 crops and at those of the best tier, it is what prefill and decoding leave of the published
+    total. The other tier takes a published share of the best one's time. Without an image the time
+    is 0; in between it is linear.
     """
+    # the mean of the factor by which the text length changes prefill
     longer = np.exp((text_effect * PREFILL.text_spread) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
@@ -325,7 +327,7 @@ def _mean_accuracy(
 def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[np.int64]]:
     """Return the quantile function of a geometric distribution with this mean.
 
-    It begins at `least` and is cut at `most`.
+    Its values begin at `least` and end at `most`.
     """
     counts = np.arange(most - least + 1)
     low = 0.0
@@ -347,25 +349,25 @@ def _features(
 ) -> dict[str, torch.Tensor]:
     """Draw the feature blocks, float32 [n, width] each.
 
-    Image features read difficulty, size and the usefulness of crops and blocks. Language features
-    read difficulty, both lengths and the usefulness of experts and blocks. All data sets share the
-    encoder and differ by an offset.
+    Image features depend on difficulty, image size, and how much crops and blocks matter. Language
+    features depend on difficulty, both lengths, and how much experts and blocks matter. All data
+    sets share the encoder; each adds its own offset.
     """
     noise = generator.standard_normal(z.shape)
     visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * noise
     # image size and text length are known exactly
     visible[:, 1:3] = z[:, 1:3]
-    # width, and the latents that the block reads
+    # the width of a block, and the columns of z that it depends on, see the top of the file
     image = (config.image_width, [0, 1, 4, 6])
     language = (config.language_width, [0, 2, 3, 5, 6])
     blocks = {"image_features": image, "language_features": language}
     features = {}
-    for i, (name, (width, which)) in enumerate(blocks.items()):
+    for i, (name, (width, latents)) in enumerate(blocks.items()):
         if width:
             encoder = np.random.default_rng([config.seed, i])
             offset = np.random.default_rng([config.seed, i, zlib.crc32(dataset.encode())])
-            weights = encoder.standard_normal((len(which), width), dtype=np.float32)
-            block = visible[:, which].astype(np.float32) @ weights
+            weights = encoder.standard_normal((len(latents), width), dtype=np.float32)
+            block = visible[:, latents].astype(np.float32) @ weights
             block += 0.5 * offset.standard_normal(width, dtype=np.float32)
             block += ANSWERS.column_noise * generator.standard_normal(block.shape, dtype=np.float32)
             features[name] = torch.from_numpy(block)

@@ -257,7 +257,8 @@ class Server:
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
         self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
-        # what a choice of static cost lately is taken off the next budget, as in the runtime
+        # what the latest choices of static cost; their median is taken off the next budget, as in
+        # the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
         self.trackers = [model.tracker, self.static.tracker]
         self.policies: dict[str, Callable[[int], Served]] = {
@@ -269,7 +270,7 @@ class Server:
         shape = len(self.policies), len(stream.rows), config.repeats
         self.served: Record = {name: np.zeros(shape) for name in Served._fields}
         self.served["drift"] = np.full(shape, None)
-        # requests that every policy served, over all repeats
+        # the number of requests that every policy has served, over all repeats
         self.done = 0
 
     def by_controller(self, model: AdaptiveModel, i: int) -> Served:
@@ -304,7 +305,7 @@ class Server:
 
     def by_configuration(self, choice: int, i: int) -> Served:
         """Serve the i-th request by a fixed configuration."""
-        # without a controller no features are needed
+        # only a controller needs features
         vlm = self.model.model
         name = self.stream.ids[i]
         with clocked_by(self.config.clock):
@@ -315,8 +316,8 @@ class Server:
     def serve(self) -> ServiceStopped | None:
         """Serve the stream by every policy; return what stopped it before the end, if anything.
 
-        One policy serves `IN_A_ROW` requests, then the next serves the same ones, in random order,
-        so that the drift of the machine hits all alike.
+        The policies serve the same `IN_A_ROW` requests one after the other, then the next ones. The
+        order of the policies is random, so that the drift of the machine hits all alike.
         """
         n = len(self.stream.rows)
         repeats = self.config.repeats
@@ -328,11 +329,11 @@ class Server:
             with progress("serving", n * repeats, 0) as tick:
                 for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):
                     block = range(first, min(first + IN_A_ROW, n))
-                    # all policies serve the same block before the next one begins
-                    for p, i in itertools.product(rng.permutation(len(names)).tolist(), block):
+                    order = rng.permutation(len(names)).tolist()
+                    for p, i in itertools.product(order, block):
                         served = self._serve_request(names[p], i)
-                        for name, value in served._asdict().items():
-                            self.served[name][p, i, repeat] = value
+                        for field, value in served._asdict().items():
+                            self.served[field][p, i, repeat] = value
                     self.done = repeat * n + block.stop
                     tick(self.done, "")
         except ServiceStopped as stopped:

@@ -97,11 +97,11 @@ def decision_rows(
     """Return the decisions of a policy with one seed, with the columns of `SCHEMA`.
 
     Args:
-        seed: None if no seed changes it.
+        seed: None if no seed changes the policy.
         samples: n rows: `sample_id`, and `dataset` if there are several.
         places: P budgets or numbers of demonstrations.
-        columns: by name an array that broadcasts to [n, P], NaN where unknown, or a series of n·P
-            values, or None.
+        columns: the values of each column, by its name: an array that broadcasts to [n, P], NaN
+            where unknown; or a series of n·P values; or None if all are unknown.
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     # values count samples first, then places
@@ -120,29 +120,31 @@ def _complete(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.float64]:
-    """Return a column of a policy's decisions as an array [S, n, P]: seeds, samples and places in
-    the order of the rows, NaN where a value is unknown.
+    """Return a column of a policy's decisions as an array [S, n, P], NaN where a value is unknown.
+
+    Seeds, samples and places are in the order of the rows.
 
     Args:
-        decisions: with every policy at every place, for the same samples.
+        decisions: of all policies, each with the same samples at every place.
     """
     values = pl.col(column).cast(pl.Float64).fill_null(np.nan)
     rows = decisions.filter(policy=policy).select("seed", values)
-    # the samples of one seed may be in several parts, one of each split
+    # with several splits the rows of a seed are not together; `partition_by` joins them
     seeds = [seed[column].to_numpy() for seed in rows.partition_by("seed", maintain_order=True)]
     return np.stack(seeds).reshape(len(seeds), -1, decisions["place"].n_unique())
 
 
 def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
-    """Return split and number of each of n samples, [2, n]; None where there is only one split. A
-    sample that several splits judge has the same number in all of them.
+    """Return the split and a number of each of n samples, [2, n]; None if there is only one split.
+
+    The number says which sample it is: a sample that several splits judge has one number in all.
 
     Args:
         samples: n rows with the columns `SAMPLE`.
     """
     if samples["split"].has_nulls():
         return None
-    # numbers go by the first row of a sample
+    # samples are numbered in the order of their first rows
     first = pl.col("index").first().over("dataset", "sample_id")
     number = first.rank("dense").cast(pl.Int64) - 1
     return samples.with_row_index().select("split", number).to_numpy().T

@@ -35,8 +35,8 @@ _PLACES = 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
 
 
 class TileGrid(NamedTuple):
-    """A cut of an image: tiles down and across, and the pixels that its content is scaled to (the
-    rest is padding)."""
+    """How an image is cut: the number of tiles down and across, and the height and width in pixels
+    that the image is scaled to. Padding fills the rest of the tiles."""
 
     down: int
     across: int
@@ -48,13 +48,13 @@ class TileGrid(NamedTuple):
 def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
     """Choose the tiles for an image of ``rows × columns`` cells.
 
-    The choice has the most resolution without upscaling, then the fewest tiles.
+    The choice has the highest resolution without upscaling; among equals, the fewest tiles.
     """
     per_tile = TILE // CELL
     options = []
-    # as many tiles along each side as the cells fill, at most
-    most = (math.ceil(side / per_tile) for side in (rows, columns))
-    for down, across in itertools.product(*(range(1, tiles + 1) for tiles in most)):
+    # along each side, at most as many tiles as the cells fill
+    counts = [range(1, math.ceil(side / per_tile) + 1) for side in (rows, columns)]
+    for down, across in itertools.product(*counts):
         if down * across <= max_crops:
             scale = min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns)
             options.append((scale, -down * across, down, across))
@@ -64,10 +64,10 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
 
 @cache
 def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
-    """Describe each window of the overview and (if there) the tiles: [windows, 19].
+    """Describe each window of the overview, and of the tiles if there are any: [windows, 19].
 
-    A row holds the shares of the 8 rows and 8 columns of cells that the window covers, the vertical
-    and horizontal scale, and 1 if it belongs to the overview.
+    A row of the result holds how much of each of the 8 rows and 8 columns of cells the window
+    covers, the vertical and the horizontal scale, and 1 for a window of the overview.
     """
     parts: list[Tensor] = []
     for grid in grids:
@@ -75,8 +75,9 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
         scale_x = grid.width / (columns * CELL)
         vertical = _covered_cells(grid.down, scale_y)[:, None]
         horizontal = _covered_cells(grid.across, scale_x)[None]
+        # the first grid is the overview
         flags = torch.tensor([[[scale_y, scale_x, float(not parts)]]])
-        # [rows of windows, columns of windows, …] each
+        # each becomes [rows of windows, columns of windows, …]
         shape = (len(vertical), horizontal.shape[1], -1)
         described = [part.expand(shape) for part in (vertical, horizontal, flags)]
         parts.append(torch.cat(described, -1).flatten(0, 1))
@@ -84,7 +85,7 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
 
 
 def _covered_cells(tiles: int, scale: float) -> Tensor:
-    """Return the share of each cell along an axis that each window covers: [windows, 8]."""
+    """Return which share of each cell along an axis each window covers: [windows, 8]."""
     pixel = (torch.arange(tiles)[:, None] * TILE + torch.tensor(_STARTS)).flatten()
     start = pixel[:, None] / CELL / scale
     cell = torch.arange(MAX_SIDE)

@@ -1,5 +1,5 @@
 """The families of Hugging Face VLMs that can take more or fewer crops (or pixels) of an image, and
-how to set that.
+how to set the number.
 
 For every family `max_crops` is a cap: no image gets more, and most get as many as their shape can
 use. An overview of the whole image that is encoded in addition to the crops does not count.
@@ -22,27 +22,28 @@ Assignment = tuple[Any, str, Any]
 """An object, the name of an attribute of it, the value to give it."""
 
 TOKENS_PER_CROP = 64
-"""Where a family has a resolution instead of crops, the pixels of so many vision tokens count as
-one."""
+"""Where a family has a resolution instead of crops, the pixels of this many vision tokens count as
+one crop."""
 
 GEMMA_SOFT_TOKENS = (70, 140, 280, 560, 1120)
-"""The only budgets that Gemma 4 takes, vision tokens of an image."""
+"""The only caps that Gemma 4 takes, in vision tokens of an image."""
 
 ARIA_SIDES = (490, 980)
-"""The only sides of a crop that Aria takes, pixels."""
+"""The only sides of a crop that Aria takes, in pixels."""
 
 
 ImageKnob = tuple[KnobSupport, Callable[[int], list[Assignment]]]
-"""`max_crops` on one model and processor, and what sets a value other than its default."""
+"""`max_crops` of one model and processor, and a function from a value to the assignments that set
+it."""
 
 Family = Callable[[Any, Any, Any], ImageKnob]
-"""Makes the knob of a model, its image processor and its processor."""
+"""A function of a model, its image processor and its processor, which returns their knob."""
 
 _TILES = "image tiles, at most, beside the overview of the whole image"
 
 
 def image_knob(model: Any, processor: Any) -> ImageKnob:
-    """Return `max_crops` on a model, and what sets it; a knob with one value if it cannot be
+    """Return `max_crops` of a model, and what sets it. The knob has one value if it cannot be
     set."""
     family = model.config.model_type
     if family not in FAMILIES:
@@ -68,26 +69,28 @@ def _takes_effect_at(counts: Iterable[int]) -> str:
 
 
 def _tiles(name: str) -> Family:
-    """Return a family whose image processor has the cap as an attribute (Llama4, Molmo2)."""
+    """Return a family whose image processor holds the cap in an attribute (Llama4, Molmo2).
 
-    def knob(model: Any, pixels: Any, processor: Any) -> ImageKnob:
-        most = int(getattr(pixels, name))
-        return _cap(most, most), lambda value: [(pixels, name, value)]
+    `name` is that of the attribute."""
+
+    def knob(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+        most = int(getattr(image_processor, name))
+        return _cap(most, most), lambda value: [(image_processor, name, value)]
 
     return knob
 
 
-def _llava_next(model: Any, pixels: Any, processor: Any) -> ImageKnob:
-    """Keep, of the grids that an image can be cut into, those with no more tiles. Model and
-    processor have a list each."""
-    size = pixels.crop_size or pixels.size
+def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+    """Keep only the grids with no more tiles than the cap. The model and its image processor hold
+    a list of grids each."""
+    size = image_processor.crop_size or image_processor.size
     side = int(size["height"] if "height" in size else size["shortest_edge"])
     tiles = {
         tuple(grid): ceil(grid[0] / side) * ceil(grid[1] / side)
-        for grid in pixels.image_grid_pinpoints
+        for grid in image_processor.image_grid_pinpoints
     }
     # the model finds its features by the same list
-    owners = [pixels, *_configurations(model, "image_grid_pinpoints")]
+    owners = [image_processor, *_configurations(model, "image_grid_pinpoints")]
 
     def assign(value: int) -> list[Assignment]:
         grids = [list(grid) for grid, count in tiles.items() if count <= value] or [[side, side]]
@@ -97,38 +100,38 @@ def _llava_next(model: Any, pixels: Any, processor: Any) -> ImageKnob:
     return _cap(most, most), assign
 
 
-def _idefics3(model: Any, pixels: Any, processor: Any) -> ImageKnob:
-    """Scale images to k tiles along their longer side, whatever their size; so the cap works in
-    squares."""
-    side = int(pixels.max_image_size["longest_edge"])
-    along = max(1, ceil(int(pixels.size.get("longest_edge", side)) / side))
+def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+    """Scale every image to k tiles along its longer side. It then has up to k² tiles, so the cap
+    takes effect at squares."""
+    side = int(image_processor.max_image_size["longest_edge"])
+    along = max(1, ceil(int(image_processor.size.get("longest_edge", side)) / side))
 
     def assign(value: int) -> list[Assignment]:
-        # an odd edge could be rounded up by a pixel, and begin another row of tiles
+        # an odd edge may be rounded up by a pixel, which would begin another row of tiles
         edge = isqrt(value) * side // 2 * 2
         return [
-            (pixels, "size", _resized(pixels.size, longest_edge=edge)),
-            (pixels, "do_image_splitting", value > 1),
+            (image_processor, "size", _resized(image_processor.size, longest_edge=edge)),
+            (image_processor, "do_image_splitting", value > 1),
         ]
 
     squares = [k * k for k in range(1, along + 1)]
     note = f"{_takes_effect_at(squares)}: a value between two squares counts as the lower"
     default = 1
-    if pixels.do_image_splitting:
+    if image_processor.do_image_splitting:
         default = squares[-1]
     return _cap(default, squares[-1], note=note), assign
 
 
-def _aria(model: Any, pixels: Any, processor: Any) -> ImageKnob:
+def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     """Cut crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. There is no
     overview."""
     # settings that the processor passes on override those of its image processor
     passed = processor.images_kwargs
-    side = int(passed.get("max_image_size", pixels.max_image_size))
+    side = int(passed.get("max_image_size", image_processor.max_image_size))
     area = (side // ARIA_SIDES[0]) ** 2
     crops = {
         tuple(size): ceil(size[0] / side) * ceil(size[1] / side)
-        for size in pixels.split_resolutions
+        for size in image_processor.split_resolutions
     }
 
     def assign(value: int) -> list[Assignment]:
@@ -140,12 +143,12 @@ def _aria(model: Any, pixels: Any, processor: Any) -> ImageKnob:
         elif count > 1:
             sizes = [list(size) for size, needed in crops.items() if needed <= count]
             changed["split_resolutions"] = sizes
-        assignments = [(pixels, name, setting) for name, setting in changed.items()]
+        assignments = [(image_processor, name, setting) for name, setting in changed.items()]
         return [*assignments, (processor, "images_kwargs", {**passed, **changed})]
 
     most = area * max(crops.values())
     default = area
-    if passed.get("split_image", pixels.split_image):
+    if passed.get("split_image", image_processor.split_image):
         default = most
     sets = f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels"
     counts = sorted({1, area, *(area * count for count in crops.values())})
@@ -157,26 +160,30 @@ def _aria(model: Any, pixels: Any, processor: Any) -> ImageKnob:
 
 
 def _pixels(frames: bool = False) -> Family:
-    """Return a family whose cap is the most pixels of an image (Qwen-VL, GLM-V); `frames`: an image
-    counts as the frames of one step in time."""
+    """Return a family that caps the pixels of an image (Qwen-VL, GLM-V).
 
-    def knob(model: Any, pixels: Any, processor: Any) -> ImageKnob:
-        # pixels of a unit: so many tokens of merged patches
-        unit = TOKENS_PER_CROP * (int(pixels.patch_size) * int(pixels.merge_size)) ** 2
+    With `frames` an image counts as all frames of one step in time."""
+
+    def knob(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+        # a vision token is a square of merged patches
+        side = int(image_processor.patch_size) * int(image_processor.merge_size)
+        unit = TOKENS_PER_CROP * side**2
         sets = (
             f"pixels of the image, at most, in units of {unit} pixels ({TOKENS_PER_CROP} vision "
             "tokens)"
         )
         if frames:
-            unit *= int(pixels.temporal_patch_size)
-        least = int(pixels.size["shortest_edge"])
-        most = int(pixels.size["longest_edge"])
+            unit *= int(image_processor.temporal_patch_size)
+        least = int(image_processor.size["shortest_edge"])
+        most = int(image_processor.size["longest_edge"])
 
         def assign(value: int) -> list[Assignment]:
             cap = value * unit
             # images below the least are scaled up and rounded up: half the cap leaves room for that
-            size = _resized(pixels.size, shortest_edge=min(least, cap // 2), longest_edge=cap)
-            return [(pixels, "size", size)]
+            size = _resized(
+                image_processor.size, shortest_edge=min(least, cap // 2), longest_edge=cap
+            )
+            return [(image_processor, "size", size)]
 
         count = max(1, ceil(most / unit))
         return _cap(count, count, sets), assign
@@ -184,16 +191,16 @@ def _pixels(frames: bool = False) -> Family:
     return knob
 
 
-def _gemma4(model: Any, pixels: Any, processor: Any) -> ImageKnob:
-    """Scale every image to as many vision tokens as its shape makes of the budget."""
+def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+    """Scale every image to as many vision tokens as its shape can use of the cap."""
     unit = GEMMA_SOFT_TOKENS[0]
     counts = [tokens // unit for tokens in GEMMA_SOFT_TOKENS]
 
     def assign(value: int) -> list[Assignment]:
         tokens = max(count for count in counts if count <= value) * unit
-        return [(pixels, "max_soft_tokens", tokens)]
+        return [(image_processor, "max_soft_tokens", tokens)]
 
-    default = int(pixels.max_soft_tokens) // unit
+    default = int(image_processor.max_soft_tokens) // unit
     sets = f"vision tokens of the image, at most, in units of {unit}"
     note = f"{_takes_effect_at(counts)}: a value between two counts as the lower"
     return _cap(default, counts[-1], sets, note), assign
@@ -223,7 +230,7 @@ def _resized(size: Any, **changed: int) -> Any:
 
 
 def _configurations(model: Any, name: str) -> list[Any]:
-    """Return the configurations of a model and its parts that have a setting of this name, each
-    once."""
-    configs = [part.config for part in model.modules() if hasattr(part, "config")]
-    return [config for config in {id(c): c for c in configs}.values() if name in vars(config)]
+    """Return each configuration of a model and its parts that has a setting of this name, once."""
+    # parts may share a configuration
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    return [config for config in configs.values() if name in vars(config)]

@@ -1,7 +1,7 @@
-"""Keep the features of samples on disk, through a kill.
+"""Keep the features of samples on disk, so that a kill does not lose them.
 
-They are taken once for each image, question and model, and written as one file that
-`knobwise.envs.readers.feature_files` reads, with the content key of each sample in its metadata.
+They are computed once for each image, question and model. In the end they are written as one file
+that `knobwise.envs.readers.feature_files` reads. Its metadata holds the content key of each sample.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ Blocks = dict[str, Tensor]
 """The features of one sample: float [d] by name."""
 
 CHUNK = 64
-_PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill left half written
+# does not match what another process is writing, or what a kill left half written
+_PARTS = "[0-9]*.safetensors"
 
 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
-    """Return the SHA-256 of each image: of the bytes of its file, or of the pixels of a picture in
-    RGB, as models see it. Raises InputError if a file cannot be read."""
+    """Return the SHA-256 of each image.
+
+    The bytes of a file are hashed, and of a picture its pixels in RGB, as models see them. Raises
+    InputError if a file cannot be read."""
     digest = cache(_file_digest)  # many questions are asked about one image
     return [
         digest(item.image) if isinstance(item.image, Path) else _digest(item.image)
@@ -60,7 +63,7 @@ def _digest(image: Any, where: str = "an image given as bytes") -> str:
         except (OSError, Image.DecompressionBombError) as error:
             raise InputError(f"{where}: is no image that can be read") from error
     elif isinstance(image, Image.Image):
-        pixels = image.convert("RGB")  # of a palette the bytes alone say nothing
+        pixels = image.convert("RGB")  # the bytes of a palette image do not say its colours
         content = f"{pixels.size} ".encode() + pixels.tobytes()
     elif isinstance(image, Tensor | np.ndarray):
         array = np.asarray(image)
@@ -83,12 +86,14 @@ def content_keys(images: Sequence[str], questions: Sequence[str], model: str) ->
 
 
 class FeatureStore:
-    """Features by content key, in memory and in part files; what is added is on disk after each
-    `CHUNK` of samples.
+    """Features by content key, in memory and in part files. After every `CHUNK` of samples a part
+    file is written.
 
-    One process writes its parts to `folder`. `keys` are of all samples; what files hold of others
-    is passed over. `known` are feature files and folders of parts of others, read and left as they
-    are, a later one before an earlier; those that do not exist are passed over.
+    Args:
+        folder: of the part files; only one process may write to it.
+        keys: the content keys of all samples. Features of other samples are ignored.
+        known: feature files, and folders with the parts of other processes. They are only read. If
+            several hold the same sample, the last one counts. Paths that do not exist are ignored.
     """
 
     def __init__(self, folder: Path, keys: Collection[str], known: Sequence[Path] = ()) -> None:
@@ -99,7 +104,7 @@ class FeatureStore:
         # a new part never replaces one of an earlier session
         parts = sorted(self.folder.glob(_PARTS))
         self._next = int(parts[-1].stem) + 1 if parts else 0
-        for path in (*known, *parts):  # the latest wins
+        for path in (*known, *parts):  # a later file replaces the features of an earlier one
             if path.is_file():
                 self._read(path)
             for part in sorted(path.glob(_PARTS)):
@@ -109,28 +114,37 @@ class FeatureStore:
         return key in self._blocks
 
     def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str) -> None:
-        """Keep the features of the sample of this name, float [d] each, in the place of earlier
-        ones. Raises InputError for none, other names or widths than before, and values that are not
-        finite."""
+        """Keep the features of a sample, and drop its earlier ones if there are any.
+
+        Args:
+            key: the content key of the sample.
+            features: float [d] by block name.
+            name: of the sample, for messages.
+
+        Raises:
+            InputError: no features, values that are not finite, or other blocks or widths than
+                those of the other samples.
+        """
         blocks = {}
         for block, values in sorted(features.items()):
             blocks[block] = torch.tensor(values, dtype=torch.float32).flatten()
             if not blocks[block].isfinite().all():
                 raise InputError(f"features of sample {name}: {block} are not all finite")
         widths = _widths(blocks)
+        # any sample that is kept already tells the usual widths
         usual = _widths(next(iter(self._blocks.values()), blocks))
         if widths != usual or not widths:
             raise InputError(
                 f"features of sample {name}: widths are {widths}, but those of the others {usual}"
             )
         self._blocks[key] = blocks
-        # on disk after each chunk
+        # a full chunk goes to disk
         self._new.append(key)
         if len(self._new) >= CHUNK:
             self.flush()
 
     def flush(self) -> None:
-        """Put what was added since on disk, as one more part."""
+        """Write what was added since the last part as a new part."""
         if self._new:
             path = self.folder / f"{self._next:06d}.safetensors"
             self._save(path, list(dict.fromkeys(self._new)), {})
@@ -138,9 +152,8 @@ class FeatureStore:
             self._new = []
 
     def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
-        """Write one feature file with a row for each sample, in this order. Raises InputError for
-        samples whose features are not here."""
-        # every sample has its row, so none may be missing
+        """Write one feature file with a row for each sample, in this order. Raises InputError if
+        features of a sample are missing."""
         if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
             raise InputError(
                 f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}"

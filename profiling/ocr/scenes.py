@@ -52,8 +52,10 @@ FIRST, SECOND, ITEMS, CLUTTER = map(
 
 
 class Scene(NamedTuple):
-    """A picture, a question about it, the right answer, and what the question asks for: title,
-    phone, code, total, price, below."""
+    """A picture, a question about it, the right answer, and the kind of the question.
+
+    The kind is what the question asks for: `title`, `phone`, `code`, `total`, `price`, or `below`,
+    the item in the next row."""
 
     image: Image.Image
     question: str
@@ -68,8 +70,8 @@ def draw_scene(row: int) -> Scene:
 
 
 class DrawnPicture(NamedTuple):
-    """The picture of a scene, drawn when it is converted: 2,000 pictures are more than memory
-    holds."""
+    """The picture of a scene. It is drawn only when it is converted, because memory does not hold
+    2,000 pictures."""
 
     row: int
     digest: str
@@ -80,7 +82,7 @@ class DrawnPicture(NamedTuple):
 
 
 class Scenes(DrawnQuestions):
-    """All scenes by their numbers: the first 2,000 are those of the shipped profile."""
+    """All scenes, by their numbers. The shipped profile has the first 2,000."""
 
     def draw(self, row: int) -> VQAItem:
         """Return a scene as an item that is judged by ANLS."""
@@ -127,8 +129,9 @@ def load_font(index: int, size: int) -> Any:
 
 
 class _Drawing:
-    """Draws one scene from a random generator. The order of its draws decides what every scene
-    shows, so it must stay."""
+    """Draws one scene from a random generator.
+
+    Do not change the order of the draws: every scene would show something else."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -198,8 +201,9 @@ class _Drawing:
         picture.paste(plate, (left, top), plate)
 
     def _sign(self, size: int) -> tuple[Image.Image, dict[str, tuple[str, str]]]:
-        """Draw a sign whose body has letters of this size; and by kind a question that it answers,
-        with the answer."""
+        """Draw a sign, and return it with a question and its answer for each kind.
+
+        `size` is that of the letters below the title, in pixels."""
         rng = self.rng
         paper, ink = self._colours()
         body = load_font(self._typeface(), size)
@@ -235,9 +239,9 @@ class _Drawing:
             code = f"{letters}-{rng.integers(1000, 10000)}"
             rows.append((self._choice("Code ", "Ref. ", "No. ") + code, ""))
             facts["code"] = self._choice("What is the code?", "Which code is given?"), code
-        return self._set(title, rows, heading, body, paper, ink), facts
+        return self._typeset(title, rows, heading, body, paper, ink), facts
 
-    def _set(
+    def _typeset(
         self,
         title: str,
         rows: list[tuple[str, str]],
@@ -246,14 +250,15 @@ class _Drawing:
         paper: Colour,
         ink: Colour,
     ) -> Image.Image:
-        """Draw the sign: title, then rows of two columns; the second one may be empty."""
+        """Draw the sign: its title, then rows of two columns. The second column may be empty."""
         step = int(body.size * self.rng.uniform(1.3, 1.8))
-        left = max(int(body.getlength(first)) for first, second in rows if second)
-        left += int(body.size * self.rng.uniform(1.5, 5))
-        # of the title, and of each row up to its last letter
+        # the second column begins right of the longest text that has something beside it
+        indent = max(int(body.getlength(first)) for first, second in rows if second)
+        indent += int(body.size * self.rng.uniform(1.5, 5))
+        # the widths of the title and of each row; a row ends with its last column
         widths = [int(heading.getlength(title))]
         for first, second in rows:
-            widths.append(int(body.getlength(second or first)) + left * bool(second))
+            widths.append(int(body.getlength(second or first)) + indent * bool(second))
         margin = body.size
         top = margin + int(heading.size * 1.5)
         size = (max(widths) + 2 * margin, top + step * len(rows) + margin)
@@ -262,19 +267,19 @@ class _Drawing:
         draw.text((margin, margin // 2), title, font=heading, fill=ink)
         for row, (first, second) in enumerate(rows):
             draw.text((margin, top + row * step), first, font=body, fill=ink)
-            draw.text((margin + left, top + row * step), second, font=body, fill=ink)
+            draw.text((margin + indent, top + row * step), second, font=body, fill=ink)
         return sign
 
     def _paste(self, picture: Image.Image, sign: Image.Image) -> None:
-        """Put the sign somewhere on the picture, often tilted, smaller if it does not fit."""
+        """Put the sign somewhere on the picture. Tilt it often; shrink it if it does not fit."""
         rng = self.rng
         angle = 0.0
         if rng.random() < 0.5:
             angle = rng.normal(0, 8)
         sign = sign.rotate(angle, Image.Resampling.BICUBIC, expand=True)
-        fits = min(1.0, WIDTH / sign.width, HEIGHT / sign.height)
-        if fits < 1:
-            size = int(sign.width * fits), int(sign.height * fits)
+        scale = min(1.0, WIDTH / sign.width, HEIGHT / sign.height)
+        if scale < 1:
+            size = int(sign.width * scale), int(sign.height * scale)
             sign = sign.resize(size, Image.Resampling.LANCZOS)
         left = int(rng.integers(WIDTH - sign.width + 1))
         top = int(rng.integers(HEIGHT - sign.height + 1))
