@@ -1,6 +1,6 @@
-"""The environments, beside raw indexing of tensors and a gymnasium environment as people write it.
+"""Time the environments, beside raw indexing of tensors and a plain gymnasium environment.
 
-The raw way knows nothing but the table: it finds the configuration of each action, draws one of its
+Raw indexing reads the table alone: it finds the configuration of each action, draws one of its
 measurements, and rewards it. All replay the built-in profile under the reward `utility`.
 
     python benchmarks/environment.py
@@ -52,7 +52,7 @@ def environment_of(contexts: int, group_size: int | None, repeats: str) -> tuple
 
 
 def step(env: Any, contexts: Any) -> None:
-    """Step an environment, and leave the contexts as they were."""
+    """Step an environment, and remove the outcome from the contexts."""
     env.step(contexts)
     del contexts["next"]
 
@@ -86,7 +86,7 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
 
 
 class PlainEnv(gymnasium.Env[Any, Any]):
-    """A profile as a gymnasium environment, with nothing but what an agent needs."""
+    """A profile as a gymnasium environment, with only what an agent needs."""
 
     def __init__(self) -> None:
         self.features = {name: block.numpy() for name, block in TABLE.features.items()}
@@ -115,8 +115,9 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         configuration = int((self.configurations == action).all(1).nonzero()[0][0])
         took_ms = self.np_random.choice(self.measured_ms[self.row, configuration])
         accuracy = float(self.accuracy[self.row, configuration])
+        reward = accuracy if took_ms <= self.budget_ms else -MISS
         info = {"accuracy": accuracy, "latency_ms": took_ms}
-        return self._observe(), accuracy if took_ms <= self.budget_ms else -MISS, True, False, info
+        return self._observe(), reward, True, False, info
 
 
 def episode(env: gymnasium.Env[Any, Any], action: Any) -> None:
@@ -126,7 +127,10 @@ def episode(env: gymnasium.Env[Any, Any], action: Any) -> None:
 
 
 def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str) -> None:
-    """Time steps of many contexts, or of groups of draws for each."""
+    """Time steps of many contexts: one draw for each, or a group of draws.
+
+    Without drawn measurements (`repeats="median"`), raw indexing must give the same rewards.
+    """
     env, drawn = environment_of(contexts, group_size, repeats)
     actions = drawn["action"].reshape(contexts, group_size or 1, -1)
     peers = {}
@@ -147,7 +151,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
 
 
 def time_vector(bench: Bench, size: int) -> None:
-    """Time a vector of environments, beside gymnasium's own where there are few."""
+    """Time a vector of environments. A small one is compared with gymnasium's own vector."""
     vector = ConfigBanditVectorEnv(size, TABLE)
     vector.reset(seed=0)
     actions = vector.action_space.sample()

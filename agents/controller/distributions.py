@@ -26,8 +26,8 @@ class ConfigurationCategorical(Distribution):
         log_probs: [*, C], −inf where a configuration must not be chosen.
         configurations: int64 [C, K], the action of each configuration. Or int64 [C], where an
             action is a single number; values then lack the axis K.
-        group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*,
-            G]. None for no group axis: [*, K] and [*].
+        group_size: G, the number of draws for one context. `sample` then gives [*, G, K], and
+            `log_prob` of it [*, G]. None means no group axis: [*, K] and [*].
         index: finds configurations by action, faster than by comparing with all of them.
         normalised: True if the probabilities are known to sum to 1.
     """
@@ -80,12 +80,11 @@ class ConfigurationCategorical(Distribution):
             return self.configurations[self.sample_index(sample_shape)]
 
     rsample = sample
-    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask
-    for it."""
+    """Collectors call it by this name. The draws are discrete, so they carry no gradient."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log-probabilities of actions; −inf for those that do not exist."""
-        # −1 marks an action that does not exist
+        # an action that does not exist has index −1
         index = self.index(value)
         return self.log_prob_of_index(index.clamp_min(0)).masked_fill(index < 0, -torch.inf)
 
@@ -98,8 +97,9 @@ class ConfigurationCategorical(Distribution):
         if self.group_size is None:
             log_probs = self.log_probs.expand(*index.shape, -1)
             return log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        samples = index.shape[: -1 - len(self.batch_shape)]
-        return self.log_probs.expand(*samples, *self.log_probs.shape).gather(-1, index)
+        # the G draws of a group are looked up together, along the axis of configurations
+        sample_shape = index.shape[: -1 - len(self.batch_shape)]
+        return self.log_probs.expand(*sample_shape, *self.log_probs.shape).gather(-1, index)
 
     def entropy(self) -> Tensor:
         """Return the entropy [*batch], in nats."""

@@ -1,7 +1,7 @@
-"""The encoder of v2_lora: a CLIP model that embeds pictures and texts, and learns along with the
-selector by its LoRA weights.
+"""A CLIP model that embeds pictures and texts. Its LoRA weights learn together with the selector.
 
-It needs transformers and peft, which nothing else in this folder needs.
+The original system calls this v2_lora. It needs transformers and peft, which nothing else in this
+folder needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ AT_ONCE = 256
 
 
 class ClipItems(NamedTuple):
-    """Pictures and texts of a table's queries and candidates, K distinct items, each once."""
+    """The pictures and texts of the K distinct items among a table's queries and candidates.
+
+    The first three fields are the inputs of a CLIP model. Indices are floats, because they take the
+    place of embeddings (`as_read`).
+    """
 
     pixel_values: Tensor
     """float16 [K, 3, H, W]."""
@@ -80,7 +84,10 @@ class ClipItems(NamedTuple):
 
 
 def as_read(table: BeamTable, items: ClipItems | None) -> BeamTable:
-    """Return the table as a selector reads it; with items, their indices replace the embeddings."""
+    """Return the table as a selector reads it.
+
+    If there are items, their indices replace the embeddings.
+    """
     if items is None:
         return table
     return replace(table, queries=items.queries, candidates=items.candidates, blocks={})
@@ -119,14 +126,15 @@ def load_clip(source: str) -> tuple[Any, Any]:
 
 
 class ClipEncoder(nn.Module):
-    """Embeds an item as the mean of its picture's and its text's embedding, each of length 1.
+    """Embeds an item: the mean of the embeddings of its picture and its text, each of length 1.
 
-    Only LoRA weights learn (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models",
-    equation 3). They are drawn from torch's generator; at first they change nothing.
+    Only the LoRA weights learn (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language
+    Models", equation 3). They are drawn from torch's generator, and change nothing at first.
 
     Args:
         source: folder or name of the CLIP model.
-        items: the items that may be embedded; set them after loading a selector from a checkpoint.
+        items: the items that can be embedded. A checkpoint does not hold them: set them after
+            loading a selector.
     """
 
     def __init__(self, source: str, items: ClipItems | None = None) -> None:
@@ -135,21 +143,22 @@ class ClipEncoder(nn.Module):
         self.items = items
         self.model, _ = load_clip(source)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Embed items by their indices, [*, 1] → [*, d]; each distinct item is encoded once."""
+    def forward(self, indices: Tensor) -> Tensor:
+        """Embed items by their indices, [*, 1] → [*, d]."""
         if self.items is None:
             raise InputError("the selector's encoder has no pictures and texts; set its `items`")
-        distinct, places = numbers.squeeze(-1).long().unique(return_inverse=True)
+        distinct, positions = indices.squeeze(-1).long().unique(return_inverse=True)
         # each distinct item once, in batches
         encoded = []
         for rows in distinct.split(AT_ONCE):
             pixels, tokens, mask = (part[rows.cpu()].to(rows.device) for part in self.items[:3])
             output = self.model(pixel_values=pixels.float(), input_ids=tokens, attention_mask=mask)
             encoded.append((output.image_embeds + output.text_embeds) / 2)
-        return F.embedding(places, torch.cat(encoded))
+        return F.embedding(positions, torch.cat(encoded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClipEncoder:
-        # CLIP's own weights and the pictures are large and never written to: copies share them
+        # copies share CLIP's own weights and the pictures, which are large and never written to;
+        # `deepcopy` keeps what it finds in the memo
         memo |= {id(shared): shared for shared in (self.items, *self.buffers())}
         copied = ClipEncoder.__new__(ClipEncoder)
         copied.__dict__ |= copy.deepcopy(self.__dict__, memo)

@@ -194,20 +194,23 @@ class Teacher(nn.Module):
             worths, float [n, V, C].
         """
         parts = []
-        for part, still in self._mixtures(x):
+        for rows, still in self._mixtures(x):
             columns = []
-            for column, limit in enumerate(limits[part].unbind(1)):
-                mixture = still if offsets is None else still.drifted(offsets[part, column])
+            for column, limit in enumerate(limits[rows].unbind(1)):
+                # `still` predicts for a machine without drift
+                mixture = still if offsets is None else still.drifted(offsets[rows, column])
                 columns.append(mixture.score(limit))
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
     def _mixtures(self, x: Tensor) -> Iterator[tuple[slice, Mixture]]:
-        """Yield predictions from normalised features [n, width], of `AT_ONCE` requests at a time,
-        with the rows that they are of."""
+        """Predict from normalised features [n, width], for `AT_ONCE` requests at a time.
+
+        Yields the rows that a prediction is for, and the prediction.
+        """
         for first in range(0, max(len(x), 1), AT_ONCE):
-            part = slice(first, first + AT_ONCE)
-            yield part, self.mixture(x[part])
+            rows = slice(first, first + AT_ONCE)
+            yield rows, self.mixture(x[rows])
 
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
@@ -217,7 +220,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
-        """Return its decisions: blocks [n, d], limits [n], mask bool [n, C] → int64 [n]."""
+        """Choose for n requests, see `Policy.choose`."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
         # without a mask everything is allowed
@@ -225,7 +228,7 @@ class Teacher(nn.Module):
         if mask is not None:
             allowed = torch.as_tensor(mask)
         limit = torch.tensor(limits, dtype=torch.float32)
-        chosen = [mix.choose(limit[part], allowed[part]) for part, mix in self._mixtures(x)]
+        chosen = [mixture.choose(limit[rows], allowed[rows]) for rows, mixture in self._mixtures(x)]
         return torch.cat(chosen).numpy()
 
     def reads_features(self, limits: Array) -> Array:

@@ -205,22 +205,23 @@ class ConfigBandit(SingleStepEnv):
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
         """Set the current contexts to those that a step is to decide for.
 
-        If `wrapped`, a transform may have changed the limits in the tensordict. The rows of the
-        last reset then keep theirs.
+        The last reset fills in what the tensordict lacks. If `wrapped`, a transform may have
+        changed or removed the limits in the tensordict. The rows of the last reset then keep the
+        limits of that reset, and other rows are refused, because their limits are unknown.
         """
-        hidden = self.limit_key not in tensordict
-        if not self.current and (hidden or "row" not in tensordict):
+        no_limits = self.limit_key not in tensordict
+        if not self.current and (no_limits or "row" not in tensordict):
             self._reset()
         old_rows = self.current.get("row")
         old_limits = self.current.get(self.limit_key)
         rows = tensordict.get("row", old_rows).long()
         limits = tensordict.get(self.limit_key, old_limits).float()
         same_rows = _same(rows, old_rows)
-        same = same_rows and not hidden and _same(limits, old_limits)
+        same = same_rows and not no_limits and _same(limits, old_limits)
         if wrapped and same_rows:
-            # other limits under the same rows can only come from a transform
+            # if the limits of the same rows differ, or are gone, that is the work of a transform
             self.limits_change = not same
-        elif wrapped and (self.limits_change or hidden):
+        elif wrapped and (self.limits_change or no_limits):
             raise InputError(
                 "row: the tensordict has other rows than the last reset, and their limits are "
                 f"unknown, because a transform changes or removes {self.limit_key}; reset before "

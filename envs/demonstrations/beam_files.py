@@ -1,8 +1,8 @@
 """Files of recorded beams: the legacy JSON, RL data (read and written), and embeddings.
 
-In both JSON formats the key of a query is its data set index: its row
-in the matrix of query embeddings. Ids of candidates are rows of the matrix of candidate embeddings.
-The table's notes count what a reader drops.
+In both JSON formats the key of a query is its row in the matrix of query embeddings. The id of a
+candidate is its row in the matrix of candidate embeddings. A reader counts what it drops in the
+table's notes.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ def read_beam_data(
 ) -> BeamTable:
     """Read recorded beams from a file, or from a folder with one JSON file.
 
-    The content decides which of the two formats it is; instead of an object by query it may be a
-    list of records, see `beam_records.read_queries`.
+    The content shows which of the two formats it is. Both may also be a list of records instead of
+    an object by query, see `beam_records.read_queries`.
 
-    Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the
-    ids in its beams, without the query's own id at the end of a row. Scores become `beam_score`,
-    and the method of every beam is `beam`.
+    Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is all
+    ids in its beams. A row may end with the query's own id, which is left out. Scores become
+    `beam_score`, and the method of every beam is `beam`.
 
-    RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`.
-    `pointer` holds places in `candidate_pool_ids` if the row also has `pointer_global`, otherwise
-    ids, as the older `pointer_pos` does. The pool of a query without one is the ids in its rows.
-    Rows with `eval_failed`, or evaluated in mode `error` or `fallback`, are dropped; a query stays,
-    even without any beam.
+    RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`. In a
+    row with `pointer_global`, `pointer` holds places in `candidate_pool_ids`; in a row without it,
+    `pointer` holds ids. `pointer_pos` is an older name of `pointer`. If a query has no
+    `candidate_pool_ids`, its pool is all ids in its rows. Rows with `eval_failed`, or evaluated in
+    mode `error` or `fallback`, are dropped. A query stays even if it has no row left.
 
     Args:
-        embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal
-            matrix) queries and candidates are the same items: a query is no candidate of its own,
-            and an item's image is known from either side.
-        candidate_images: the image that each candidate shows; candidates that show the query's own
-            image are dropped. By default as `write_rl_data` noted them.
-        name: of the table, by default as `write_rl_data` noted it, or else that of the file.
+        embeddings: of the candidates, [M, d].
+        query_embeddings: of the queries, [n, d]. If there are none, or they equal `embeddings`,
+            queries and candidates are the same items. Then a query is never its own candidate, and
+            an item has the same image on both sides.
+        candidate_images: the image that each candidate shows, by default as `write_rl_data` noted
+            it. Candidates that show the query's own image are dropped.
+        name: of the table, by default as `write_rl_data` noted it, otherwise the file's name.
 
     Raises:
-        InputError: naming the file and the query, if JSON is broken, keys are missing, types are
-            wrong, values are not finite, ids are beyond the embeddings or occur twice in a sequence
-            or a pool, lists differ in length, a pointer is outside the pool or contradicts
-            `pointer_global`, a `gen_method` is unknown, or no beam is left.
+        InputError: JSON is broken, keys are missing, types are wrong, values are not finite, ids
+            are beyond the embeddings or occur twice in a sequence or a pool, lists differ in
+            length, a pointer is outside the pool or contradicts `pointer_global`, a `gen_method` is
+            unknown, or no beam is left. The message names the file and the query.
     """
     path = beam_file(path)
-    # what was recorded
     counts = Counter[str]()
     queries, meta = read_queries(path, counts)
-    # what is known of the table besides: arguments come before notes
+    # arguments replace what the file notes about the table
     saved = _saved_by_us(path, meta)
     if name is not None:
         saved["name"] = name
@@ -105,15 +105,15 @@ def _table(
     """Build the table of these queries, without candidates that give the answer away.
 
     Args:
-        saved: what is known of the table, see `_saved_by_us`.
+        saved: what is known about the table, see `_saved_by_us`.
         features: [n, d], the embeddings of the queries, by id.
         bank: [M, d], the embeddings of the candidates.
         counts: what was dropped so far.
     """
     _check_rows(path, queries, len(features), len(bank))
     images = _read_images(saved["candidate_images"], len(bank), str(path))
-    # with the same embeddings, queries are items of the bank: the image of an item that is known on
-    # one side is known on the other
+    # if the embeddings are equal, queries are items of the bank: where one side lacks the image of
+    # an item, it takes that of the other
     same_items = torch.equal(features, bank)
     if same_items and not images:
         known = {query.id: query.image for query in queries}
@@ -122,7 +122,7 @@ def _table(
         queries = [query._replace(image=query.image or images[query.id]) for query in queries]
     queries = [_without_leaks(query, images, same_items, counts) for query in queries]
     _count(queries, images, counts)
-    # earlier notes, then what was dropped and what is missing
+    # after the earlier notes, what was dropped and what is missing
     notes = [str(note) for note in saved["notes"]]
     notes += [f"{count} {what}" for what, count in counts.items() if count]
     if not any(query.beams for query in queries):

@@ -37,11 +37,12 @@ class Features(NamedTuple):
 def read_features(path: str | Path) -> Features:
     """Read named feature blocks from `.safetensors`, `.npz`, `.pt` or a table file.
 
-    Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in
-    safetensors as integers, or as a JSON list of names in the metadata. In a table file a list
-    column is a block, and the other columns make one block, `features`. Raises InputError if there
-    is no such file, it is not of its kind, ids are missing or occur twice, or a block is not
-    numeric, infinite or of the wrong length.
+    Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]. In
+    safetensors these are integers, or JSON lists of names in the metadata. In a table file a list
+    column is a block, and the other columns form one block, `features`.
+
+    Raises InputError if there is no such file, if its content does not match its name, if ids are
+    missing or occur twice, or if a block is not numeric, infinite or of the wrong length.
     """
     path = Path(path)
     if not path.is_file():
@@ -185,10 +186,10 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
 
 
 def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
-    """Return ids and blocks by name, also of a file keyed by sample, {id: {block: vector}}.
+    """Return ids and blocks by name.
 
-    Ids under the name `sample_ids`, as the original system wrote them, become `sample_id`. Raises
-    ValueError if a sample lacks a block of another.
+    A file keyed by sample, {id: {block: vector}}, is rearranged. `sample_ids`, the name that the
+    original system wrote, becomes `sample_id`. Raises ValueError if samples have different blocks.
     """
     if "sample_ids" in content:
         content.setdefault("sample_id", content.pop("sample_ids"))
@@ -225,13 +226,18 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
 
 
 def _read_columns(path: Path) -> dict[str, ArrayLike]:
-    """Read ids and blocks of a table file, unchecked; its scalar columns form one block."""
+    """Read ids and blocks of a table file, unchecked.
+
+    A column of lists is a block. The columns of single numbers form one block together.
+    """
     arrays: dict[str, ArrayLike] = {}
     scalars = []
     for column in read_frame(path):
-        if column.name in KEYS:
-            if column.name in ("sample_id", "dataset"):
-                arrays[column.name] = name_column(column, str(path)).to_numpy()
+        # other keys than these two are no features, and not needed
+        if column.name in ("sample_id", "dataset"):
+            arrays[column.name] = name_column(column, str(path)).to_numpy()
+        elif column.name in KEYS:
+            continue
         elif isinstance(column.dtype, (pl.List, pl.Array)):
             if isinstance(column.dtype, pl.List):
                 lengths = column.list.len()
@@ -242,6 +248,7 @@ def _read_columns(path: Path) -> dict[str, ArrayLike]:
                     f"{path}: rows of features {column.name!r} have different lengths, or are "
                     "missing"
                 )
+            # all lists, one after the other
             values = number_column(column.explode(), str(path)).fill_null(np.nan)
             arrays[column.name] = values.to_numpy().reshape(len(column), -1)
         else:

@@ -241,7 +241,7 @@ class ProfileTable:
     def digest(self) -> str:
         """The hash `sha256:…` of the content: measurements, features, names.
 
-        It does not depend on the file.
+        It does not depend on the file that the content comes from.
         """
         sha = hashlib.sha256()
         # names first, then tensors
@@ -266,12 +266,14 @@ class ProfileTable:
         return f"sha256:{sha.hexdigest()}"
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
-        """Split by sample, or by image where images are known; the rest is the test part.
+        """Split by sample, or by image where images are known.
 
-        A split fixed by the file (`parts`) is used as it is; if it has no validation part, that
-        comes out of the training part. Deterministic in `seed` and in the order of the samples.
-        Raises InputError if the shares leave a part empty, or the fixed split lacks a part or tears
-        an image apart.
+        `train` and `validation` are shares; the rest is the test part. If the file fixes a split
+        (`parts`), that one is used; if it has no validation part, one is taken from its training
+        part. The same `seed` and order of samples give the same split.
+
+        Raises InputError if the shares leave a part empty, or if the fixed split lacks a part or
+        divides the samples of an image between parts.
         """
         groups = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
         name = f"profile {self.name!r}"
@@ -280,10 +282,10 @@ class ProfileTable:
         return split_groups(groups, train, validation, seed, table=name)
 
     def fingerprints(self, rows: Tensor) -> list[str]:
-        """Return a short text for each of these samples (int64 [n]) that identifies its input.
+        """Return a short text for each of these samples (int64 [n]).
 
-        It is a hash of its features, or without features its data set and id, so that the same
-        input has the same text in another table.
+        The text identifies the input of the sample: the same input has the same text in every
+        table. It is a hash of the features; without features it is the data set and the id.
         """
         if not self.features:
             datasets = self.datasets or ("",) * self.num_samples
@@ -299,7 +301,7 @@ class ProfileTable:
             "unit": self.unit,
             "features_ms": self.features_ms,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
-            **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
+            **{key: list(getattr(self, key)) for key in ("sample_ids", *self.WORDS, "notes")},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
         tensors |= self._optional()

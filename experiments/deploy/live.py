@@ -168,12 +168,18 @@ def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTabl
 
 
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:
-    """Return the fixed configurations to serve, by name, chosen by their results on the fitted rows
-    (int64 [n])."""
+    """Choose the configurations that are served to every request: name → index.
+
+    Only the outcomes on the rows `fitted` (int64 [n]) count.
+    """
     accuracy, latency = averages(table, fitted)
+    # any budget will do, since best static takes the same for all
     best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
-    chosen = {"best_static": best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
-    return {name: int(choice) for name, choice in chosen.items()}
+    return {
+        "best_static": int(best),
+        "cheapest": int(latency.argmin()),
+        "most_accurate": int(accuracy.argmax()),
+    }
 
 
 # -- the stream ------------------------------------------------------------------------------------

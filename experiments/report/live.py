@@ -143,8 +143,9 @@ def _on_replay(results: Results) -> list[str]:
 
 
 def print_live(results: Results, console: Console) -> None:
-    """Print the table and the sentences; without frames if this is no terminal."""
+    """Print the table and the sentences. What is not a terminal gets no frames."""
     table = policies(results)
+    # a narrow terminal gets these columns first
     print_table(console, table.header, table.rows, (0, 1, 3, 4, 5), table.strong)
     print_lines(console, verdict(results))
 

@@ -245,7 +245,7 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
 
 
 def explanation(results: Results) -> dict[str, list[Any]]:
-    """Return the sections on why the deployed policy sets the knobs as it does."""
+    """Return the sections that explain how the deployed policy sets the knobs."""
     why = results.get("explanation")
     if not why:
         return {}
@@ -260,9 +260,13 @@ def explanation(results: Results) -> dict[str, list[Any]]:
     )
     rules = []
     for rule in why["tree"]["rules"]:
-        line = {"if": condition(rule["when"], unit), "then": setting(rule["then"])}
-        line["share of decisions"] = number(rule["share"], ".0%")
-        rules.append(line | {"agreement": number(rule["alike"], ".0%")})
+        line = {
+            "if": condition(rule["when"], unit),
+            "then": setting(rule["then"]),
+            "share of decisions": number(rule["share"], ".0%"),
+            "agreement": number(rule["alike"], ".0%"),
+        }
+        rules.append(line)
     hard = why["difficulty"]
     return {
         "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
@@ -271,8 +275,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
             difficulty(hard, unit) if hard["groups"] else "",
             _correlations(hard, unit),
             "Spearman's rank correlation with difficulty, 95% intervals in brackets. In the last "
-            "row every configuration counts with its mean latency over all samples; a dash: all "
-            "samples get the same setting.",
+            "row every configuration counts with its mean latency over all samples. A dash means "
+            "that all samples get the same setting.",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],

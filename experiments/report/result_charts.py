@@ -368,8 +368,10 @@ def _learned_rewards(results: Results) -> Figures:
 
 
 def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
-    """Draw the share of right answers against the predicted probability: a chart for each policy,
-    with a line for each policy that drew the demonstrations."""
+    """Draw the share of right answers against the predicted probability.
+
+    Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.
+    """
     points: dict[str, list[dict[str, Any]]] = {}
     for row in bins:
         name = policy_name(row["drawn_by"], results)
@@ -377,11 +379,11 @@ def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
             name = "itself"
         point = {"predicted": row["expected"], "observed": row["right"], "drawn_by": name}
         points.setdefault(row["policy"], []).append(point)
-    titles = ("predicted probability", "share of right answers")
     colour = alt.Color("drawn_by:N", title="drawn by")
-    return [
-        charts.predictions(pl.DataFrame(rows), *titles, 0.0, colour).properties(
-            title=policy_name(policy, results), height=240
+    drawn = []
+    for policy, rows in points.items():
+        chart = charts.predictions(
+            pl.DataFrame(rows), "predicted probability", "share of right answers", 0.0, colour
         )
-        for policy, rows in points.items()
-    ]
+        drawn.append(chart.properties(title=policy_name(policy, results), height=240))
+    return drawn

@@ -50,17 +50,21 @@ def known(value: Any) -> TypeGuard[float]:
 
 
 def quantity(value: float | None, unit: str = "ms") -> str:
-    """Format a number with three significant figures, or more if it is large, and its unit."""
+    """Format a number and its unit, with three significant figures, or with all digits before the
+    point from 100 on."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
         return f"{value:,.0f} {unit}"
-    # some files keep six figures of a budget: from these, 2.185 is rounded the same way everywhere
-    return f"{float(f'{value:.6g}'):#.3g}".rstrip(".") + f" {unit}"
+    # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
+    # from every file
+    rounded = float(f"{value:.6g}")
+    # "#" keeps trailing zeros, and also a point at the end
+    return f"{rounded:#.3g}".rstrip(".") + f" {unit}"
 
 
 def number(value: Any, how: str, unit: str = "") -> str:
-    """Format a number, as with ".3f" or "+.1%"; a dash where it is not known."""
+    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
     if not known(value):
         return "–"
     sign = "+" if how.startswith("+") else ""
@@ -68,34 +72,45 @@ def number(value: Any, how: str, unit: str = "") -> str:
 
 
 def interval(ci95: Any, how: str) -> str:
-    """Format the interval that stands below a number in a cell; "" where the interval is a point,
-    as for the gap that the oracle closes."""
+    """Format the interval that stands below a number in a cell.
+
+    It is "" where both ends are equal, as for the gap that the oracle closes.
+    """
     if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
         return ""
     return f"\n[{number(ci95[0], how)}, {number(ci95[1], how)}]"
 
 
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
-    """Return the cell of a metric, with its interval; `unit` is that of latencies."""
-    # latencies and costs have no sign and no interval
+    """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
-    if metric.unit in ("ms", "µs"):
-        return quantity(value, {"ms": unit}.get(metric.unit, metric.unit)).rstrip()
-    how = {"gap_closed": ".0%"}.get(metric.key, {"%": ".1%"}.get(metric.unit, ".3f"))
+    # latencies and costs have no sign and no interval
+    if metric.unit == "ms":
+        return quantity(value, unit).rstrip()
+    if metric.unit == "µs":
+        return quantity(value, "µs")
+    how = ".3f"
+    if metric.key == "gap_closed":
+        how = ".0%"
+    elif metric.unit == "%":
+        how = ".1%"
+    # differences have a sign
     sign = "+" * metric.key.startswith("over_")
     return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)
 
 
 def points(share: Any, how: str = "+.1f") -> str:
-    """Format a share in hundredths; a dash where it is not known."""
+    """Format a share in points (hundredths); return a dash if it is not known."""
     if not known(share):
         return "–"
     return number(100 * share, how)
 
 
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
-    """Write an interval for a sentence, in a format or, without one, in points; "" where it is not
-    known."""
+    """Write an interval for a sentence, in the format `how`, or in points if that is "".
+
+    An unknown interval is "".
+    """
     if not ci95 or not all(map(known, ci95)):
         return ""
     low, high = (number(end, how) if how else points(end, ".1f") for end in ci95)

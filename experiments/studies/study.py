@@ -69,15 +69,15 @@ def run(config: StudyConfig) -> list[str]:
     """Train what is not finished, write the pages, and return a line for each failure.
 
     Raises:
-        InputError: no such study, no seeds, a section that it does not have, or a finished run with
-            other seeds.
+        InputError: there is no such study, no seeds, the study lacks a section, or a finished run
+            has other seeds.
     """
     if not config.seeds:
         raise InputError("seeds=[]: at least one is needed")
     sections = sections_of(config.study)
     if unknown := [name for name in config.sections if name not in sections]:
         raise InputError(f"sections={unknown}: must be some of {', '.join(sections)}")
-    # a part that fails does not keep the others from running
+    # a command that fails does not stop the others
     names = config.sections or list(sections)
     failures = []
     with progress("sections", len(names)) as tick:
@@ -88,25 +88,29 @@ def run(config: StudyConfig) -> list[str]:
 
 
 def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list[str]:
-    """Train and compare the runs of a section; return a line for each command that failed."""
+    """Train and compare the runs of a section; return a line for each command that failed.
+
+    Raises InputError for a finished run with other seeds.
+    """
     folders: list[str] = []
     failures = []
     for command in commands:
         words = shlex.split(command)
+        is_sweep = "-m" in words
         folder = folder_of(words, config.runs)
         finished = (folder / "results.json").exists()
         if finished and read_settings_of(folder)["seeds"] != config.seeds:
             raise InputError(f"{folder}: was trained with other seeds; give another runs=…")
-        # a sweep knows itself which of its jobs are finished
-        if "-m" in words or not finished:
+        # a sweep always starts, and skips those of its jobs that are finished
+        if is_sweep or not finished:
             seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
             words += [seeds, f"runs={config.runs}", *config.words]
             failures += knobwise("train", *words)
-        if "-m" in words:  # its jobs are called name, name-2 and so on
+        if is_sweep:  # its jobs are called name, name-2 and so on
             folders += map(str, sorted(folder.parent.glob(f"{folder.name}*")))
         else:
             folders.append(str(folder))
-    # one run has its own report
+    # a single run has a report, and nothing to compare
     if len(folders) > 1:
         page = Path(config.out) / f"{name}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -121,9 +125,9 @@ def folder_of(words: Sequence[str], runs: str) -> Path:
 
 
 def knobwise(*words: str) -> list[str]:
-    """Run a command of knobwise, and return a line if it failed."""
+    """Run a command of knobwise. Return a list with one line if it failed, otherwise none."""
     done = subprocess.run([sys.executable, "-m", "knobwise", *words], check=False)
-    # stopped by a signal, as this process is
+    # Ctrl-C or a request to end stopped the command, so this process stops too
     if done.returncode in (130, 143):
         raise KeyboardInterrupt
     if done.returncode:

@@ -132,7 +132,10 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
 def _read_embeddings(
     data: VQAData, config: VLMTaskConfig
 ) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
-    """Read the embeddings of queries and bank, and which of their columns describe what."""
+    """Read the embeddings of queries and bank.
+
+    The dictionary says which of their columns describe the image, and which the question.
+    """
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
@@ -153,7 +156,7 @@ def _read_embeddings(
         raise InputError(
             f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}"
         )
-    # which columns describe the image, and which the question
+    # the first columns describe the image, the others the question
     width = queries.shape[1]
     split = config.image_columns
     if split is None:
@@ -166,7 +169,7 @@ def _read_embeddings(
 
 
 def no_beams(queries: int) -> dict[str, Any]:
-    """Return the fields of a table before pools are drawn and anything is recorded."""
+    """Return the fields of a table that has no pools and no recorded beams yet."""
     empty = torch.zeros(queries, 0, dtype=torch.int64)
     return {
         "pool": empty,

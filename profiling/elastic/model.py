@@ -99,15 +99,15 @@ def _cells(images: Tensor) -> tuple[int, int]:
 
 
 def scaled(images: Tensor, grid: TileGrid) -> Tensor:
-    """Scale images [B, 3, h, w] to the size that a grid shows them in."""
+    """Scale images [B, 3, h, w] to the size that they have in a grid."""
     if images.shape[-2:] == (grid.height, grid.width):
         return images
     return F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
 
 
 def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
-    """Scale, pad and cut images [B, 3, h, w] into windows [B, 9·tiles, 192], rows of windows
-    first."""
+    """Scale and pad images [B, 3, h, w], and cut them into windows [B, 9·tiles, 192], row by
+    row."""
     images = scaled(images, grid)
     pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
     if any(pad):
@@ -119,9 +119,11 @@ def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Sparse mixture of experts. The weights sum to one over the ``max_top_k`` best, as trained; a
-    smaller ``top_k`` leaves out the rest of the sum, so it costs accuracy as well as it saves
-    time."""
+    """Sparse mixture of experts.
+
+    It is trained with the ``max_top_k`` best experts of a token, whose weights sum to one. A
+    smaller ``top_k`` leaves out the last terms of the sum: this saves time, and costs accuracy.
+    """
 
     def __init__(self, size: ElasticSize) -> None:
         super().__init__()
@@ -133,24 +135,24 @@ class Experts(nn.Module):
         self.max_top_k = size.max_top_k
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
-        """Run each token [tokens, width] through its experts; an expert sees only the tokens that
-        chose it."""
+        """Run each token [tokens, width] through the experts that it chose."""
         logits = torch.mm(x, self.router.weight.t())
         best, chosen = logits.topk(self.max_top_k)
-        # capped, so that no expert outweighs the others by more than e²: each of them matters
+        # tanh caps the logits: no expert outweighs another by more than e², so each matters
         weight = best.tanh().softmax(-1)[:, :top_k]
         chosen = chosen[:, :top_k]
         if len(x) == 1:  # a decoding step has nothing to sort
             parts = [_expert(x, self.w_in[i], self.w_out[i]) for i in chosen[0].tolist()]
             return torch.mm(weight, torch.cat(parts))
-        # tokens are sorted by expert, so that each expert is a single product
+        # choices are sorted by expert, so that each expert runs once on all of its tokens
         flat = chosen.flatten()
         order = flat.argsort()
         counts = flat.bincount(minlength=len(self.w_in))
+        # every token has `top_k` choices
         token = order // top_k
         inputs = torch.split(x.index_select(0, token), counts.tolist())
-        experts = zip(inputs, self.w_in, self.w_out, strict=True)
-        outputs = [_expert(*expert) for expert in experts if len(expert[0])]
+        runs = zip(inputs, self.w_in, self.w_out, strict=True)
+        outputs = [_expert(tokens, w_in, w_out) for tokens, w_in, w_out in runs if len(tokens)]
         scaled = torch.cat(outputs) * weight.flatten().index_select(0, order)[:, None]
         return torch.zeros_like(x).index_add_(0, token, scaled)
 
@@ -174,18 +176,22 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, top_k: int, mask: Tensor | None = None, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Transform tokens [B, T, width]; return them, and the keys and values [2, B, heads, past
-        + T, width / heads]."""
+        """Transform tokens [B, T, width].
+
+        Returns:
+            the tokens, and all keys and values [2, B, heads, past + T, width / heads].
+        """
         batch, length, width = x.shape
-        # plain products of matrices: at batch size 1 the overhead of a linear layer is as large as
-        # its work
+        # `mm` instead of linear layers, whose overhead at batch size 1 is as large as their work
         qkv = torch.mm(self.norm_attention(x).view(-1, width), self.qkv.weight.t())
         q, cache = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).split((1, 2))
         if past is not None:
             cache = torch.cat((past, cache), 3)
-        seen = F.scaled_dot_product_attention(q[0], cache[0], cache[1], attn_mask=mask)
-        x = x + torch.mm(seen.transpose(1, 2).reshape(-1, width), self.out.weight.t()).view(x.shape)
-        x = x + self.experts(self.norm_experts(x).view(-1, width), top_k).view(batch, length, width)
+        # q keeps its axis, [1, B, heads, T, width / heads]
+        attended = F.scaled_dot_product_attention(q[0], cache[0], cache[1], attn_mask=mask)
+        joined = attended.transpose(1, 2).reshape(-1, width)
+        x = x + torch.mm(joined, self.out.weight.t()).view(x.shape)
+        x = x + self.experts(self.norm_experts(x).view(-1, width), top_k).view(x.shape)
         return x, cache
 
 
@@ -218,7 +224,7 @@ class ElasticVLM(nn.Module):
 
     @property
     def full(self) -> Configuration:
-        """The setting that the model is trained at."""
+        """The configuration that the model is trained with."""
         return Configuration(self.size.max_crops, self.size.max_top_k, self.size.blocks)
 
     def active_blocks(self, num_active_blocks: int) -> tuple[int, ...]:
@@ -229,8 +235,8 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def overview(self, images: Tensor) -> Tensor:
-        """Scale images to one tile, [B, 3, 16, 16]: no knob changes it, and every setting begins
-        with it."""
+        """Scale images to one tile, [B, 3, 16, 16]. No knob changes it, and every configuration
+        begins with it."""
         return scaled(images, tile_grid(*_cells(images), 1))
 
     def first_stage(self, images: Tensor, overview: Tensor, max_crops: int = 0) -> Tensor:
@@ -296,8 +302,11 @@ class ElasticVLM(nn.Module):
 
 
 def shipped_model() -> ElasticVLM:
-    """Load the trained model that the built-in profile was measured on, whose file holds weights in
-    half precision; it is in evaluation mode and single precision."""
+    """Load the trained model that the built-in profile was measured on.
+
+    The file holds weights in half precision. The model has single precision and is in evaluation
+    mode.
+    """
     data = resources.files("knobwise.profiling") / "data"
     weights, metadata = tensors_and_metadata(str(data / "elastic.safetensors"))
     model = ElasticVLM(ElasticSize(**json.loads(metadata["size"])))

@@ -67,17 +67,20 @@ def profile_vlm(
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
-    Repeat the call to resume it. More configurations, samples or repeats are measured beside those
-    that exist; another model, machine, version or data set needs another folder. `identity` is what
-    else distinguishes this model from others, beside its own `identity`.
+    The same call resumes a run that was interrupted. A call that asks for more configurations,
+    samples or repeats adds them to those already measured. Another model, machine, version or data
+    set needs another folder.
+
+    Args:
+        identity: what distinguishes this model from others, in addition to `model.identity`.
 
     Raises:
-        InputError: settings that the model cannot run, data that the metric cannot judge, another
-            run in `out`, a model that fails with a sample (named).
+        InputError: the model cannot run with these settings, the metric cannot judge the data,
+            `out` holds another run, or the model fails on a sample (the message names it).
     """
     out = Path(out)
     state = out / "state"
-    # all that can be refused is refused before anything is written
+    # check everything before anything is written
     items = draw_items(items, config)
     requests = Questions(items, config.metric, config.prompt)
     configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
@@ -88,7 +91,7 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    # all that tells this model from others
+    # what distinguishes this model from others
     values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
     versions = getattr(model, "identity", {})
     identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
@@ -102,7 +105,7 @@ def profile_vlm(
     _claim_folder(state, identity, where, config)
     _measure_part(state, model, plan, store)
 
-    # of all processes
+    # the measurements of all processes
     log = read_logs(state)
     if missing := int((~plan.done(log)).sum()):
         print(
@@ -110,7 +113,7 @@ def profile_vlm(
             "others are missing"
         )
         return out
-    with locked(state):  # two that finish at once write one after the other
+    with locked(state):  # two processes that finish at once write one after the other
         _merge_features(out, model, plan)
         facts = _facts(model, config, {**identity, "machine": where}, requests)
         profile = write_vlm_profile(
@@ -123,7 +126,7 @@ def profile_vlm(
 def _facts(
     model: AdaptiveVLM, config: VLMProfileConfig, origin: Mapping[str, Any], requests: Questions
 ) -> dict[str, Any]:
-    """Return what a profile notes of its run; `origin` is the model and the machine."""
+    """Return what a profile notes about its run; `origin` describes the model and the machine."""
     name = origin.get("class", model.name)
     return {
         "name": config.name or "data",
@@ -141,7 +144,7 @@ def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAI
     count = config.samples or len(items)
     if count > len(items):
         raise InputError(f"knobs.samples={count}: the data hold only {len(items)} samples")
-    # a prefix of one permutation, so that a larger number later includes these
+    # the beginning of a fixed permutation, so that a larger draw includes a smaller one
     drawn = np.random.default_rng(SEED).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
 
@@ -153,19 +156,19 @@ def chosen_configurations(
 ) -> tuple[dict[str, Any], ...]:
     """Return the configurations to measure, with a value for every knob.
 
-    The values of a knob come from the settings, else from the `usual` ones of the model, else they
-    are its default alone.
+    The settings give the values of a knob. Otherwise `usual` gives them (the model's usual values
+    by knob), and otherwise the default is the only value.
 
     Raises:
-        InputError: a knob that the model lacks, or that is named like a column of the table; a
-            value that a knob does not take; a grid that `sample_grid` refuses.
+        InputError: the model lacks a knob, a knob is named like a column of the table, a knob does
+            not take a value, or `sample_grid` refuses the grid.
     """
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
             raise InputError(
                 f"knob {knob.name!r}: is the name of a measurement in a profile; rename it"
             )
-    # from the weakest source to the strongest
+    # each source overrides those before it
     values: dict[str, Sequence[Any]] = {knob.name: (knob.default,) for knob in knobs}
     values |= usual
     values |= config.chosen_values()
@@ -195,7 +198,7 @@ def _claim_folder(
 
 
 def _measure_part(state: Path, model: AdaptiveVLM, plan: Plan, store: FeatureStore) -> None:
-    """Measure this process's part of the configurations, and take its part of the features.
+    """Measure this process's part of the configurations, and compute its part of the features.
 
     The parts are drawn at random, so that no value of a knob is measured on one GPU alone.
     """
