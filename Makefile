@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 PIP := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --config-settings editable_mode=compat
 INSTALLED := $(VENV)/.knobwise
 
+# then the bytecode is kept: tests start hundreds of processes, and each would compile torch and scikit-learn again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run quick test lint docs bench campaign clean
 
 run: $(INSTALLED)
