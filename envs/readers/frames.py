@@ -47,10 +47,13 @@ def read_frame(path: Path) -> pl.DataFrame:
         # the name without .gz decides the format
         if name.endswith(".csv"):
             # the parser would rename a second column, which would then be taken for a knob
-            names = pl.read_csv(content, has_header=False, n_rows=1, infer_schema=False).row(0)
+            header = pl.read_csv(
+                content, has_header=False, n_rows=1, infer_schema=False, glob=False
+            )
+            names = header.row(0)
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"the column {twice[0]!r} occurs twice")
-            return pl.read_csv(content, infer_schema=False)
+            return pl.read_csv(content, infer_schema=False, glob=False)
         if name.endswith((".jsonl", ".ndjson")):
             with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
                 return _frame([decoded(line) for line in lines if line.strip()])

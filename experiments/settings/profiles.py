@@ -224,14 +224,18 @@ def read_questions(config: Any) -> dict[str, str]:
     {} without one."""
     import polars as pl
 
+    from knobwise.common.parquet import read_parquet
     from knobwise.envs.readers.builtin import BUILTIN
 
     path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
-    file = path.with_name("samples.parquet") if path.name else path
+    if not path.name:
+        # a simulated profile has no files
+        return {}
     try:
-        frame = pl.read_parquet(file, columns=["sample_id", "question"])
+        frame = read_parquet(path.with_name("samples.parquet")).select("sample_id", "question")
         return dict(frame.cast(pl.String).iter_rows())
-    except (OSError, pl.exceptions.PolarsError):  # no such file, or another one of that name
+    except (OSError, ValueError, pl.exceptions.PolarsError):
+        # there is no such file, or it is damaged, or another one of that name
         return {}
 
 

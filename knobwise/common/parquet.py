@@ -34,6 +34,7 @@ def read_parquet(path: Path) -> pl.DataFrame:
 
 def _read(path: Path) -> pl.DataFrame:
     try:
-        return pl.read_parquet(path)
+        # a path is the name of one file, not a pattern
+        return pl.read_parquet(path, glob=False)
     except pl.exceptions.PanicException as error:
         raise ValueError(f"damaged: {error}") from None

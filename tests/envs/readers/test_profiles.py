@@ -296,6 +296,12 @@ def test_texts_zipped_and_plain(tmp_path):
     for name, text in texts.items():
         (tmp_path / name).write_bytes(gzip.compress(text.encode()))
         assert read_long_table(tmp_path / name).digest == table().digest
+    # brackets in a name are no pattern: without the second file there is nothing to read
+    for suffix in (".csv", ".parquet"):
+        write_long_table(table(), tmp_path / f"t1{suffix}")
+        other = table(frame(accuracy=[0.0] * 4))
+        write_long_table(other, tmp_path / f"t[1]{suffix}")
+        assert read_long_table(tmp_path / f"t[1]{suffix}").digest == other.digest
     # the ids of a CSV stay text
     (tmp_path / "t.csv").write_text("\ufeffsample_id,k,accuracy,latency_ms\n007,1,1,2\n7,1,0,3\n")
     assert read_long_table(tmp_path / "t.csv").sample_ids == ("007", "7")

@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields, is_dataclass, replace
 from operator import attrgetter
 
+import polars as pl
 import pytest
 import torch
 from helpers import small_beams
@@ -14,7 +15,13 @@ from knobwise.experiments.command_line.compose import READERS, field_docs, read_
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.options import VERBS, resolve
-from knobwise.experiments.settings.profiles import BuiltinProfile, TableProfile, read_profile
+from knobwise.experiments.settings.profiles import (
+    BuiltinProfile,
+    SimulatedProfile,
+    TableProfile,
+    read_profile,
+    read_questions,
+)
 from knobwise.experiments.settings.selector_options import BeamFiles
 
 
@@ -153,3 +160,18 @@ def test_without_right_answers_the_best_beam_is_right(tmp_path):
     assert data.judged_by == "best_beam"
     assert "vqa_correct" not in data.table.fields
     assert data.test.fields["vqa_correct"][0].tolist() == [0, 1, 0, 1, 0, 0]
+
+
+def test_questions_are_those_beside_the_profile(tmp_path, monkeypatch):
+    profile = TableProfile(path=str(tmp_path / "t.csv"))
+    assert read_questions(profile) == {}
+    file = tmp_path / "samples.parquet"
+    pl.DataFrame({"sample_id": [7], "question": ["How many?"]}).write_parquet(file)
+    assert read_questions(profile) == {"7": "How many?"}
+    # a simulated profile has no files, whatever is in the current folder
+    monkeypatch.chdir(tmp_path)
+    assert read_questions(SimulatedProfile()) == {}
+    content = bytearray(file.read_bytes())
+    content[4:-8] = bytes(len(content) - 12)
+    file.write_bytes(content)
+    assert read_questions(profile) == {}
