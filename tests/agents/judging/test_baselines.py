@@ -119,7 +119,7 @@ def test_random_is_uniform_over_the_mask():
 # -- the fitted ones -------------------------------------------------------------------------------
 
 
-def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used():
+def test_all_baselines_are_listed_and_use_features_that_tell():
     assert list(cached("telling")) == NAMES
     test = TELLING.split().test
     got = {name: utility_of(policy, TELLING, test) for name, policy in cached("telling").items()}
