@@ -23,6 +23,7 @@ from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
 from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.stack.teacher import Teacher
+from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
@@ -110,8 +111,17 @@ class DeployedController(nn.Module):
         return super().load_state_dict(*arguments, **options)
 
     def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> Array:
-        """Return configurations int64 [n], see `NumpyController.choose`."""
-        return self.decider.choose(features, limits, mask)
+        """Return configurations int64 [n], see `NumpyController.choose`.
+
+        Raises:
+            InputError: the features are not those that it reads, as with a checkpoint of another
+                profile.
+        """
+        try:
+            return self.decider.choose(features, limits, mask)
+        except ValueError as error:
+            # NumPy's folder stands alone and knows no errors of ours
+            raise InputError(str(error)) from error
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""

@@ -9,6 +9,7 @@ from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.stack.deployed import DeployedController
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 
 
@@ -49,3 +50,11 @@ def test_the_guard_may_be_left_out_and_heads_alone_have_no_teacher():
     assert unguarded.settled.guard == []
     assert unguarded.decider.static is unguarded.decider.guard is None
     assert unguarded.reads_features(np.ones(2)).all()
+
+
+def test_features_of_another_profile_are_a_mistake_of_the_user():
+    # without a teacher, which would refuse them first
+    agent = deployed(small_table(40), PolicyConfig(hidden=8))
+    features = {"language_features": np.zeros((2, 4), np.float32)}
+    with pytest.raises(InputError, match="image_features"):
+        agent.choose(features, np.ones(2))
