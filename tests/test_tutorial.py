@@ -55,7 +55,8 @@ def printed(cell):
 
 
 def utility(text, policy):
-    match = re.search(rf"^{policy} +(?:utility )?(\d\.\d+)", text, re.MULTILINE)
+    # in a table of runs the difference stands before it, with signs in its interval
+    match = re.search(rf"^{policy} +(?:.*? )?(\d\.\d+)(?:,| \[\d)", text, re.MULTILINE)
     assert match, f"no utility of {policy} in: {text}"
     return float(match[1])
 
