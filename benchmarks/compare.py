@@ -4,7 +4,7 @@
 
 The scripts are those of this checkout (all that can run on both commits, unless some are named).
 Each commit is checked out beside this one. Processes take turns, one of OLD and one of NEW in each
-round, and time our ways alone. A line is NEW's time / OLD's, the median with its quartiles; it is
+round, where the second goes first in the next, and time our ways alone. A line is NEW's time / OLD's, the median with its quartiles; it is
 slower or faster where both quartiles are on one side of 1 by more than 3 %.
 """
 
@@ -81,9 +81,12 @@ def main() -> int:
             for script in options.scripts or SCRIPTS:
                 times: dict[str, Times] = {"old": {}, "new": {}}
                 faults = dict.fromkeys(trees, "")
+                order = list(trees)
                 for _ in range(options.rounds):
-                    for name, tree in trees.items():
-                        faults[name] = add_times(script, tree, times[name])
+                    for name in order:
+                        faults[name] = add_times(script, trees[name], times[name])
+                    # whoever is second goes first next time, on a machine that gets slower or faster
+                    order.reverse()
                     if any(faults.values()) and not all(times.values()):
                         break
                 for name, fault in faults.items():
