@@ -4,8 +4,9 @@
 
 The scripts are those of this checkout (all that can run on both commits, unless some are named).
 Each commit is checked out beside this one. Processes take turns, one of OLD and one of NEW in each
-round, where the second goes first in the next, and time our ways alone. A line is NEW's time / OLD's, the median with its quartiles; it is
-slower or faster where both quartiles are on one side of 1 by more than 3 %.
+round; who was second is first in the next. They time our ways alone. A line is NEW's time / OLD's,
+the median with its quartiles; it is slower or faster where both quartiles are on one side of 1 by
+more than 3 %.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def main() -> int:
                 for _ in range(options.rounds):
                     for name in order:
                         faults[name] = add_times(script, trees[name], times[name])
-                    # whoever is second goes first next time, on a machine that gets slower or faster
+                    # a machine that gets slower or faster favours neither
                     order.reverse()
                     if any(faults.values()) and not all(times.values()):
                         break
