@@ -3,7 +3,7 @@
 docs/speed.md holds the tables between two comments; they are written from the JSON. Run it on a
 quiet machine, and commit both files:
 
-    python benchmarks/suite.py [--rounds=9] [SCRIPT …]
+    python benchmarks/suite.py [--rounds=5] [SCRIPT …]
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     """Run the scripts, then write the record and the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=", ".join(SCRIPTS))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     record: dict[str, Any] = {"lines": {}}
     if RECORD.exists():
