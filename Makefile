@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --config-settings editable_mode=compat
 INSTALLED := $(VENV)/.knobwise
 
-# then the bytecode is kept: tests start hundreds of processes, and each would compile torch and scikit-learn again
+# keep bytecode whatever the environment says: tests start hundreds of processes, each of which would compile torch
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run quick test lint docs bench campaign clean

@@ -375,7 +375,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             actions = np.array(actions)  # faster than torch for lists and tuples
         grouped = self._replay.grouped(actions, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
-        outcome = self._outcome("", limits, *replayed[:1], *replayed[2:])
+        choice, _, accuracy, latency_ms = replayed
+        outcome = self._outcome("", limits, choice, accuracy, latency_ms)
         self._over[:] = True
         rewards = replayed.reward[:, 0].numpy()
         return _copied(observations), rewards, _copied(info | best) | outcome

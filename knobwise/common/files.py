@@ -82,19 +82,17 @@ def longest_file() -> int:
 def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path for the block to write to.
 
-    If the block ends without an error, its file replaces the one at `path`; else its file is
-    removed. The folder is made when it is missing. The temporary file has the suffix of `path`, for
-    writers that look at it. Its bytes are on disk before it is renamed, and its new name is on disk
-    when the context ends. Temporary files of `path` that killed processes left behind are removed.
+    If the block ends without an error, its file replaces the one at `path`; else it is removed. The
+    folder is made when it is missing. The temporary file has the suffix of `path`. Bytes and name
+    are on disk when the context ends. Temporary files that killed processes left are removed.
 
     Args:
         path: the file to write.
         previous: the path at which the old file is kept; None does not keep it.
 
     Raises:
-        InputError: nothing can be written at `path`. It is raised before the block begins.
-        OSError: the disk is full, or the file is longer than allowed. Some writers, such as torch,
-            raise errors of their own then; these become an OSError.
+        InputError: nothing can be written at `path`; raised before the block begins.
+        OSError: the disk is full, or the file too long, whatever error its writer raises then.
     """
     path = Path(path)
     # what cannot be written is refused before the work begins

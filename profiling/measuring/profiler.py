@@ -67,16 +67,14 @@ def profile_vlm(
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
-    The same call resumes a run that was interrupted. A call that asks for more configurations,
-    samples or repeats adds them to those already measured. Another model, machine, version or data
-    set needs another folder.
+    The same call resumes an interrupted run. A call for more configurations, samples or repeats
+    adds them. Another model, machine, version or data set needs another folder.
 
     Args:
-        identity: what distinguishes this model from others, in addition to `model.identity`.
+        identity: what tells this model from others, beside `model.identity`.
 
     Raises:
-        InputError: the model cannot run with these settings, the metric cannot judge the data,
-            `out` holds another run, or the model fails on a sample (the message names it).
+        InputError: the model, the metric or the settings do not fit, or `out` holds another run.
     """
     out = Path(out)
     state = out / "state"
@@ -91,7 +89,6 @@ def profile_vlm(
             f"knobs.shards={config.shards}: there are only {len(configurations)} configurations"
         )
 
-    # what distinguishes this model from others
     values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
     versions = getattr(model, "identity", {})
     identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
@@ -99,7 +96,6 @@ def profile_vlm(
     questions = tuple(question_text(item, config.prompt) for item in items)
     contents = content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
     plan = Plan(items, questions, tuple(contents), configurations, config)
-    # reads what exists, and writes nothing yet
     store = _store(out, plan)
     where = machine()
     _claim_folder(state, identity, where, config)
@@ -113,7 +109,8 @@ def profile_vlm(
             "others are missing"
         )
         return out
-    with locked(state):  # two processes that finish at once write one after the other
+    # two processes that finish at once write one after the other
+    with locked(state):
         _merge_features(out, model, plan)
         facts = _facts(model, config, {**identity, "machine": where}, requests)
         profile = write_vlm_profile(
