@@ -74,7 +74,7 @@ def profile_vlm(
         identity: what tells this model from others, beside `model.identity`.
 
     Raises:
-        InputError: the model, the metric or the settings do not fit, or `out` holds another run.
+        InputError: settings, metric or folder do not fit, or the model fails on a sample.
     """
     out = Path(out)
     state = out / "state"
