@@ -63,14 +63,14 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
     measured_ms = table.measurements_ms
     networks = trainer.networks
     x = trainer.all_features
-    offsets = trainer.actor.module[0].module.offsets
+    by_value = trainer.actor.module[0].module.by_value
 
     def losses() -> Iterator[Tensor]:
         with torch.no_grad():
             rows, limits = env.contexts(CONTEXTS * networks)
             rows = rows.view(CONTEXTS, networks).T
             limits = limits.view(CONTEXTS, networks).T
-            inputs = x[rows % len(x)], limits, None, offsets[rows]
+            inputs = x[rows % len(x)], limits, None, by_value[rows]
             old = network(*inputs)
             drawn = torch.multinomial(old.exp().flatten(0, 1), 16, replacement=True)
             drawn = drawn.view(networks, CONTEXTS, 16)
@@ -83,8 +83,8 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
             old = old.gather(-1, drawn)
         for _ in range(EPOCHS):
             for batch in torch.randperm(CONTEXTS).split(MINIBATCH):
-                features, limit, _, offset = inputs
-                log_probs = network(features[:, batch], limit[:, batch], None, offset[:, batch])
+                features, limit, _, drift = inputs
+                log_probs = network(features[:, batch], limit[:, batch], None, drift[:, batch])
                 yield grpo_loss(
                     log_probs.gather(-1, drawn[:, batch]),
                     old[:, batch],
@@ -116,10 +116,10 @@ def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
     return losses
 
 
-def imitation_loss(network: nn.Module, x: Tensor, limit: Tensor, worth: Tensor, offset: Any) -> Any:
+def imitation_loss(network: nn.Module, x: Tensor, limit: Tensor, worth: Tensor, drift: Any) -> Any:
     """Return the cross-entropy to the policy that the teacher's expected worths make."""
     target = (POLICY.sharpness * worth).softmax(-1)
-    return -(target * network(x, limit, None, offset)).sum(-1).mean()
+    return -(target * network(x, limit, None, drift)).sum(-1).mean()
 
 
 def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
@@ -162,14 +162,14 @@ def check(trainer: ControllerTrainer, stage: str) -> None:
     network = trainer.agent.controller.network
     if stage == "imitation":
         data = trainer.stage.draw(MINIBATCH)
-        inputs = [data[key] for key in ("x", "limit", "worth", "offset")]
+        inputs = [data[key] for key in ("x", "limit", "worth", "by_value")]
         expected = imitation_loss(network, *inputs)
     elif stage == "GRPO":
         data = trainer.buffer[:]
         row = data["row"].T
-        offsets = trainer.actor.module[0].module.offsets[row]
+        drift = trainer.actor.module[0].module.by_value[row]
         x = trainer.all_features[row % TABLE.num_samples]
-        log_probs = network(x, data["budget_ms"].T, None, offsets)
+        log_probs = network(x, data["budget_ms"].T, None, drift)
         drawn = data["configuration"].transpose(0, 1)
         keys = "action_log_prob", "reference_log_prob", ("next", "reward")
         parts = [data[key].transpose(0, 1) for key in keys]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
-from knobwise.agents.controller.networks import ValueHead
+from knobwise.agents.controller.networks import ValueHead, drift_inputs
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import ACTIONS
@@ -68,7 +68,7 @@ class _FromRows(nn.Module):
 
     all_features: Tensor
     mask: Tensor
-    offsets: Tensor | None
+    by_value: Tensor | None
 
     def __init__(
         self,
@@ -79,9 +79,12 @@ class _FromRows(nn.Module):
     ) -> None:
         super().__init__()
         self.controller = controller
-        self.register_buffer("offsets", offsets, persistent=False)
         self.members = controller.config.members_trained if members else 0
         device = controller.configurations.device
+        by_value = None
+        if offsets is not None:
+            by_value = drift_inputs(offsets.to(device), controller.network.values)
+        self.register_buffer("by_value", by_value, persistent=False)
         # features of all samples, normalised once
         blocks = {name: block.to(device) for name, block in table.features.items()}
         features = controller.features(blocks, table.num_samples)
@@ -100,12 +103,12 @@ class _FromRows(nn.Module):
         if not self.members:
             return self.controller(x, limit, mask)
         # the networks in training, each on every M-th context
-        if self.offsets is None:
-            offset = None
+        if self.by_value is None:
+            by_value = None
         else:
-            offset = nn.functional.embedding(row, self.offsets)
+            by_value = nn.functional.embedding(row, self.by_value)
         inputs = []
-        for values in (x, limit, mask, offset):
+        for values in (x, limit, mask, by_value):
             if values is not None:
                 # [*, …] → [M, n, …], every M-th context for the same network
                 shape = row.numel() // self.members, self.members, *values.shape[row.ndim :]

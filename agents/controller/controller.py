@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.controller.networks import KnobNetwork
+from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
@@ -93,8 +93,11 @@ class Controller(nn.Module):
         shape = limit.shape
         n = math.prod(shape)
         # every network gets the same requests: [*, …] → [M, n, …]
+        by_value = None
+        if offset is not None:
+            by_value = drift_inputs(offset, self.network.values)
         inputs = []
-        for values in (features, limit, mask, offset):
+        for values in (features, limit, mask, by_value):
             if values is not None:
                 rest = values.shape[len(shape) :]
                 values = values.reshape(n, *rest).expand(self.config.members_trained, n, *rest)

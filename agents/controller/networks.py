@@ -110,6 +110,11 @@ def drift_values(configurations: Tensor, drift: float) -> Tensor:
     return torch.stack(rows)
 
 
+def drift_inputs(offset: Tensor, values: Tensor) -> Tensor:
+    """Return what heads read of offsets of ln ms: [*, C] and `drift_values` [V, C] → [*, V]."""
+    return DRIFT_SCALE * (offset @ values.T)
+
+
 class ValueHead(MemberLinear):
     """Expects the reward of a context, V(s), in the place of heads: [M, n, H] → [M, n, 1]."""
 
@@ -149,15 +154,12 @@ class KnobNetwork(nn.Module):
         self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
 
     def forward(
-        self, x: Tensor, limit: Tensor, mask: Tensor | None = None, offset: Tensor | None = None
+        self, x: Tensor, limit: Tensor, mask: Tensor | None = None, by_value: Tensor | None = None
     ) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
-        offsets of ln ms [M, n, C], None for no drift."""
-        # what is known of a drift
-        if offset is None:
+        the drift of each knob value [M, n, V] (see `drift_inputs`), None for none."""
+        if by_value is None:
             by_value = x.new_zeros(*x.shape[:-1], len(self.values))
-        else:
-            by_value = DRIFT_SCALE * (offset @ self.values.T)
         # inputs → hidden layers → heads
         hidden = torch.cat([x, self.encoding(limit), by_value], -1)
         for i, layer in enumerate(self.layers):

@@ -384,7 +384,7 @@ class ControllerTrainer(JudgedTrainer):
 
         The target is softmax(sharpness · the teacher's expected worths).
         """
-        inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("offset", None)
+        inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("by_value", None)
         log_probs = self.agent.controller.network(*inputs)
         temperature = 1 / self.policy.sharpness
         loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
@@ -435,4 +435,7 @@ class ControllerTrainer(JudgedTrainer):
         """The lessons that the heads imitate."""
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
-        return Lessons(self.taught_by, self.table, self.limits, draws, self.seed, self.drift)
+        values = self.agent.controller.network.values.cpu()
+        return Lessons(
+            self.taught_by, self.table, self.limits, draws, self.seed, self.drift, values
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.networks import drift_inputs
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.teacher import Fitted
 from knobwise.common.progress import progress
@@ -36,11 +37,12 @@ class Lessons:
         draws: lessons that training will draw; R is never larger.
         seed: the seed of requests, limits and drift.
         drift: the largest size of drift, in ln ms; 0 for none.
+        values: float [values, C], see `drift_values`.
 
     Attributes:
         parts: float tensors by name. `x` [M, R, width]: the normalised features. `limit` [M, R, V].
-            `worth` [M, R, V, C]: the expected worth of every configuration. Under drift `offset`
-            [M, R, V, C]: what it adds to ln ms.
+            `worth` [M, R, V, C]: the expected worth of every configuration. Under drift `by_value`
+            [M, R, V, values]: what the heads read of it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Lessons:
         draws: int,
         seed: int,
         drift: float,
+        values: Tensor,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         # each network learns from the teacher that was fitted on the same samples; the last on all
@@ -66,7 +69,7 @@ class Lessons:
                 offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
                 lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
                 if offsets is not None:
-                    lesson["offset"] = offsets
+                    lesson["by_value"] = drift_inputs(offsets, values)
                 lessons.append(lesson)
                 tick(finished, "teachers")
         self.parts: dict[str, Tensor] = {}

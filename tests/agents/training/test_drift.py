@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import BRIEF, TAUGHT, arrays, repeated, small_table
 
-from knobwise.agents.controller.networks import drift_values
+from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.policy.network import LatencyModel
 from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.training import imitation
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
@@ -105,7 +106,7 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
         assert float((seen < n).double().mean()) == pytest.approx(0.5, abs=0.1)
     # the latencies that it is rewarded for are those of the copy
     last = batches[-1]
-    offset = student.actor.module[0].module.offsets
+    offset = drifted_copies(table, student.drift, student.seed)[1]
     row, chosen = last["row"].unsqueeze(-1), last["configuration"]
     taken = table.latency_ms[row % n, chosen] * offset[row, chosen].exp()
     in_time = taken <= last["budget_ms"].unsqueeze(-1)
@@ -119,16 +120,25 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     sample = last["row"].T % n
     x = student.all_features[sample]
     limits, mask = last["budget_ms"].T, table.mask[sample]
-    told = network(x, limits, mask, offset[last["row"].T]).transpose(0, 1)
+    drift = drift_inputs(offset[last["row"].T], network.values)
+    told = network(x, limits, mask, drift).transpose(0, 1)
     torch.testing.assert_close(log_probs, told)
 
 
-def test_heads_imitate_what_the_teacher_makes_of_a_drift():
+def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     table = small_table(60)
     student = trainer(table)
+    drawn = []
+    monkeypatch.setattr(
+        imitation,
+        "drawn_drift",
+        lambda *settings: drawn.append(drawn_drift(*settings)) or drawn[-1],
+    )
     student.run()
     lessons, teacher = student.lessons, student.taught_by.teacher
-    x, limits, worths, offsets = (part[-1, :40] for part in lessons.parts.values())
+    x, limits, worths, told = (part[-1, :40] for part in lessons.parts.values())
+    offsets = drawn[-1][:40]
+    torch.testing.assert_close(told, drift_inputs(offsets, student.agent.controller.network.values))
     with torch.no_grad():
         still = teacher.mixture(x)
         wanted = []
@@ -141,7 +151,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift():
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
     torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
-    assert lessons.draw(9)["offset"].shape == (3, 9, 12)
+    assert lessons.draw(9)["by_value"].shape == (3, 9, told.shape[-1])
 
 
 def test_what_is_judged_and_deployed_does_not_drift():
