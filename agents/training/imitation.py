@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from knobwise.agents.controller.networks import drift_inputs
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -79,14 +80,18 @@ class Lessons:
     def draw(self, contexts: int) -> dict[str, Tensor]:
         """Draw random lessons for each network: of each part a tensor [M, contexts, …]."""
         members, requests, limits = self.parts["limit"].shape
-        member = torch.arange(members).unsqueeze(1)
-        row = torch.randint(requests, (members, contexts))
+        request = torch.randint(requests, (members, contexts))
         limit = torch.randint(limits, (members, contexts))
+        # positions in the flattened parts, which are looked up several times as fast
+        request += requests * torch.arange(members).unsqueeze(1)
+        under_limit = limits * request + limit
         # the features of a request are the same under all its limits
-        drawn = {"x": self.parts["x"][member, row]}
-        for name in self.parts:
-            if name != "x":
-                drawn[name] = self.parts[name][member, row, limit]
+        drawn = {"x": functional.embedding(request, self.parts["x"].flatten(0, 1))}
+        for name, part in self.parts.items():
+            if name == "limit":
+                drawn[name] = part.take(under_limit)
+            elif name != "x":
+                drawn[name] = functional.embedding(under_limit, part.flatten(0, 2))
         return drawn
 
 

@@ -13,16 +13,20 @@ and a chart names a hue by its position in the palette (`domain`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import altair as alt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from platformdirs import user_cache_path
 
+from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.report.words import POLICIES
 
@@ -175,9 +179,20 @@ def render_page(
 
 @functools.cache
 def _vega() -> str:
-    """Return the JavaScript that draws the charts, safe inside a script element."""
+    """Return the JavaScript that draws the charts, safe inside a script element.
+
+    It takes two seconds to put together, so it is kept in the user's cache.
+    """
     import vl_convert
 
     version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
+    bundler = metadata.version("vl-convert-python")
+    kept = user_cache_path("knobwise") / f"vega-{bundler}-{version}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return kept.read_text("utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
-    return script.replace("</script", "<\\/script")
+    script = script.replace("</script", "<\\/script")
+    # a home that cannot be written to is no reason to fail
+    with contextlib.suppress(OSError, InputError):
+        write_text(kept, script)
+    return script

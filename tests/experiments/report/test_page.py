@@ -62,6 +62,19 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     assert not re.search(r"<(link|iframe|script[^>]* src)", text.replace(page._vega(), ""))
 
 
+def test_the_script_of_the_charts_is_kept_between_processes(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(page, "user_cache_path", lambda _: folder)
+    made = page._vega.__wrapped__()
+    (kept,) = folder.iterdir()
+    assert kept.read_text() == made
+    kept.write_text("the kept one")
+    assert page._vega.__wrapped__() == "the kept one"
+    # without a place to keep it, it is made again
+    folder = kept
+    assert page._vega.__wrapped__() == made
+
+
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
