@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from knobwise.common.errors import InputError as InputError
     from knobwise.envs.configurations.budgets import default_budgets as default_budgets
     from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
-    from knobwise.envs.configurations.gymnasium_env import (
+    from knobwise.envs.configurations.gymnasium_vector_env import (
         ConfigBanditVectorEnv as ConfigBanditVectorEnv,
     )
     from knobwise.envs.configurations.settings import BudgetConfig as BudgetConfig
@@ -44,7 +44,7 @@ MODULES = {
     "builtin_profile": "readers.builtin",
     "InputError": "knobwise.common.errors",
     "ConfigBanditEnv": "configurations.gymnasium_env",
-    "ConfigBanditVectorEnv": "configurations.gymnasium_env",
+    "ConfigBanditVectorEnv": "configurations.gymnasium_vector_env",
     "RewardConfig": "configurations.reward",
     "join_tables": "readers.joint",
     "SimulatedConfig": "simulated.calibrated",

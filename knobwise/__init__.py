@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 gymnasium.register(
     id="knobwise/ConfigBandit-v0",
     entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditEnv",
-    vector_entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditVectorEnv",
+    vector_entry_point="knobwise.envs.configurations.gymnasium_vector_env:ConfigBanditVectorEnv",
     kwargs={"inputs": "knobwise.profiling.elastic.adapter:builtin_input"},
 )
 

@@ -19,11 +19,8 @@ from torchrl.envs import GymEnv, GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environment)
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.gymnasium_env import (
-    ConfigBanditEnv,
-    ConfigBanditVectorEnv,
-    oracle,
-)
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv, oracle
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit

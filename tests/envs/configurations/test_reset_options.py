@@ -13,7 +13,8 @@ from torchrl.envs import GymWrapper
 
 import knobwise  # noqa: F401  (registers the environment)
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv
 from knobwise.envs.configurations.settings import BudgetConfig
 
 ID = "knobwise/ConfigBandit-v0"
