@@ -70,11 +70,12 @@ class FeatureNormaliser(nn.Module):
         drawn_in = self._drawn_in(filled)
         mean = drawn_in.mean(0)
         scale = (drawn_in - mean).square().mean(0).sqrt()
-        self.register_buffer("mean", mean.float())
         # relative to the mean: features may be tiny, and a constant one differs from its mean by
         # rounding
-        least = (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
-        self.register_buffer("scale", torch.where(scale > least, scale, torch.inf).float())
+        varies = scale > (1e-6 * mean.abs()).clamp_min(torch.finfo(torch.float32).tiny)
+        # a constant column gives x/∞ = 0; a difference from its mean might overflow, and ∞/∞ is NaN
+        self.register_buffer("mean", torch.where(varies, mean, 0.0).float())
+        self.register_buffer("scale", torch.where(varies, scale, torch.inf).float())
 
     @property
     def width(self) -> int:

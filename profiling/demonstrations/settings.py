@@ -69,11 +69,12 @@ class LearnerTaskConfig:
 
 @dataclass
 class VLMTaskConfig:
-    """A Hugging Face vision-language model and the questions that it answers."""
+    """A Hugging Face vision-language model or language model, and the questions that it answers."""
 
     data: str = ""
-    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers, optionally image_id
-    and choices. Each is a query, and without `bank` a possible demonstration of the others."""
+    """Items as JSON lines, JSON, Parquet or CSV: id, image (not for a language model), question,
+    answers, optionally image_id and choices. Each is a query, and without `bank` a possible
+    demonstration of the others."""
     bank: str = ""
     """File of the possible demonstrations."""
     embeddings: str = ""
@@ -86,6 +87,9 @@ class VLMTaskConfig:
     are mixed, as in the mean of CLIP's two embeddings; whole embeddings are then compared."""
     batch_size: int = 8
     """Prompts computed at a time."""
+    chats: bool | None = None
+    """Whether prompts follow the model's chat template; None: where it has one. Without it a prompt
+    is plain: a line for each question and each answer."""
     dtype: str = "auto"
     """Type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None

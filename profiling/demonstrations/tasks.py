@@ -87,26 +87,32 @@ def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
-    """Load a vision-language model (a folder, or a name on the Hugging Face hub) with data and
-    embeddings from files.
+    """Load a vision-language model or a language model (a folder, or a name on the Hugging Face
+    hub) with data and embeddings from files.
 
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
     such model.
     """
     if missing := [name for name in ("data", "embeddings") if not getattr(config, name)]:
         raise InputError(
-            f"model={model}: a vision-language model needs vlm.{missing[0]} (knobwise profile "
-            "--help); other models "
-            "are model=elastic and model=learner"
+            f"model={model}: a Hugging Face model needs vlm.{missing[0]} (knobwise profile "
+            "--help); other models are model=elastic and model=learner"
         )
     if pool.sampler == "covers":
         raise InputError(
             f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
         )
+    from knobwise.profiling.huggingface.loading import reads_text_alone
     from knobwise.profiling.huggingface.scorer import VLMScorer
+    from knobwise.profiling.huggingface.text_scorer import TextScorer
+    from knobwise.profiling.smollm import folder
 
     # the model comes last, since it takes longest
-    data = read_vqa_data(config.data, config.bank or None)
+    source: str | Path = model
+    if model == folder.NAME:
+        source = folder.smollm_folder()
+    text_alone = reads_text_alone(source)
+    data = read_vqa_data(config.data, config.bank or None, images=not text_alone)
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
         name=Path(config.data).stem,
@@ -122,8 +128,9 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     if data.queries is data.bank:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
-    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size")}
-    scorer = VLMScorer.load(model, data, **options)
+    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
+    kind = TextScorer if text_alone else VLMScorer
+    scorer = kind.load(source, data, **options)
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
     sources = digests(Path(), filter(None, (config.data, config.bank)))
     return BeamTask(table, scorer, [f"model={model}", *changed], sources)

@@ -1,5 +1,5 @@
-"""Vision-language models from a folder or the Hugging Face hub, without running code of theirs, and
-their prompts."""
+"""Vision-language models and language models from a folder or the Hugging Face hub, without running
+code of theirs, and their prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 
 INSTRUCTION = "Answer with a single word or a short phrase."
-# for models that were never taught to chat; white space in it is part of the prompt
+# for models that were never taught to chat; white space in them is part of the prompt
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ "
     "message.content[1].text }} Answer:"
     "{% else %} {{ message.content[0].text }}\n{% endif %}{% endfor %}"
+)
+# a blank line between demonstrations would be one token at the end of a text, and two inside it
+PLAIN_TEXT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}Question: {{ message.content }}\n"
+    "Answer:{% else %} {{ message.content }}\n{% endif %}{% endfor %}"
 )
 
 GREEDY: dict[str, Any] = {
@@ -38,11 +43,52 @@ do to the logits, such as a repetition penalty, they go on doing."""
 def load_pretrained(
     name_or_path: str | Path, dtype: str | torch.dtype, kind: str = "AutoModelForImageTextToText"
 ) -> tuple[Any, Any]:
-    """Load a model, by a class of transformers, and its processor; no code that came with them is
-    executed.
+    """Load a model, by a class of transformers, and its processor, or of a language model its
+    tokenizer; no code that came with them is executed.
 
     Raises:
         InputError: transformers is not installed, or there is no such model, or of another kind.
+    """
+    transformers = _transformers(name_or_path)
+    reader = transformers.AutoProcessor
+    what = "vision-language model"
+    if kind == "AutoModelForCausalLM":
+        reader = transformers.AutoTokenizer
+        what = "language model"
+    try:
+        processor = reader.from_pretrained(name_or_path, trust_remote_code=False)
+        model = getattr(transformers, kind).from_pretrained(
+            name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except Exception as error:  # what is damaged, or does not fit, fails in many ways
+        raise InputError(
+            f"{name_or_path}: cannot be loaded as a {what} ({' '.join(str(error).split())})"
+        ) from error
+    return model, processor
+
+
+def reads_text_alone(name_or_path: str | Path) -> bool:
+    """Return True for a language model that takes no images, by its configuration.
+
+    Raises:
+        InputError: transformers is not installed, or there is no such model.
+    """
+    transformers = _transformers(name_or_path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(
+            f"{name_or_path}: is no model of transformers ({' '.join(str(error).split())})"
+        ) from error
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return not sees and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _transformers(name_or_path: str | Path) -> Any:
+    """Import transformers, to load a model that may exist.
+
+    Raises:
+        InputError: transformers is not installed, or the path is no folder.
     """
     try:
         import transformers
@@ -56,19 +102,7 @@ def load_pretrained(
         raise InputError(
             f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub"
         )
-    try:
-        processor = transformers.AutoProcessor.from_pretrained(
-            name_or_path, trust_remote_code=False
-        )
-        model = getattr(transformers, kind).from_pretrained(
-            name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    except Exception as error:  # what is damaged, or does not fit, fails in many ways
-        raise InputError(
-            f"{name_or_path}: cannot be loaded as a vision-language model "
-            f"({' '.join(str(error).split())})"
-        ) from error
-    return model, processor
+    return transformers
 
 
 def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
@@ -91,22 +125,38 @@ def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
 
 
 class PromptedModel:
-    """A model of transformers with its processor, and how questions about images become its
-    prompts.
+    """A model of transformers with its processor, and how questions become its prompts.
 
-    The image-text-to-text model is put into eval mode, and on the device if one is named. Without a
-    chat template the prompt is "<image> Question: … Answer:" and the answer ends with its line. A
-    tokenizer without a padding token gets its end token as one. `INSTRUCTION` is added to every
-    question of a chat model.
+    The model is put into eval mode, and on the device if one is named. Without a chat template the
+    prompt is "<image> Question: … Answer:", of a language model the same without the image, and the
+    answer ends with its line. A tokenizer without a padding token gets its end token as one.
+    `INSTRUCTION` is added to every question of a chat model.
+
+    Args:
+        processor: of a vision-language model; of a language model the tokenizer.
+        chats: whether prompts follow the chat template; None: where there is one.
     """
 
+    kind = "AutoModelForImageTextToText"
+    """The class of transformers that `load` loads a model by."""
+
     def __init__(
-        self, model: Any, processor: Any, *, device: str | torch.device | None = None
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        device: str | torch.device | None = None,
+        chats: bool | None = None,
     ) -> None:
         self.model = (model if device is None else model.to(device)).eval()
         self.processor = processor
-        self.tokenizer = processor.tokenizer
-        self.chats = bool(getattr(processor, "chat_template", None))
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.sees = self.tokenizer is not processor
+        """True for a model that takes images."""
+        has_template = bool(getattr(processor, "chat_template", None))
+        if chats and not has_template:
+            raise InputError("chats=True: the model has no chat template")
+        self.chats = has_template if chats is None else chats
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         stops = getattr(model.generation_config, "eos_token_id", None)
@@ -128,7 +178,7 @@ class PromptedModel:
         Raises InputError if transformers is not installed, or there is no such model, or of another
         kind.
         """
-        model, processor = load_pretrained(name_or_path, dtype)
+        model, processor = load_pretrained(name_or_path, dtype, cls.kind)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(model, processor, *arguments, device=device, **settings)
 
@@ -136,10 +186,15 @@ class PromptedModel:
         self, question: str, answer: str | None = None, *, image: bool = True
     ) -> list[dict[str, Any]]:
         """Return the turns of a question, with its answer where there is one."""
+        if self.chats:
+            question += f"\n{INSTRUCTION}"
+        if not self.sees:
+            text_turns = [{"role": "user", "content": question}]
+            if answer is not None:
+                text_turns.append({"role": "assistant", "content": answer})
+            return text_turns
         # the image comes before the question
         content = [{"type": "text", "text": question}]
-        if self.chats:
-            content[0]["text"] += f"\n{INSTRUCTION}"
         if image or not self.chats:
             content.insert(0, {"type": "image"})
         turns = [{"role": "user", "content": content}]
@@ -156,7 +211,10 @@ class PromptedModel:
         if not self.chats:
             mark = getattr(self.processor, "image_token", None) or "<image>"
             template = PLAIN_TEMPLATE.replace("IMAGE", mark * image)
+            if not self.sees:
+                template = PLAIN_TEXT_TEMPLATE
         options |= {"chat_template": template, "add_generation_prompt": turns[-1]["role"] == "user"}
+        options["tokenize"] = False
         return str(self.processor.apply_chat_template(turns, **options))
 
     def _token_options(self, text: str) -> dict[str, bool]:

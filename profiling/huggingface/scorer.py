@@ -39,7 +39,85 @@ class _Candidates(NamedTuple):
     right: int
 
 
-class VLMScorer(PromptedModel):
+class DemonstrationScorer(PromptedModel):
+    """What scorers of vision-language models and of language models share.
+
+    Args:
+        model, processor, device, chats: as for `PromptedModel`.
+        data: the queries, and the bank of their demonstrations.
+        batch_size: prompts computed at a time.
+
+    Raises:
+        InputError: a batch size below 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        data: VQAData,
+        *,
+        batch_size: int = 8,
+        device: str | torch.device | None = None,
+        chats: bool | None = None,
+    ) -> None:
+        at_least("batch_size", batch_size, 1)
+        super().__init__(model, processor, device=device, chats=chats)
+        self.data = data
+        self.batch_size = batch_size
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._end_tokens = special | self._stops
+
+    def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
+        """Return each query with its demonstrations. Raises InputError for rows that do not
+        exist."""
+        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
+        pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
+        return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
+        accuracy."""
+        right = torch.zeros(len(queries))
+        for i, (query, rows) in enumerate(self._prompts(queries, demonstrations)):
+            if rows:
+                references = self.data.queries[query].answers
+                voted, *_ = most_common([self.data.bank[row].answer for row in rows])
+                best = max(soft_accuracy(answer, references) for answer in references)
+                right[i] = float(soft_accuracy(voted, references) == best)
+        return right
+
+    def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
+        """Return the tokens of an answer as a demonstration shows it, up to and with the one that
+        ends it."""
+        before = self._prompt(self._turns(item.question))
+        after = self._prompt(self._turns(item.question, answer))
+        if not after.startswith(before):  # such as templates that open a part for reasoning
+            after = before + " " * (not before[-1:].isspace()) + answer
+        if self.chats:
+            after = after.rstrip()
+        tokens = self._ids(before, after)
+        for i, token in enumerate(tokens, 1):
+            if token in self._end_tokens:
+                return tokens[:i]
+        if self.chats and self.tokenizer.eos_token_id is not None:
+            return [*tokens, self.tokenizer.eos_token_id]
+        if not tokens:
+            raise InputError(
+                f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary"
+            )
+        return tokens
+
+    def _ids(self, before: str, after: str) -> list[int]:
+        """Return the tokens that `after` has and `before`, which it begins with, has not."""
+        texts = [before, after, after[len(before) :]]
+        start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        # read in its place, since some tokenizers begin a text with a space; alone where a token
+        # spans the border
+        return list(whole[len(start) :] if whole[: len(start)] == start else rest)
+
+
+class VLMScorer(DemonstrationScorer):
     """How well a vision-language model answers queries after demonstrations: a `Scorer`.
 
     The demonstrations (image, question, answer) and the query (image, question) become one prompt
@@ -61,11 +139,11 @@ class VLMScorer(PromptedModel):
     among up to `MAX_CHOICES` and higher than that of free generation.
 
     Args:
-        model, processor, device: as for `PromptedModel`.
-        batch_size: prompts computed at a time; their cache is held once for each candidate.
+        model, processor, data: as for `DemonstrationScorer`.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first
             batch: where that fails or gives other likelihoods than the whole sequence, each answer
             is computed with its prompt, one at a time, with a warning.
+        options: as for `DemonstrationScorer`. The cache of a batch is held once for each candidate.
 
     Raises InputError for sizes that make no sense; when called, for rows that do not exist, an
     image that cannot be read, a query with one candidate only.
@@ -77,25 +155,12 @@ class VLMScorer(PromptedModel):
         processor: Any,
         data: VQAData,
         *,
-        batch_size: int = 8,
-        device: str | torch.device | None = None,
         reuse_prompt: bool | None = None,
+        **options: Any,
     ) -> None:
-        at_least("batch_size", batch_size, 1)
-        super().__init__(model, processor, device=device)
-        self.data = data
-        self.batch_size = batch_size
+        super().__init__(model, processor, data, **options)
         self.reuse_prompt = reuse_prompt
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self._end_tokens = special | self._stops
         self._known: dict[int, _Candidates] = {}  # by query
-
-    def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
-        """Return each query with its demonstrations. Raises InputError for rows that do not
-        exist."""
-        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
-        pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -118,18 +183,6 @@ class VLMScorer(PromptedModel):
                 row = [right, right.exp(), accuracy, correct.float(), relative]
                 scores[:, i] = torch.stack(row)
         return dict(zip(fields, scores, strict=True))
-
-    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
-        accuracy."""
-        right = torch.zeros(len(queries))
-        for i, (query, rows) in enumerate(self._prompts(queries, demonstrations)):
-            if rows:
-                references = self.data.queries[query].answers
-                voted, *_ = most_common([self.data.bank[row].answer for row in rows])
-                best = max(soft_accuracy(answer, references) for answer in references)
-                right[i] = float(soft_accuracy(voted, references) == best)
-        return right
 
     def answers(self, query: int) -> tuple[str, ...]:
         """Return the candidate answers of a query, in the order of `log_likelihoods`."""
@@ -177,35 +230,6 @@ class VLMScorer(PromptedModel):
             tokens = [self._answer_tokens(item, answer) for answer in answers]
             self._known[query] = _Candidates(tokens, accuracy, agreed.index(max(agreed)))
         return self._known[query]
-
-    def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
-        """Return the tokens of an answer as a demonstration shows it, up to and with the one that
-        ends it."""
-        before = self._prompt(self._turns(item.question))
-        after = self._prompt(self._turns(item.question, answer))
-        if not after.startswith(before):  # such as templates that open a part for reasoning
-            after = before + " " * (not before[-1:].isspace()) + answer
-        if self.chats:
-            after = after.rstrip()
-        tokens = self._ids(before, after)
-        for i, token in enumerate(tokens, 1):
-            if token in self._end_tokens:
-                return tokens[:i]
-        if self.chats and self.tokenizer.eos_token_id is not None:
-            return [*tokens, self.tokenizer.eos_token_id]
-        if not tokens:
-            raise InputError(
-                f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary"
-            )
-        return tokens
-
-    def _ids(self, before: str, after: str) -> list[int]:
-        """Return the tokens that `after` has and `before`, which it begins with, has not."""
-        texts = [before, after, after[len(before) :]]
-        start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        # read in its place, since some tokenizers begin a text with a space; alone where a token
-        # spans the border
-        return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
         """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole

@@ -140,7 +140,7 @@ def _start(question: str) -> str:
     return " ".join(question.lower().split()[:2])
 
 
-def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
+def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool = True) -> VQAData:
     """Read queries and bank from JSON lines, JSON, Parquet or CSV.
 
     Each row is an item with these columns:
@@ -156,6 +156,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     A JSON file is a list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and
     without a bank in the file, each item is both a query and a possible demonstration.
 
+    Without `images` these are not read, and items with the same question count as one image.
+
     Raises:
         InputError: no such file, another kind of file, or a row (named) that lacks a column,
             repeats an id, names a missing image, or whose choices include none of its answers.
@@ -167,15 +169,15 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
             raise InputError(
                 f"{path}: holds queries and a bank already; leave out the other bank, {bank}"
             )
-        queries = _items(path, content["queries"], "queries, row")
-        return VQAData(queries, _items(path, content["bank"], "bank, row"))
-    queries = _items(path, content, "row")
+        queries = _items(path, content["queries"], "queries, row", images)
+        return VQAData(queries, _items(path, content["bank"], "bank, row", images))
+    queries = _items(path, content, "row", images)
     if bank is None:
         return VQAData(queries, queries)
     rows = _rows(Path(bank))
     if isinstance(rows, dict):
         raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
-    return VQAData(queries, _items(Path(bank), rows, "row"))
+    return VQAData(queries, _items(Path(bank), rows, "row", images))
 
 
 def _rows(path: Path) -> Rows:
@@ -210,20 +212,20 @@ def _json(text: str, where: str) -> Any:
         raise InputError(f"{where}: is not JSON ({error})") from error
 
 
-def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
+def _items(path: Path, rows: Sequence[Any], what: str, images: bool) -> tuple[VQAItem, ...]:
     """Read items from rows; `what` names a row in messages, such as "bank, row"."""
     if not rows:
         raise InputError(f"{path}: holds no items ({what.partition(',')[0]})")
     items: dict[str, VQAItem] = {}
     for index, row in enumerate(rows, 1):
         where = f"{path}, {what} {index}"
-        item = _item(path, row, where)
+        item = _item(path, row, where, images)
         if items.setdefault(item.id, item) is not item:
             raise InputError(f"{where}: the id {item.id!r} occurs twice; ids must be unique")
     return tuple(items.values())
 
 
-def _item(path: Path, row: Any, where: str) -> VQAItem:
+def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
     """Read one item from a row of a file; `where` names the row in messages."""
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: must be an object with id, image, question and answers")
@@ -241,7 +243,9 @@ def _item(path: Path, row: Any, where: str) -> VQAItem:
     # the required columns
     item_id = value("id", "question_id")
     question = value("question")
-    source = value("image", "image_path")
+    source: Any = b""
+    if images:
+        source = value("image", "image_path")
     # as datasets of Hugging Face hold images
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -267,7 +271,9 @@ def _item(path: Path, row: Any, where: str) -> VQAItem:
             )
     image_id = row.get("image_id")
     if image_id is None:  # the same file, or the same bytes, is the same image
-        if isinstance(source, Path):
+        if not images:
+            image_id = question
+        elif isinstance(source, Path):
             image_id = source.resolve()
         else:
             image_id = hashlib.sha256(source).hexdigest()

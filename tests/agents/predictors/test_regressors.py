@@ -292,6 +292,7 @@ def test_more_components_than_samples_or_features_are_refused(rows):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(width=32, allow_infinity=False), min_size=2, max_size=12))
 @example([0.0, 1.401298464324817e-45, 0.0, 0.0])  # a spread that float32 does not hold
+@example([6.285941624411889e37, -2.7742294053561477e38])  # and a difference
 def test_what_comes_out_is_finite_and_within_the_clip(values):
     block = {"a": torch.tensor(values).unsqueeze(1)}
     normaliser = FeatureNormaliser({"a": block["a"][: len(values) // 2]})

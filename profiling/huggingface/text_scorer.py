@@ -1,0 +1,121 @@
+"""Score demonstrations with a Hugging Face language model: how likely it gives a query's answers
+after them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from knobwise.profiling.huggingface.scorer import DemonstrationScorer
+from knobwise.profiling.measuring.questions import most_common, soft_accuracy
+
+
+class _Fed(NamedTuple):
+    """A prompt and one of its right answers, which the model reads together."""
+
+    place: int
+    """Which of the prompts it is."""
+    prompt: list[int]
+    answer: list[int]
+    """Tokens up to and with the one that ends the answer."""
+    accuracy: float
+    """The soft VQA accuracy of the answer."""
+    first: bool
+    """True for the most common answer of the query."""
+
+
+class TextScorer(DemonstrationScorer):
+    """How well a language model answers queries after demonstrations: a `Scorer`.
+
+    The demonstrations (question, answer) and the query (question) become one prompt, which is fed
+    together with each right answer of the query. One pass tells how likely the answer is, and
+    whether greedy decoding gives it: it does where each token of the answer, up to and with its
+    end, is the most likely one. Images of items are left out. A call gives:
+
+    - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The
+      right answer is the most common reference answer.
+    - `vqa_gt_prob`: exp of it.
+    - `vqa_correct`: 1 where greedy decoding gives a reference answer, spelled as the data have it.
+    - `vqa_acc_score`: the soft VQA accuracy of that answer, 0 for any other.
+    - `vqa_rel_score`: the product of P(token of the right answer) / P(most likely token), in
+      [0, 1]; 1 where greedy decoding gives the right answer.
+
+    Raises InputError for sizes that make no sense; when called, for rows that do not exist.
+    """
+
+    kind = "AutoModelForCausalLM"
+
+    @torch.inference_mode()
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        prompts = self._prompts(queries, demonstrations)
+        rows = []
+        for place, (query, shots) in enumerate(prompts):
+            prompt = self._prompt_tokens(query, shots)
+            for rank, (answer, accuracy) in enumerate(self._right_answers(query)):
+                rows.append(_Fed(place, prompt, answer, accuracy, rank == 0))
+        # rows of similar length share a batch, which needs less padding
+        rows.sort(key=lambda row: len(row.prompt) + len(row.answer))
+        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        log_prob, of_likeliest, greedy = torch.cat([self._read(batch) for batch in batches], 1)
+        # [rows] → [n]: the first answer's numbers, and the best answer that is given
+        owner = torch.tensor([row.place for row in rows])
+        first = torch.tensor([row.first for row in rows])
+        accuracy = greedy * torch.tensor([row.accuracy for row in rows])
+        nothing = torch.zeros(len(prompts))
+        in_order = owner[first].argsort()
+        right = log_prob[first][in_order]
+        return {
+            "logprob_score": right,
+            "vqa_gt_prob": right.exp(),
+            "vqa_acc_score": nothing.scatter_reduce(0, owner, accuracy, "amax"),
+            "vqa_correct": nothing.scatter_reduce(0, owner, greedy, "amax"),
+            "vqa_rel_score": (right - of_likeliest[first][in_order]).exp(),
+        }
+
+    def _prompt_tokens(self, query: int, shots: Sequence[int]) -> list[int]:
+        """Return the tokens of a query with its demonstrations, tokenised as one text."""
+        turns = []
+        for shot in [self.data.bank[row] for row in shots]:
+            turns += self._turns(shot.question, shot.answer)
+        text = self._prompt([*turns, *self._turns(self.data.queries[query].question)])
+        return list(self.tokenizer(text, **self._token_options(text))["input_ids"])
+
+    def _right_answers(self, query: int) -> list[tuple[list[int], float]]:
+        """Return the tokens and the soft accuracy of each reference answer, the most common
+        first."""
+        item = self.data.queries[query]
+        return [
+            (self._answer_tokens(item, answer), soft_accuracy(answer, item.answers))
+            for answer in most_common(item.answers)
+        ]
+
+    def _read(self, batch: Sequence[_Fed]) -> Tensor:
+        """Compute for each row ln P(answer), ln P of the most likely tokens in its place, and 1
+        where these are the answer: float32 [3, n]."""
+        # padded on the left, so that all answers end in the last column; their last token is
+        # predicted, but never fed
+        fed = [torch.tensor([*row.prompt, *row.answer[:-1]]) for row in batch]
+        present = [torch.ones_like(tokens) for tokens in fed]
+        answers = [torch.tensor(row.answer) for row in batch]
+        tokens = pad_sequence(fed, True, self.tokenizer.pad_token_id or 0, "left")
+        mask = pad_sequence(present, True, 0, "left")
+        wanted = pad_sequence(answers, True, -1, "left")  # [n, L]
+        options: dict[str, Any] = {"attention_mask": mask}
+        if "position_ids" in inspect.signature(self.model.forward).parameters:
+            options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+        options = {name: value.to(self.model.device) for name, value in options.items()}
+        length = wanted.shape[1]
+        if self.model._supports_logits_to_keep():  # else they fill the memory
+            options["logits_to_keep"] = length
+        logits = self.model(tokens.to(self.model.device), use_cache=False, **options).logits
+        log_probs = logits[:, -length:].float().log_softmax(-1).cpu()
+        picked = log_probs.gather(-1, wanted.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        likeliest = log_probs.amax(-1)
+        inside = wanted >= 0
+        greedy = ((picked == likeliest) | ~inside).all(1)
+        return torch.stack([(picked * inside).sum(1), (likeliest * inside).sum(1), greedy.float()])

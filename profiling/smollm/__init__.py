@@ -1,0 +1,1 @@
+"""A small pretrained language model that needs no hub."""

