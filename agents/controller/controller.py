@@ -92,10 +92,10 @@ class Controller(nn.Module):
         """
         shape = limit.shape
         n = math.prod(shape)
-        # every network gets the same requests: [*, …] → [M, n, …]
         by_value = None
         if offset is not None:
             by_value = drift_inputs(offset, self.network.values)
+        # every network gets the same requests: [*, …] → [M, n, …]
         inputs = []
         for values in (features, limit, mask, by_value):
             if values is not None:

@@ -115,7 +115,7 @@ class Trees(Regressor):
         # `index_select` with int32 is several times as fast as indexing with int64
         feature = self.feature.int()
         children = torch.stack([self.right, self.left], 1).int().flatten()
-        # the trees of a fit stand side by side, from here on
+        # the trees of a fit stand side by side; where each fit begins
         first = torch.searchsorted(self.fit, torch.arange(fits, device=x.device)).int()
         sums = []
         for part in x.split(AT_ONCE):
@@ -132,7 +132,7 @@ class Trees(Regressor):
             # a bag is the leaves of a row in the trees of one fit
             bags = (trees * rows + first).view(-1)
             sums.append(functional.embedding_bag(node, self.value, bags, mode="sum"))
-        by_fit = torch.cat(sums).view(len(x), fits, -1)
+        by_fit = torch.cat(sums).view(len(x), fits, self.value.shape[1])
         return torch.einsum("nfk,fko->no", by_fit, self.components) + self.bias
 
     @staticmethod

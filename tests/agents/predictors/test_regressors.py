@@ -16,6 +16,7 @@ from sklearn.neighbors import KNeighborsRegressor
 
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import (
+    AT_ONCE,
     COMPONENTS,
     FAMILIES,
     Trees,
@@ -167,6 +168,16 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold, off):
 
 
 # -- edges -----------------------------------------------------------------------------------------
+
+
+@every_family
+def test_no_request_and_more_than_are_predicted_at_once(name):
+    x, y = data(40, outputs=5)
+    (result, *_) = FAMILIES[name].fit(x, y, FAMILIES[name].settings, 0)
+    many = torch.from_numpy(data(2 * AT_ONCE + 1)[0]).float()
+    alone = torch.cat([result(row.unsqueeze(0)) for row in many])
+    torch.testing.assert_close(result(many), alone, rtol=1e-4, atol=1e-5)
+    assert result(many[:0]).shape == (0, 5)
 
 
 @every_family
