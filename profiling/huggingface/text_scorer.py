@@ -18,8 +18,8 @@ from knobwise.profiling.measuring.questions import most_common, soft_accuracy
 class _Fed(NamedTuple):
     """A prompt and one of its right answers, which the model reads together."""
 
-    place: int
-    """Which of the prompts it is."""
+    prompt_index: int
+    """The position of the prompt in the call."""
     prompt: list[int]
     answer: list[int]
     """Tokens up to and with the one that ends the answer."""
@@ -54,16 +54,16 @@ class TextScorer(DemonstrationScorer):
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         prompts = self._prompts(queries, demonstrations)
         rows = []
-        for place, (query, shots) in enumerate(prompts):
+        for prompt_index, (query, shots) in enumerate(prompts):
             prompt = self._prompt_tokens(query, shots)
             for rank, (answer, accuracy) in enumerate(self._right_answers(query)):
-                rows.append(_Fed(place, prompt, answer, accuracy, rank == 0))
+                rows.append(_Fed(prompt_index, prompt, answer, accuracy, rank == 0))
         # rows of similar length share a batch, which needs less padding
         rows.sort(key=lambda row: len(row.prompt) + len(row.answer))
         batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         log_prob, of_likeliest, greedy = torch.cat([self._read(batch) for batch in batches], 1)
         # [rows] → [n]: the first answer's numbers, and the best answer that is given
-        owner = torch.tensor([row.place for row in rows])
+        owner = torch.tensor([row.prompt_index for row in rows])
         first = torch.tensor([row.first for row in rows])
         accuracy = greedy * torch.tensor([row.accuracy for row in rows])
         nothing = torch.zeros(len(prompts))
