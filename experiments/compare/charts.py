@@ -7,7 +7,7 @@ import polars as pl
 
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.page import Figure, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
 from knobwise.experiments.report.training_charts import logged_numbers
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name, shots_words
@@ -18,6 +18,7 @@ COLOURED = 4
 with it."""
 
 
+@unchecked
 def comparison_charts(comparison: Comparison) -> Figures:
     """Draw all figures that the runs have numbers for."""
     problem = comparison.problem
@@ -74,6 +75,7 @@ def comparison_charts(comparison: Comparison) -> Figures:
     return drawn
 
 
+@unchecked
 def forest(comparison: Comparison) -> Figure:
     """Draw the differences at the main place, in points as in the tables."""
     rows = []

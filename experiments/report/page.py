@@ -107,13 +107,14 @@ THEMES = {
 
 # -- drawing ---------------------------------------------------------------------------------------
 
+unchecked = alt.utils.schemapi.debug_mode(False)
+"""Decorates what builds charts. Altair would check each part of a chart as it is built, which takes
+a quarter of a page's time; the tests check the charts of whole pages."""
+
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
     """Return a chart as Vega-Lite, without Altair's own theme and its limit on the number of
-    rows.
-
-    It is not validated, which would take most of a page's time; the tests do that.
-    """
+    rows, unchecked."""
     with alt.data_transformers.enable("default", max_rows=None), alt.theme.enable("none"):
         return chart.to_dict(validate=False)
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from knobwise.common.progress import duration
 from knobwise.experiments.report import charts, tables, words
-from knobwise.experiments.report.page import Figure, render_page
+from knobwise.experiments.report.page import Figure, render_page, unchecked
 from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import (
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 Tiles = list[tuple[str, str, str]]
 
 
+@unchecked
 def write_report(run_folder: str | Path) -> Path:
     """Write `report.html` into the folder of a run and return its path.
 

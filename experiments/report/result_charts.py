@@ -59,6 +59,7 @@ def result_charts(results: Results) -> Figures:
     return _over_shots(results)
 
 
+@page.unchecked
 def result_images(results: Results) -> dict[str, bytes]:
     """Draw the figures of `result_charts` as pictures (PNG), for W&B: heading → bytes."""
     return {name: page.png(figure) for name, figure in result_charts(results).items()}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
+from knobwise.profiling.elastic.model import TILE, ElasticVLM, shipped_model, window_starts
 from knobwise.profiling.elastic.scenes import (
     CELL,
     FILLER,
@@ -82,7 +82,7 @@ class ElasticAdaptive(KeepsConfiguration):
         self.configuration = full._asdict()
         # from the overview's pixels to the mean of its tokens: windows averaged along rows and
         # columns, then the stem
-        starts = range(0, TILE - CELL + 1, STRIDE)
+        starts = window_starts(self.model.size.stride)
         mean = np.mean([np.eye(TILE, CELL, -start, np.float32) for start in starts], 0)
         stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).numpy()
         overview = np.einsum("yi,xj,ocij->cyxo", mean, mean, stem, optimize=True)

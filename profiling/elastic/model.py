@@ -27,11 +27,9 @@ from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import Answer, clock_ms
 
 TILE = 16  # pixels
-STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
-_STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
 _FLAGS = 3  # vertical scale, horizontal scale, overview or not
-_FIRST_PLACE = TOKEN["r0"]
-_PLACES = 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
+FIRST_POSITION = TOKEN["r0"]
+POSITIONS = 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
 
 
 class TileGrid(NamedTuple):
@@ -62,8 +60,14 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
     return TileGrid(down, across, min(down * TILE, rows * CELL), min(across * TILE, columns * CELL))
 
 
+def window_starts(stride: int) -> range:
+    """Return the pixels of a tile at which its windows begin, along either axis."""
+    return range(0, TILE - CELL + 1, stride)
+
+
 @cache
-def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
+@torch.inference_mode(False)  # what is kept must do for training too
+def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...], stride: int) -> Tensor:
     """Describe each window of the overview, and of the tiles if there are any: [windows, 19].
 
     A row of the result holds how much of each of the 8 rows and 8 columns of cells the window
@@ -73,8 +77,8 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
     for grid in grids:
         scale_y = grid.height / (rows * CELL)
         scale_x = grid.width / (columns * CELL)
-        vertical = _covered_cells(grid.down, scale_y)[:, None]
-        horizontal = _covered_cells(grid.across, scale_x)[None]
+        vertical = _covered_cells(grid.down, scale_y, stride)[:, None]
+        horizontal = _covered_cells(grid.across, scale_x, stride)[None]
         # the first grid is the overview
         flags = torch.tensor([[[scale_y, scale_x, float(not parts)]]])
         # each becomes [rows of windows, columns of windows, …]
@@ -84,9 +88,10 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
     return torch.cat(parts)
 
 
-def _covered_cells(tiles: int, scale: float) -> Tensor:
+def _covered_cells(tiles: int, scale: float, stride: int) -> Tensor:
     """Return which share of each cell along an axis each window covers: [windows, 8]."""
-    pixel = (torch.arange(tiles)[:, None] * TILE + torch.tensor(_STARTS)).flatten()
+    starts = torch.tensor(window_starts(stride))
+    pixel = (torch.arange(tiles)[:, None] * TILE + starts).flatten()
     start = pixel[:, None] / CELL / scale
     cell = torch.arange(MAX_SIDE)
     end = torch.minimum(start + 1 / scale, cell + 1.0)
@@ -105,8 +110,8 @@ def scaled(images: Tensor, grid: TileGrid) -> Tensor:
     return F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
 
 
-def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
-    """Scale and pad images [B, 3, h, w], and cut them into windows [B, 9·tiles, 192], row by
+def cut_windows(images: Tensor, grid: TileGrid, stride: int) -> Tensor:
+    """Scale and pad images [B, 3, h, w], and cut them into windows [B, windows, 192], row by
     row."""
     images = scaled(images, grid)
     pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
@@ -114,7 +119,7 @@ def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
         images = F.pad(images, pad)
     # [B, 3, down, across, 16, 16], then windows inside each tile
     cut = images.unfold(2, TILE, TILE).unfold(3, TILE, TILE)
-    cut = cut.unfold(4, CELL, STRIDE).unfold(5, CELL, STRIDE)
+    cut = cut.unfold(4, CELL, stride).unfold(5, CELL, stride)
     return cut.permute(0, 2, 4, 3, 5, 1, 6, 7).reshape(len(images), -1, 3 * CELL * CELL)
 
 
@@ -198,11 +203,11 @@ class Block(nn.Module):
 class ElasticVLM(nn.Module):
     """The elastic model.
 
-    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows
-    that one linear map turns into tokens (a deliberately weak stem: recognition is left to the
-    blocks). Blocks are attention plus a sparse mixture of experts (Shazeer et al. 2017,
-    https://arxiv.org/abs/1701.06538): each token runs through its ``top_k`` experts only.
-    ``num_active_blocks`` leaves out middle blocks, the least important first.
+    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping windows of 8
+    pixels, ``stride`` pixels apart, that one linear map turns into tokens (a deliberately weak
+    stem: recognition is left to the blocks). Blocks are attention plus a sparse mixture of experts
+    (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
+    experts only. ``num_active_blocks`` leaves out middle blocks, the least important first.
 
     ``drop_order`` lists the middle blocks, the first to be left out first.
     """
@@ -240,23 +245,26 @@ class ElasticVLM(nn.Module):
         return scaled(images, tile_grid(*_cells(images), 1))
 
     def first_stage(self, images: Tensor, overview: Tensor, max_crops: int = 0) -> Tensor:
-        """Embed grid size, overview and tiles: [B, 10 + 9·tiles, width]; no tiles at 0 crops."""
+        """Embed grid size, overview and tiles: [B, 1 + windows, width]; no tiles at 0 crops."""
         rows, columns = _cells(images)
+        stride = self.size.stride
         grids = tuple(tile_grid(rows, columns, cap) for cap in (1, max_crops) if cap)
-        coordinates = window_coordinates(rows, columns, grids)
+        coordinates = window_coordinates(rows, columns, grids, stride)
         # a place in the image and the word for it share one embedding, so a question finds its
         # cells early in training
         position = (
-            coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+            coordinates[:, :POSITIONS]
+            @ self.words.weight[FIRST_POSITION : FIRST_POSITION + POSITIONS]
         )
-        cut = map(cut_windows, (overview, images), grids)
-        windows = self.stem(torch.cat(list(cut), 1))
+        # without tiles there is one grid, that of the overview
+        parts = zip((overview, images), grids, strict=False)
+        windows = self.stem(torch.cat([cut_windows(part, grid, stride) for part, grid in parts], 1))
         size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        windows = windows + (position + self.scale(coordinates[:, _PLACES:]))
+        windows = windows + (position + self.scale(coordinates[:, POSITIONS:]))
         return torch.cat((size.expand(len(images), 1, -1), windows), 1)
 
     def prefix(self, images: Tensor, overview: Tensor, prompts: Tensor, max_crops: int) -> Tensor:
-        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
+        """Embed grid size, overview, tiles and prompt: [B, 1 + windows + 6, width]."""
         question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
         return torch.cat((self.first_stage(images, overview, max_crops), question), 1)
 

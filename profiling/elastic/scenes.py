@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 CELL = 8  # pixels; the side of scikit-learn's digit images
 MAX_SIDE = 8  # cells
 SEED = 1  # of the scenes of the built-in profile
+BLANK = 10  # stands for a blank cell among the digits
 ANSWER_TOKENS = MAX_SIDE + 1  # the longest answer is a row or a column, then <end>
 PROMPT_TOKENS = 6  # question word, up to four positions, <answer>
 
@@ -40,6 +41,15 @@ END = TOKEN["<end>"]
 Floats = NDArray[np.float32]
 
 
+class Digits(NamedTuple):
+    """Images of handwritten digits."""
+
+    images: Floats
+    """[n, 8, 8] in 0–1."""
+    labels: NDArray[np.int64]
+    """[n]."""
+
+
 class Scene(NamedTuple):
     """A grid of cells with a question about it. A cell of 8 × 8 pixels is blank or holds one image
     of scikit-learn's digits in one of four colours."""
@@ -50,19 +60,21 @@ class Scene(NamedTuple):
     """Such as `digit? r1 c2`: at row 1, column 2, both counted from 0."""
     answer: str
     """The words of the right answer."""
+    digits: NDArray[np.int64]
+    """[rows, columns]; `BLANK` for a blank cell."""
 
 
 @cache
-def load_digits() -> tuple[Floats, NDArray[np.int64]]:
-    """Load the third of scikit-learn's 1,797 digit images that training never saw, by a fixed
-    permutation: images [n, 8, 8] in 0–1, labels [n]."""
+def load_digits(held_out: bool = True) -> Digits:
+    """Load scikit-learn's 1,797 digit images: by a fixed permutation, the third that training never
+    saw, or the other two thirds."""
     from sklearn.datasets import load_digits as read
 
-    # training used the other two thirds
     bunch = read()
     order = np.random.default_rng(20).permutation(len(bunch.target))
-    chosen = order[: len(order) // 3]
-    return (bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen]
+    third = len(order) // 3
+    chosen = order[:third] if held_out else order[third:]
+    return Digits((bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen])
 
 
 def draw_samples(count: int, seed: int) -> list[Scene]:
@@ -74,21 +86,29 @@ def draw_sample(row: int, seed: int) -> Scene:
     """Draw one sample, sides and kind of question uniform; it depends on (seed, row) alone."""
     rng = np.random.default_rng((seed, row))
     rows, columns = rng.integers(2, MAX_SIDE + 1, size=2).tolist()
-    shape = (rows, columns)
     question = str(rng.choice(QUESTIONS))
+    return draw_scene(rng, rows, columns, question, load_digits())
+
+
+def draw_scene(
+    rng: np.random.Generator, rows: int, columns: int, question: str, digits: Digits
+) -> Scene:
+    """Draw a scene of ``rows × columns`` cells for one kind of question."""
+    shape = (rows, columns)
     # a digit, a colour, and whether it is left blank, for each cell
-    images, labels = load_digits()
-    pick = rng.integers(len(labels), size=shape)
+    pick = rng.integers(len(digits.labels), size=shape)
     colour = rng.integers(len(COLOURS), size=shape)
     blank = rng.random(shape) < 0.15
-    ink = np.where(blank[..., None, None], 0, images[pick])  # [rows, columns, 8, 8]
+    ink = np.where(blank[..., None, None], 0, digits.images[pick])  # [rows, columns, 8, 8]
     palette = np.array(list(COLOURS.values()), np.float32)[colour]  # [rows, columns, 3]
     pixels = np.einsum("rcyx,rcp->prycx", ink, palette)
-    names = {"digit": labels[pick].astype(str), "colour": np.array(list(COLOURS))[colour]}
+    labels = digits.labels[pick]
+    names = {"digit": labels.astype(str), "colour": np.array(list(COLOURS))[colour]}
     kind = "colour" if question in ("colour", "row_colours", "match") else "digit"
     positions, answer = _ask(rng, question, np.where(blank, "blank", names[kind]))
     image = pixels.reshape(1, 3, rows * CELL, columns * CELL)
-    return Scene(image, " ".join([f"{question}?", *positions]), " ".join(answer))
+    labels = np.where(blank, BLANK, labels)
+    return Scene(image, " ".join([f"{question}?", *positions]), " ".join(answer), labels)
 
 
 def _ask(

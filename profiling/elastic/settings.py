@@ -35,3 +35,5 @@ class ElasticSize:
     """The most experts per token, in training and when the model runs."""
     max_crops: int = 12
     """The most tiles per image in training."""
+    stride: int = 1
+    """Pixels between windows of 8 pixels: a tile is 81 tokens at 1, 25 at 2, 9 at 4."""

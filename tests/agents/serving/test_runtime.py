@@ -33,7 +33,7 @@ REQUESTS = [request_of(scene) for scene in draw_samples(16, seed=4)]
 def vlm():
     torch.manual_seed(0)
     size = ElasticSize(
-        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6
+        width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6, stride=4
     )
     return ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
 
