@@ -7,9 +7,11 @@ candidates.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import similarity
@@ -19,6 +21,8 @@ SIMPLE = (
     "image_similarity",
     "question_similarity",
     "similarity",
+    "mmr",
+    "same_kind",
     "part_similarity",
     "careful_rule",
     "vote",
@@ -32,26 +36,46 @@ COSINES = {
 }
 """The ways that go by a cosine, with the name of that cosine in
 `knobwise.profiling.demonstrations.pools.similarity`."""
+RELEVANCE = 0.7
+"""λ of maximal marginal relevance."""
 BATCH = 1024
 """Queries compared with their pools at a time."""
 
 
-def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> dict[str, Tensor]:
+class Kinds(NamedTuple):
+    """The kinds of questions, as numbers."""
+
+    queries: Tensor
+    """int64 [Q]."""
+    candidates: Tensor
+    """int64 [M]."""
+
+
+def simple_ways(
+    table: BeamTable, shots: int, trusted: Tensor | None = None, kinds: Kinds | None = None
+) -> dict[str, Tensor]:
     """Return the choices of every simple way that the table supports, except `random`.
 
     `image_similarity` needs a block `image` in `table.blocks`, `question_similarity` a block
-    `question`, `part_similarity` parts (see `parts_of`), and `careful_rule` parts and `trusted`.
+    `question`, `part_similarity` parts (see `parts_of`), `careful_rule` parts and `trusted`, and
+    `same_kind` the kinds.
 
     Args:
         table: the queries and their pools.
         shots: T.
         trusted: bool [M], the candidates whose annotators are known to be careful; None if that is
             not known.
+        kinds: of the questions of the table and of the bank; None if they are not known.
 
     Returns:
         Places int64 [Q, T], by the name of the way.
     """
     ways = {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
+    ways["mmr"] = marginal_relevance(table, shots)
+    if kinds is not None:
+        # cosines differ by at most 2
+        same = kinds.queries.unsqueeze(1) == kinds.candidates[table.pool.clamp_min(0)]
+        ways["same_kind"] = best_places(cosines(table, "similarity") + 4.0 * same, shots)
     parts = parts_of(table)
     if parts is not None:
         ways["part_similarity"] = part_similarity(table, parts, shots)
@@ -75,6 +99,36 @@ def best_places(scores: Tensor, shots: int) -> Tensor:
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     places = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)[..., :shots]
     return pad(places, (0, shots - places.shape[-1]), value=-1)
+
+
+def marginal_relevance(table: BeamTable, shots: int) -> Tensor:
+    """Choose one demonstration after the other by maximal marginal relevance, λ · similarity to the
+    query − (1 − λ) · highest similarity to those chosen (Carbonell & Goldstein 1998, "The Use of
+    MMR"), with λ = `RELEVANCE`. The best comes first; similarities are cosines of whole embeddings.
+
+    Returns:
+        Places int64 [Q, T].
+    """
+    chosen = []
+    candidates = normalize(table.candidates, dim=1)
+    similar = cosines(table, "similarity")
+    batches = zip(table.pool.split(BATCH), similar.split(BATCH), strict=True)
+    for pool, relevance in batches:
+        embedded = candidates[pool.clamp_min(0)]  # [b, N, d]
+        redundancy = torch.zeros_like(relevance)
+        left = relevance.clone()  # −∞ once chosen
+        places = []
+        for _ in range(shots):
+            score = RELEVANCE * left - (1 - RELEVANCE) * redundancy
+            best = best_places(score, 1)
+            places.append(best)
+            inside = best.clamp_min(0)
+            left = left.scatter(1, inside, -torch.inf)
+            latest = embedded.gather(1, inside.unsqueeze(2).expand(-1, -1, embedded.shape[2]))
+            to_latest = (embedded @ latest.mT).squeeze(2)
+            redundancy = to_latest if len(places) == 1 else redundancy.maximum(to_latest)
+        chosen.append(torch.cat(places, 1))
+    return torch.cat(chosen)
 
 
 def ways_by_cosine(table: BeamTable) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from knobwise.agents.selector.actor import BATCH, SelectorActor
 from knobwise.agents.selector.baselines import (
+    Kinds,
     cosines,
     random_places,
     simple_ways,
@@ -82,6 +83,7 @@ def decide_simple(
     *,
     seeds: Sequence[int] = (0,),
     trusted: Tensor | None = None,
+    kinds: Kinds | None = None,
 ) -> dict[str, Decided]:
     """Judge every policy that needs no training, and return the results by name.
 
@@ -95,15 +97,20 @@ def decide_simple(
         shots: T.
         seeds: seeds of `random`; for the other policies S = 1.
         rows: int64 [n], the queries.
-        trusted: see `simple_ways`.
+        trusted, kinds: see `simple_ways`; kinds are those of all queries.
     """
     part = table.select(rows)
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
+        of_rows = None
+        if kinds is not None:
+            of_rows = kinds._replace(queries=kinds.queries[rows])
         # choices by name, then their answers
         ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
-        ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
+        ways |= {
+            name: [places] for name, places in simple_ways(part, shots, trusted, of_rows).items()
+        }
         decided = {}
         for name, choices in ways.items():
             decided[name] = judged_choices(table, scorer, choices, rows)

@@ -32,6 +32,8 @@ class Encoded(NamedTuple):
     """[P, N, h], a key of length 1 for each candidate."""
     mask: Tensor
     """bool [P, N], True where a place holds a candidate."""
+    prior: Tensor | None = None
+    """[P, N], added to the logits of every step."""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -93,6 +95,8 @@ class PointerNetwork(nn.Module):
     def logits(self, states: Tensor, encoded: Encoded) -> Tensor:
         """Return logits [P, *, N] of states [P, *, h], without masking empty places."""
         flat = states.flatten(1, -2) @ encoded.keys.mT / self.temperature
+        if encoded.prior is not None:
+            flat = flat + encoded.prior.unsqueeze(1)
         return flat.unflatten(1, states.shape[1:-1])
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from knobwise.agents.selector.networks import NETWORKS
 from knobwise.agents.selector.sequences import SequenceDistribution
@@ -77,6 +78,9 @@ class Selector(nn.Module):
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
         self.network = NETWORKS[config.version](config, features)
+        self.prior: nn.Parameter | None = None
+        if config.prior > 0:
+            self.prior = nn.Parameter(torch.tensor(config.prior))
 
     @classmethod
     @torch.no_grad()
@@ -141,10 +145,13 @@ class Selector(nn.Module):
                     f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
                     "give embeddings of the encoder that it was trained with"
                 )
+        prior = None
+        if self.prior is not None:
+            prior = self.prior * F.cosine_similarity(query.unsqueeze(1), pool, dim=-1)
         # encode once, for all draws
         query = (query - self.mean) / self.scale
         pool = (pool - self.mean) / self.scale
-        encoded = self.network.encode(query, pool, mask)
+        encoded = self.network.encode(query, pool, mask)._replace(prior=prior)
         return SequenceDistribution(self.network, encoded, shots, group_size, temperature)
 
     @torch.no_grad()

@@ -39,6 +39,9 @@ class SelectorConfig:
     only moves towards c."""
     temperature: float = 0.1
     """Temperature, by which cosines are divided."""
+    prior: float = 0.0
+    """Weight of the cosine of a query's and a candidate's embeddings in the logits, where training
+    begins; it learns along. So a selector starts from nearest neighbours; 0 leaves the term out."""
     dropout: float = 0.0
     """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in
     the same mode."""
@@ -61,6 +64,7 @@ class SelectorConfig:
                 f"selector.width={self.width}: must be a multiple of selector.heads={self.heads}"
             )
         positive("selector.temperature", self.temperature)
+        at_least("selector.prior", self.prior, 0)
         if not 0 <= self.dropout < 1:
             raise InputError(f"selector.dropout={self.dropout}: must be in [0, 1)")
 

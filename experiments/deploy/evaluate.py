@@ -204,7 +204,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
         # the simple policies beside it
         if config.baselines:
             request = data.test, data.test_scorer, shots, rows
-            simple = decide_simple(*request, trusted=data.trusted)
+            simple = decide_simple(*request, trusted=data.trusted, kinds=data.kinds)
             for name, outcome in simple.items():
                 decided[name][shots] = outcome
     return selector_results(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from knobwise.agents.checkpoint import Loaded
+    from knobwise.agents.selector.baselines import Kinds
     from knobwise.agents.selector.clip_encoder import ClipItems
     from knobwise.agents.selector.selector import StoredEmbeddings
     from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -55,6 +56,8 @@ class SelectorData(NamedTuple):
     - `best_beam`: it prefers the recorded sequence with the highest score. This one is for beams
       without recorded answers.
     """
+    kinds: Kinds | None = None
+    """The kinds of questions of `test` and of its bank, where the items name them."""
     items: ClipItems | None = None
     """Pictures and texts of the queries and candidates, for encoder=clip."""
 
@@ -80,12 +83,58 @@ def read_data(
             "beams: train and validation leave no queries to judge on; the sum of both must be "
             "below 1"
         )
+    if config.model is not None:
+        scorer, kinds = _answering(config, table)
+        return SelectorData(
+            table, split, scorer, table, split.test, scorer, None, "scorer", kinds, items
+        )
     test = table
     judged_by = "recorded"
     if "vqa_correct" not in table.fields:
         test = _best_beam(table)
         judged_by = "best_beam"
-    return SelectorData(table, split, None, test, split.test, None, None, judged_by, items)
+    return SelectorData(table, split, None, test, split.test, None, None, judged_by, items=items)
+
+
+def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | None]:
+    """Load the model that answers new sequences, and return the kinds of questions of its items.
+
+    What the records know is not asked again.
+
+    Raises:
+        InputError: its items are not those of the table.
+    """
+    import torch
+
+    from knobwise.agents.selector.baselines import Kinds
+    from knobwise.envs.demonstrations.beam_table import bank_rows
+    from knobwise.profiling.demonstrations.scorers import Remembering
+    from knobwise.profiling.demonstrations.tasks import load_scorer
+
+    assert config.model is not None
+    scorer = load_scorer(config.model, config.vlm)
+    data = scorer.data
+    ids = tuple(item.id for item in data.queries)
+    if ids != table.query_ids or len(data.bank) != len(table.candidates):
+        raise InputError(
+            f"beams.vlm.data: {len(ids)} queries and {len(data.bank)} candidates are not those of "
+            f"{table.name!r}, which has {table.num_queries} and {len(table.candidates)}"
+        )
+    # every recorded sequence, as rows of the bank
+    remembering = Remembering(scorer)
+    query, beam = table.beam_mask.nonzero(as_tuple=True)
+    shown = bank_rows(table.pool[query], table.sequences[query, beam])
+    fields = {name: field[query, beam] for name, field in table.fields.items()}
+    del fields["beam_score"]
+    remembering.remember(query, shown, fields)
+    names = sorted({item.question_type for item in (*data.queries, *data.bank)})
+    if names == [""]:
+        return remembering, None
+    queries, candidates = (
+        torch.tensor([names.index(item.question_type) for item in part])
+        for part in (data.queries, data.bank)
+    )
+    return remembering, Kinds(queries, candidates)
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:

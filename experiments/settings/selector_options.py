@@ -15,6 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardConfig
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import SelectorLossConfig
+from knobwise.profiling.demonstrations.settings import VLMTaskConfig
 
 if TYPE_CHECKING:
     from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -36,8 +37,8 @@ class BuiltinBeams:
 
 @dataclass
 class BeamFiles:
-    """Recorded beams of another system. Without a scorer, training and judging replay the
-    records."""
+    """Recorded beams of another system. Without a model to answer new sequences, training and
+    judging replay the records."""
 
     format: str = "files"
     """The reader."""
@@ -52,6 +53,11 @@ class BeamFiles:
     """The image of each candidate, so that no candidate shows the query's image."""
     name: str | None = None
     """Name of the beams; None for the file's name."""
+    model: str | None = None
+    """The Hugging Face model that answers new sequences (a folder, or a name on the hub), or
+    smollm2; None replays the records."""
+    vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
+    """The items of `model`: data and bank in the order of the embeddings, and how it runs."""
     train: float = 0.8
     """Share of the queries to fit on."""
     validation: float = 0.1
@@ -61,6 +67,8 @@ class BeamFiles:
 
     def __post_init__(self) -> None:
         a_seed("beams.split_seed", self.split_seed)
+        if self.model is None and self.vlm != VLMTaskConfig():
+            raise InputError("beams.vlm: is for beams.model, the model that answers new sequences")
 
 
 @dataclass
@@ -154,7 +162,10 @@ class SelectorRun(Training):
     loss: SelectorLossConfig = field(default_factory=SelectorLossConfig)
     """The loss that is minimised."""
     sft: StageConfig = field(default_factory=lambda: StageConfig(epochs=15, lr=1e-3))
-    """Supervised fine-tuning on the sequences that beam search found."""
+    """Supervised fine-tuning on the sequences that `imitated` names."""
+    imitated: str = "beams"
+    """The recorded sequences that supervised fine-tuning learns from: those that beam search found,
+    or others: all, without_beams, own."""
     rce: StageConfig = field(default_factory=lambda: StageConfig(epochs=2, lr=1e-4))
     """The warm-up before GRPO, on all recorded sequences."""
     grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, rise=0.1))

@@ -160,7 +160,7 @@ def check(config: SelectorRun, data: SelectorData) -> None:
     table = stages.data.table
     start = stages.first
     stages.trainer("rce", table, start)
-    stages.trainer("sft", table, start, groups=GroupConfig("beams"))
+    stages.trainer("sft", table, start, groups=GroupConfig(config.imitated))
     for name, plan in plans.items():
         variant = plan.variant
         if data.items is not None and (variant.hidden or plan.reward_model is not None):
@@ -249,7 +249,8 @@ class SelectorStages:
 
     def _base(self, prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
         """Train SFT and RCE, which variants start from."""
-        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
+        imitated = GroupConfig(self.config.imitated)
+        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=imitated)
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
     def fresh(self, table: BeamTable) -> Selector:
@@ -407,6 +408,7 @@ def judge_run(
             seeds=config.seeds,
             rows=data.test_rows,
             trusted=data.trusted,
+            kinds=data.kinds,
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome

@@ -52,7 +52,7 @@ class Scorer(Protocol):
 class Remembering:
     """Asks a scorer, and never twice for the same sequence of a query."""
 
-    def __init__(self, scorer: Ask) -> None:
+    def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self.known: dict[tuple[int, ...], dict[str, float]] = {}
 
@@ -71,6 +71,10 @@ class Remembering:
         keys = self._keys(queries, demonstrations)
         for key, *row in zip(keys, *columns, strict=True):
             self.known[key] = dict(zip(scores, row, strict=True))
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        """As in `Scorer`."""
+        return self.scorer.vote(queries, demonstrations)
 
     @staticmethod
     def _keys(queries: Tensor, demonstrations: Tensor) -> list[tuple[int, ...]]:

@@ -73,13 +73,13 @@ class VLMTaskConfig:
 
     data: str = ""
     """Items as JSON lines, JSON, Parquet or CSV: id, image (not for a language model), question,
-    answers, optionally image_id and choices. Each is a query, and without `bank` a possible
-    demonstration of the others."""
+    answers, optionally image_id, choices, question_type and part. Each is a query, and without
+    `bank` a possible demonstration of the others. smollm2 comes with questions of its own."""
     bank: str = ""
     """File of the possible demonstrations."""
     embeddings: str = ""
-    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item; knobwise does
-    not make them."""
+    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item. For a language
+    model knobwise makes them where none are given: TF-IDF of characters, reduced to 128 columns."""
     query_embeddings: str = ""
     """Embeddings of the queries by the same encoder; not needed without `bank`."""
     image_columns: int | None = None

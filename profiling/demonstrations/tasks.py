@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,12 @@ from knobwise.profiling.demonstrations.settings import (
 from knobwise.profiling.measuring.machine import digests
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.profiling.measuring.settings import changed_settings
+from knobwise.profiling.smollm import folder
+from knobwise.profiling.smollm.questions import QUESTIONS_CSV
+
+if TYPE_CHECKING:  # it needs the packages of the extra `models`
+    from knobwise.profiling.huggingface.scorer import VLMScorer
+    from knobwise.profiling.huggingface.text_scorer import TextScorer
 
 SIZES = {"train": (3300, 12000), "test": (1500, 4000)}
 """Queries and items of the bank, by part. The digits of the test part were held out when the
@@ -54,6 +60,8 @@ asked (queries) or answered (candidates), one-hot; who annotated, one-hot (queri
 _IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
 # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
 _STEPS = 4096
+TEXT_COLUMNS = 128
+"""Columns of the embeddings that are made of questions."""
 DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 
 Task = tuple[Queries, Bank]
@@ -93,29 +101,15 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
     such model.
     """
-    if missing := [name for name in ("data", "embeddings") if not getattr(config, name)]:
-        raise InputError(
-            f"model={model}: a Hugging Face model needs vlm.{missing[0]} (knobwise profile "
-            "--help); other models are model=elastic and model=learner"
-        )
     if pool.sampler == "covers":
         raise InputError(
             f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
         )
-    from knobwise.profiling.huggingface.loading import reads_text_alone
-    from knobwise.profiling.huggingface.scorer import VLMScorer
-    from knobwise.profiling.huggingface.text_scorer import TextScorer
-    from knobwise.profiling.smollm import folder
-
-    # the model comes last, since it takes longest
-    source: str | Path = model
-    if model == folder.NAME:
-        source = folder.smollm_folder()
-    text_alone = reads_text_alone(source)
-    data = read_vqa_data(config.data, config.bank or None, images=not text_alone)
+    scorer = load_scorer(model, config)
+    data = scorer.data
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
-        name=Path(config.data).stem,
+        name=Path(config.data or QUESTIONS_CSV).stem,
         query_ids=tuple(item.id for item in data.queries),
         **no_beams(len(queries)),
         queries=queries,
@@ -128,21 +122,50 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     if data.queries is data.bank:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
-    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind = TextScorer if text_alone else VLMScorer
-    scorer = kind.load(source, data, **options)
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
     sources = digests(Path(), filter(None, (config.data, config.bank)))
     return BeamTask(table, scorer, [f"model={model}", *changed], sources)
 
 
+def load_scorer(model: str, config: VLMTaskConfig) -> TextScorer | VLMScorer:
+    """Load a model (a folder, a name on the Hugging Face hub, or smollm2) and its items.
+
+    Raises InputError for settings that are missing, files that cannot be read, no such model.
+    """
+    path: str | Path = config.data
+    if not path and model == folder.NAME:
+        path = QUESTIONS_CSV
+    if not path:
+        raise InputError(
+            f"model={model}: a Hugging Face model needs vlm.data (knobwise profile --help); other "
+            "models are model=elastic and model=learner"
+        )
+    from knobwise.profiling.huggingface.loading import reads_text_alone
+    from knobwise.profiling.huggingface.scorer import VLMScorer
+    from knobwise.profiling.huggingface.text_scorer import TextScorer
+
+    # the model comes last, since it takes longest
+    source: str | Path = model
+    if model == folder.NAME:
+        source = folder.smollm_folder()
+    text_alone = reads_text_alone(source)
+    data = read_vqa_data(path, config.bank or None, images=not text_alone)
+    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
+    kind: type[TextScorer | VLMScorer] = TextScorer if text_alone else VLMScorer
+    return kind.load(source, data, **options)
+
+
 def _read_embeddings(
     data: VQAData, config: VLMTaskConfig
 ) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
-    """Read the embeddings of queries and bank.
+    """Read the embeddings of queries and bank, or make those of texts.
 
     The dictionary says which of their columns describe the image, and which the question.
     """
+    if not config.embeddings:
+        if not all(item.image == b"" for item in data.queries):
+            raise InputError("vlm.embeddings: embeddings of items with images must be given")
+        return *text_embeddings(data), {}
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
@@ -173,6 +196,22 @@ def _read_embeddings(
             f"vlm.image_columns={split}: must leave columns to both parts of the {width}"
         )
     return queries, candidates, {"image": (0, split), "question": (split, width)}
+
+
+def text_embeddings(data: VQAData) -> tuple[Tensor, Tensor]:
+    """Embed the questions of queries [Q, d] and bank [M, d] by TF-IDF of their characters, reduced
+    to `TEXT_COLUMNS` or fewer; what is learned from the bank's questions serves for both."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    texts = [[item.question for item in part] for part in (data.queries, data.bank)]
+    counts = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4), sublinear_tf=True)
+    known = counts.fit_transform(texts[1])
+    reduced = TruncatedSVD(min(TEXT_COLUMNS, *known.shape), random_state=0).fit(known)
+    both = [reduced.transform(counts.transform(part)) for part in texts]
+    # rounded, so that machines agree
+    queries, candidates = (torch.from_numpy(part.round(4)).float() for part in both)
+    return queries, candidates
 
 
 def no_beams(queries: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from knobwise.profiling.measuring.answer_metrics import normalised
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PARTS = ("query", "demonstration")
+"""What an item of a file may be."""
 
 Rows = list[Any] | dict[str, list[Any]]
 """Rows of a file, or of its `queries` and its `bank`."""
@@ -152,9 +156,11 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
     - `answers` (or `answer`): a text, a list of texts, or the {"answer": …} of VQA's annotations
     - `image_id`, optional: else the whole path, or a hash of the bytes, identifies the image
     - `choices`, optional: a list of texts
+    - `question_type`, optional: the kind of question
+    - `part`, optional: `query`, or `demonstration` for an item of the bank
 
     A JSON file is a list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and
-    without a bank in the file, each item is both a query and a possible demonstration.
+    without a bank or parts in the file, each item is both a query and a possible demonstration.
 
     Without `images` these are not read, and items with the same question count as one image.
 
@@ -173,11 +179,27 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
         return VQAData(queries, _items(path, content["bank"], "bank, row", images))
     queries = _items(path, content, "row", images)
     if bank is None:
-        return VQAData(queries, queries)
+        return _in_parts(path, content, queries)
     rows = _rows(Path(bank))
     if isinstance(rows, dict):
         raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
     return VQAData(queries, _items(Path(bank), rows, "row", images))
+
+
+def _in_parts(path: Path, rows: Sequence[Any], items: tuple[VQAItem, ...]) -> VQAData:
+    """Divide the items of a file by `part`, if it has this column."""
+    parts = [row.get("part") for row in rows]
+    if not any(parts):
+        return VQAData(items, items)
+    for index, part in enumerate(parts, 1):
+        if part not in PARTS:
+            raise InputError(f"{path}, row {index}: part is {part!r}, not {' or '.join(PARTS)}")
+    divided = []
+    for name in PARTS:
+        divided.append(tuple(itertools.compress(items, [part == name for part in parts])))
+        if not divided[-1]:
+            raise InputError(f"{path}: no item has part={name}")
+    return VQAData(*divided)
 
 
 def _rows(path: Path) -> Rows:
@@ -277,7 +299,8 @@ def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
             image_id = source.resolve()
         else:
             image_id = hashlib.sha256(source).hexdigest()
-    return VQAItem(str(item_id), source, question, answers, str(image_id), choices)
+    question_type = str(row.get("question_type") or "")
+    return VQAItem(str(item_id), source, question, answers, str(image_id), choices, question_type)
 
 
 def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:

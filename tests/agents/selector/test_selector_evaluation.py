@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import (
+    Kinds,
+    marginal_relevance,
     random_places,
     simple_ways,
     voters,
@@ -121,11 +123,11 @@ def test_simple_ways_are_judged_beside_it():
     """What was shown is said with what came of it, of the rows that were asked for."""
     data, rows = table(), torch.tensor([8, 3, 5])
     results = decide_simple(data, Sums(), 2, rows, seeds=(0, 1, 2))
-    assert list(results) == ["random", *SIMILAR, "vote", "best_recorded", "oracle"]
+    assert list(results) == ["random", *SIMILAR, "mmr", "vote", "best_recorded", "oracle"]
     assert results["random"].correct.shape == (3, 3)
     assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
     assert results["vote"].demonstrations is None
-    for name in ("random", *SIMILAR):
+    for name in ("random", *SIMILAR, "mmr"):
         decided = results[name]
         for demonstrations, right in zip(decided.demonstrations, decided.correct, strict=True):
             assert torch.equal(Sums()(rows, demonstrations)["vqa_correct"].float(), right)
@@ -136,6 +138,73 @@ def test_simple_ways_are_judged_beside_it():
     beams = bank_rows(data.pool[[8]], data.sequences[8:9, :3])[0].tolist()
     place = beams.index(oracle.demonstrations[0, 0].tolist())
     assert data.fields["vqa_correct"][8, place] == oracle.correct[0, 0]
+
+
+def at(degrees):
+    """Points on the circle."""
+    angles = torch.tensor(degrees, dtype=torch.float32).deg2rad()
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def on_a_circle(candidates):
+    """A query at 0 degrees, and its pool at these."""
+    pool = torch.arange(len(candidates)).unsqueeze(0)
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    return BeamTable(
+        name="circle",
+        query_ids=("q",),
+        pool=pool,
+        sequences=nothing.unsqueeze(2),
+        fields={},
+        found_by=nothing,
+        round=nothing,
+        queries=at([0.0]),
+        candidates=at(candidates),
+    )
+
+
+def test_marginal_relevance_avoids_what_was_chosen():
+    """After 10 degrees, 20 degrees and −20 are as near to the query, but 20 is nearer to 10:
+    .7 cos 20 − .3 cos 10 = .362 against .7 cos 20 − .3 cos 30 = .398. 90 degrees adds nothing."""
+    data = on_a_circle([90.0, 20.0, -20.0, 10.0])
+    assert marginal_relevance(data, 3).tolist() == [[3, 2, 1]]
+    # a pool with too few candidates ends early
+    assert marginal_relevance(on_a_circle([50.0, 10.0]), 3).tolist() == [[1, 0, -1]]
+
+
+def test_the_same_kind_comes_first_and_by_similarity():
+    data = on_a_circle([10.0, 80.0, 40.0, 0.0])
+    kinds = Kinds(torch.tensor([1]), torch.tensor([0, 1, 1, 0]))
+    ways = simple_ways(data, 3, kinds=kinds)
+    assert ways["same_kind"].tolist() == [[2, 1, 3]]
+    assert ways["similarity"].tolist() == [[3, 0, 2]]
+    assert "same_kind" not in simple_ways(data, 3)
+
+
+def test_kinds_follow_the_rows_that_are_judged():
+    data = table()
+    kinds = Kinds(torch.arange(QUERIES) % 2, torch.arange(BANK) % 2)
+    rows = torch.tensor([8, 5])
+    shown = decide_simple(data, Sums(), 1, rows, kinds=kinds)["same_kind"].demonstrations[0, :, 0]
+    pools = [[row % 2 for row in data.pool[query].tolist()] for query in rows.tolist()]
+    assert 0 in pools[0]
+    assert 1 in pools[1]
+    assert (shown % 2).tolist() == [0, 1]
+
+
+def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
+    data = table()
+    torch.manual_seed(0)
+    config = SelectorConfig(width=8, heads=2, prior=1e4)
+    policy = Selector.fitted(config, data.queries, data.candidates)
+    actor = SelectorActor(policy, StoredEmbeddings(data.queries, data.candidates), data.pool, 2)
+    plain = dataclasses.replace(data, blocks={})
+    nearest = simple_ways(plain, 2)["similarity"]
+    assert torch.equal(choose(actor, torch.arange(QUERIES)), nearest)
+    # it is stored, and learns
+    again = Selector.restored(policy.plain())
+    assert again.prior.item() == 1e4
+    assert Selector.restored(selector(data)[0].plain()).prior is None
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread():
@@ -293,7 +362,7 @@ def test_simple_ways_by_hand(way, shots, wanted):
 def test_ways_that_need_blocks_or_trust_are_left_out_without_them():
     assert "careful_rule" not in simple_ways(by_hand(), 2)
     mixed = simple_ways(by_hand(blocks={}), 2)
-    assert set(mixed) == {"similarity"}
+    assert set(mixed) == {"similarity", "mmr"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
     # parts are known only where every column is a thing asked

@@ -8,11 +8,12 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import tiny_tokenizer
 
+from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.command_line.main import main
 from knobwise.profiling.huggingface.loading import reads_text_alone
 from knobwise.profiling.huggingface.text_scorer import TextScorer
-from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.questions import VQAData, VQAItem, read_vqa_data
 
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<end>{% endfor %}"
@@ -165,8 +166,61 @@ def test_beams_of_a_language_model_end_to_end(llama, tmp_path, monkeypatch, caps
     shown = table.pool[0][table.sequences[0, :1]]
     score = TextScorer(*llama, data)(torch.tensor([0]), shown)["logprob_score"]
     torch.testing.assert_close(table.fields["logprob_score"][0, :1], score, rtol=0, atol=1e-3)
-    # no image is needed, but a question is
+    # no image is needed, but a question is, and pictures need embeddings
     (tmp_path / "items.jsonl").write_text('{"id": "x", "answers": ["1"]}')
     assert main(["profile", *words.split(), "out=other"]) == 2
     assert "question" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
+    llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for part in llama:
+        part.save_pretrained("model")
+    names = [f"{a} {b}" for a in ("zero", "one", "two", "three", "four") for b in "abcdef"]
+    lines = ["id,question,answer,question_type,part"]
+    for number, name in enumerate(names):
+        part = ("query", "demonstration")[number % 2]
+        lines.append(f"{number},{name} plus zero?,{number},{name.split()[0]},{part}")
+    (tmp_path / "items.csv").write_text("\n".join(lines))
+    # embeddings are made of the questions
+    words = "model=model vlm.data=items.csv vlm.device=cpu pool.size=6 pool.sampler=random"
+    options = "beams.width=0 beams.random=3 beams.retrieved=2 beams.json=false out=out"
+    assert main(["profile", *words.split(), *options.split()]) == 0, capsys.readouterr().err
+    table = BeamTable.load("out/beams.safetensors")
+    assert len(table.query_ids) == len(table.candidates) == 15
+    assert table.queries.shape == table.candidates.shape
+    capsys.readouterr()
+    train = """train experiment=selector_language beams.path=out/beams.safetensors
+        beams.model=model beams.vlm.data=items.csv beams.vlm.device=cpu selector.width=16 seeds=[0]
+        jobs=1 sft.epochs=1 rce.epochs=1 grpo.epochs=1 judged_shots=[1,2] tracking=disabled
+        beams.train=.6 beams.validation=.2 variants.grpo_live.epochs=1 name=run"""
+    assert main(train.split()) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "runs/selector_language/run/results.json").read_text())
+    assert results["judged_by"] == "scorer"
+    found = {(row["policy"], row["shots"]) for row in results["rows"]}
+    for policy in ("sft", "rce", "grpo_recorded", "grpo_live", "similarity", "mmr", "same_kind"):
+        assert {(policy, 1), (policy, 2)} <= found
+    # items of other queries are refused
+    (tmp_path / "items.csv").write_text("\n".join([*lines, "x,more?,1,zero,query"]))
+    assert main([*train.split(), "name=other"]) == 2
+    assert "beams.vlm.data" in capsys.readouterr().err
+
+
+def test_a_file_may_hold_queries_and_demonstrations(tmp_path):
+    path = tmp_path / "items.csv"
+    path.write_text(
+        "id,question,answer,part,question_type\na,A?,1,query,x\nb,B?,2,demonstration,y\n"
+    )
+    data = read_vqa_data(path, images=False)
+    assert [item.id for item in data.queries] == ["a"]
+    assert [(item.id, item.question_type) for item in data.bank] == [("b", "y")]
+    for wrong in ("other", ""):
+        path.write_text(f"id,question,answer,part\na,A?,1,query\nb,B?,2,{wrong}\n")
+        with pytest.raises(InputError, match="row 2"):
+            read_vqa_data(path, images=False)
+    path.write_text("id,question,answer,part\na,A?,1,query\n")
+    with pytest.raises(InputError, match="demonstration"):
+        read_vqa_data(path, images=False)
