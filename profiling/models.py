@@ -11,6 +11,7 @@ from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
 from knobwise.profiling.measuring.requests import DrawnQuestions, Questions, Requests
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.smollm.folder import source_of
 
 
 def load_model(
@@ -26,8 +27,8 @@ def load_model(
 
     Args:
         name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes;
-            `module:Class`, a class of the user's own; or a Hugging Face vision-language model, by
-            folder or name.
+            `module:Class`, a class of the user's own; or a Hugging Face model, by folder or
+            name: a vision-language model, or a language model, whose items need no image.
         data: a file of questions (`read_vqa_data`); None for the `questions` of the model.
         config: has the length of answers.
         importance: file of the importance of a Hugging Face model's blocks; None leaves out blocks
@@ -39,10 +40,15 @@ def load_model(
         InputError: a model or questions that cannot be loaded.
     """
     items: Sequence[VQAItem] = ()
+    own = name in ("elastic", "ocr") or ":" in name
+    source = name if own else source_of(name)
     if data is not None:  # before a large model is loaded
-        items = read_vqa_data(data).queries
+        # transformers is imported only where it is needed, since it takes seconds
+        from knobwise.profiling.huggingface.loading import reads_text_alone
+
+        items = read_vqa_data(data, images=own or not reads_text_alone(source)).queries
     # models of ours and of the user may bring their questions along
-    if name in ("elastic", "ocr") or ":" in name:
+    if own:
         model = _own_model(name)
         items = items or getattr(model, "questions", ())
         if not items:
@@ -52,22 +58,21 @@ def load_model(
         return model, items
     if data is None:
         raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
-    # transformers is imported only where it is needed, since it takes seconds
     from knobwise.profiling.huggingface.importance import read_importance
-    from knobwise.profiling.huggingface.model import HuggingFaceVLM
+    from knobwise.profiling.huggingface.model import HuggingFaceModel
 
     one_of("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     known = None
     if importance is not None:
         known = read_importance(importance)
-    vlm = HuggingFaceVLM.load(
-        name,
+    model = HuggingFaceModel.load(
+        source,
         device=device,
         dtype=dtype,
         importance=known,
         max_new_tokens=config.max_new_tokens,
     )
-    return vlm, items
+    return model, items
 
 
 def _own_model(name: str) -> AdaptiveVLM:

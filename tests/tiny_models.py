@@ -87,6 +87,18 @@ def tiny_tokenizer(*special, **named):
     return made
 
 
+def tiny_language_model():
+    """A new Mixtral, which takes no images, with 4 experts of which 2 are used, and its
+    tokenizer; always the same weights."""
+    tokenizer = tiny_tokenizer()
+    config = transformers.MixtralConfig(
+        **TEXT, vocab_size=len(tokenizer), num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(config).eval(), tokenizer
+
+
 def word_tokenizer(*special):
     """One word, one token; a new line is a token, spaces are none."""
     words = dict.fromkeys(

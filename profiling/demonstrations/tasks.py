@@ -145,9 +145,7 @@ def load_scorer(model: str, config: VLMTaskConfig) -> TextScorer | VLMScorer:
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 
     # the model comes last, since it takes longest
-    source: str | Path = model
-    if model == folder.NAME:
-        source = folder.smollm_folder()
+    source = folder.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
@@ -163,7 +161,7 @@ def _read_embeddings(
     The dictionary says which of their columns describe the image, and which the question.
     """
     if not config.embeddings:
-        if not all(item.image == b"" for item in data.queries):
+        if not all(item.image is None for item in data.queries):
             raise InputError("vlm.embeddings: embeddings of items with images must be given")
         return *text_embeddings(data), {}
     candidates = read_embeddings(config.embeddings)

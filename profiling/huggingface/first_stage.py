@@ -55,7 +55,7 @@ def vision_tower(model: Any) -> Any:
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
         raise InputError(
-            f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find"
+            f"{type(model).__name__}: has no vision tower that HuggingFaceModel can find"
         )
     return tower
 

@@ -137,8 +137,8 @@ class PromptedModel:
         chats: whether prompts follow the chat template; None: where there is one.
     """
 
-    kind = "AutoModelForImageTextToText"
-    """The class of transformers that `load` loads a model by."""
+    kind = ""
+    """The class of transformers that `load` loads a model by; "": the one for this model."""
 
     def __init__(
         self,
@@ -178,7 +178,12 @@ class PromptedModel:
         Raises InputError if transformers is not installed, or there is no such model, or of another
         kind.
         """
-        model, processor = load_pretrained(name_or_path, dtype, cls.kind)
+        kind = cls.kind
+        if not kind:
+            kind = "AutoModelForImageTextToText"
+            if reads_text_alone(name_or_path):
+                kind = "AutoModelForCausalLM"
+        model, processor = load_pretrained(name_or_path, dtype, kind)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(model, processor, *arguments, device=device, **settings)
 
@@ -223,15 +228,17 @@ class PromptedModel:
             return {"add_special_tokens": False}
         return {}
 
-    def _processed(self, texts: list[str], images: list[list[Any]]) -> dict[str, Tensor]:
-        """Process prompts with their images for the model: padded on the left, on the model's
-        device."""
+    def _processed(self, texts: list[str], images: list[list[Any]] | None) -> dict[str, Tensor]:
+        """Process prompts, with their images if the model sees, for the model: padded on the left,
+        on the model's device."""
         options = {
             "padding": True,
             "padding_side": "left",
             "return_tensors": "pt",
             **self._token_options(texts[0]),
         }
+        if images is None:
+            return dict(self.tokenizer(texts, **options).to(self.model.device))
         inputs = self.processor(text=texts, images=images, **options)
         return dict(inputs.to(self.model.device, self.model.dtype))
 

@@ -1,4 +1,5 @@
-"""A Hugging Face vision-language model whose knobs can be set, measured and decided for."""
+"""A Hugging Face model whose knobs can be set, measured and decided for: a vision-language model,
+or a language model without images."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -31,13 +34,13 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 
 
-class HuggingFaceVLM(PromptedModel):
+class HuggingFaceModel(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
 
     The answer is decoded greedily with the knobs set, and continues from the output of the vision
     tower where the overview is the same at every setting
     (`knobwise.profiling.huggingface.first_stage`). Hooks read the times during that one generation;
-    nothing runs twice.
+    nothing runs twice. A language model has neither image nor `max_crops`.
 
     A group of requests is answered as one batch, padded on the left; times of an answer are then
     those of the whole batch, so measure one request at a time.
@@ -60,7 +63,7 @@ class HuggingFaceVLM(PromptedModel):
         self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
         self.knobs = self.knobs_of_model.knobs
-        self._vision = vision_modules(model)
+        self._vision = vision_modules(model) if self.sees else []
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""
         self._devices = {part.device for part in model.parameters()}
@@ -98,7 +101,7 @@ class HuggingFaceVLM(PromptedModel):
 
         `image_features` are the vision tower's last hidden states of the overview,
         `language_features` the token embeddings of the prompt without its image; each is the mean
-        over tokens, float32 [d].
+        over tokens, float32 [d]. A language model has the latter only.
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
         `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
@@ -108,22 +111,31 @@ class HuggingFaceVLM(PromptedModel):
         if not features:
             return FirstStage(request, {}, None, 0.0, 0.0)
         start = self._clock()
+        self._check([request])
+        if not self.sees:
+            blocks = {"language_features": self._language_features(request)}
+            total = self._clock() - start
+            return FirstStage(request, blocks, None, total, total)
         with self.set_knobs({"max_crops": self._overview_crops()}):
             inputs = self.inputs([request])
         overview = encode_overview(self.model, inputs, self._clock)
-        prompt = self._text(request.question, image=False)
-        tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))[
-            "input_ids"
-        ]
-        embedded = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
         blocks = {
             "image_features": overview.pooled().numpy(),
-            "language_features": embedded.float().mean(0).cpu().numpy(),
+            "language_features": self._language_features(request),
         }
         total = self._clock() - start
         if self.model.config.model_type in SAME_AT_EVERY_SETTING:
             return FirstStage(request, blocks, overview, total, total - overview.ms)
         return FirstStage(request, blocks, None, total, total)
+
+    def _language_features(self, request: Request) -> NDArray[np.float32]:
+        """Return the mean embedding of the tokens of a prompt without its image, [d]."""
+        prompt = self._text(request.question, image=False)
+        options = self._token_options(prompt)
+        tokens = self.tokenizer(prompt, return_tensors="pt", **options)["input_ids"]
+        embedded = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
+        mean: NDArray[np.float32] = embedded.float().mean(0).cpu().numpy()
+        return mean
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -168,7 +180,9 @@ class HuggingFaceVLM(PromptedModel):
             "vision_ms": before + prepared - start + sum(spans),
         }
         prompts = inputs["input_ids"]
-        vision = (prompts == self.model.config.image_token_id).sum(1).tolist()
+        vision = [0] * len(prompts)
+        if self.sees:
+            vision = (prompts == self.model.config.image_token_id).sum(1).tolist()
         read = inputs["attention_mask"].sum(1).tolist()
         answers = []
         for i, tokens in enumerate(output[:, prompts.shape[1] :].tolist()):
@@ -216,14 +230,23 @@ class HuggingFaceVLM(PromptedModel):
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         """Process the requests for the model: padded on the left, on its device."""
-        for request in requests:
-            if not isinstance(request.image, Image.Image) or not isinstance(request.question, str):
-                kinds = type(request.image).__name__, type(request.question).__name__
-                raise InputError(
-                    f"a request needs a PIL image and a text, has {kinds[0]} and {kinds[1]}"
-                )
+        self._check(requests)
         texts = [self._text(request.question) for request in requests]
-        return self._processed(texts, [[request.image.convert("RGB")] for request in requests])
+        images = None
+        if self.sees:
+            images = [[request.image.convert("RGB")] for request in requests]
+        return self._processed(texts, images)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Raise InputError for a request without a text, or without the image that this model
+        sees."""
+        for request in requests:
+            if not isinstance(request.question, str):
+                raise InputError(
+                    f"a request needs a text, has {type(request.question).__name__} as its question"
+                )
+            if self.sees and not isinstance(request.image, Image.Image):
+                raise InputError(f"a request needs a PIL image, has {type(request.image).__name__}")
 
     def _end_tokens(self) -> list[int]:
         """Return the tokens that end an answer: the ends of text of model and tokenizer, and the

@@ -149,6 +149,8 @@ class VLMScorer(DemonstrationScorer):
     image that cannot be read, a query with one candidate only.
     """
 
+    kind = "AutoModelForImageTextToText"
+
     def __init__(
         self,
         model: Any,

@@ -54,6 +54,8 @@ def _file_digest(path: Path) -> str:
 
 
 def _digest(image: Any, where: str = "an image given as bytes") -> str:
+    if image is None:
+        return ""
     if hasattr(image, "digest"):
         return str(image.digest)
     if isinstance(image, bytes):

@@ -51,7 +51,8 @@ class VQAItem:
     id: str
     image: Any
     """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes
-    such; or what draws a picture by `convert(mode)`, and has its `digest`."""
+    such; or what draws a picture by `convert(mode)`, and has its `digest`. None for a question
+    about no image."""
     question: str
     answers: tuple[str, ...]
     """At least one; data sets like VQA have ten, repeats included."""
@@ -265,7 +266,7 @@ def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
     # the required columns
     item_id = value("id", "question_id")
     question = value("question")
-    source: Any = b""
+    source: Any = None
     if images:
         source = value("image", "image_path")
     # as datasets of Hugging Face hold images
@@ -278,7 +279,7 @@ def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
     for key, part, kind in (
         ("id", item_id, str | int),
         ("question", question, str),
-        ("image", source, bytes | Path),
+        ("image", source, bytes | Path if images else type(None)),
     ):
         if not isinstance(part, kind):
             raise InputError(f"{where}: {key} is of type {type(part).__name__}")

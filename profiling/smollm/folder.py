@@ -35,6 +35,15 @@ def smollm_folder() -> Path:
     return folder
 
 
+def source_of(name: str) -> str | Path:
+    """Return where transformers finds a model: the folder of smollm2, else the name itself.
+
+    Raises:
+        InputError: as `smollm_folder`.
+    """
+    return smollm_folder() if name == NAME else name
+
+
 def _gguf() -> Path:
     """Return the file with the weights. Raises InputError: a package is missing."""
     # the package is not imported, since it would import what it does not come with

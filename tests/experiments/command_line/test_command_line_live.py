@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from commands import OPTIMISER, refused
 from PIL import Image
-from tiny_models import tiny_model
+from safetensors.torch import load_file
+from tiny_models import tiny_language_model, tiny_model
 
 from knobwise.__main__ import main
 from knobwise.experiments.deploy import live
@@ -139,6 +140,19 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     assert rows["most_accurate"]["satisfaction"] == 1
     facts = json.loads(Path("out/profile.json").read_text())
     assert facts["class"] == "models_of_a_test:Echo"
+
+
+def test_a_tiny_language_model_from_a_folder(folder):
+    """It takes no images: neither its questions nor its features have any."""
+    for part in tiny_language_model():
+        part.save_pretrained("model")
+    lines = ["id,question,answer", *(f"q{n},What is {n}?,a" for n in range(10))]
+    Path("questions.csv").write_text("\n".join(lines))
+    model = ["model=model", "data=questions.csv", "device=cpu", "knobs.max_new_tokens=2"]
+    values = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.repeats=1"]
+    results = served(model, values, ["stream.requests=4"])
+    assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
+    assert set(load_file("out/features.safetensors")) == {"language_features"}
 
 
 def test_a_tiny_hugging_face_model_from_a_folder(folder):

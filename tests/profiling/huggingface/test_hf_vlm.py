@@ -24,7 +24,7 @@ from tiny_models import (
 )
 
 from knobwise.profiling.huggingface.loading import INSTRUCTION
-from knobwise.profiling.huggingface.model import HuggingFaceVLM
+from knobwise.profiling.huggingface.model import HuggingFaceModel
 from knobwise.profiling.measuring.adaptive_model import Request, clocked_by
 
 # raised inside transformers
@@ -43,12 +43,12 @@ REQUESTS = (
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request):
-    return HuggingFaceVLM(*tiny_model(request.param), max_new_tokens=5)
+    return HuggingFaceModel(*tiny_model(request.param), max_new_tokens=5)
 
 
 @pytest.fixture(scope="module")
 def llava():
-    return HuggingFaceVLM(*tiny_model("llava_next"), max_new_tokens=5)
+    return HuggingFaceModel(*tiny_model("llava_next"), max_new_tokens=5)
 
 
 def family(vlm):
@@ -92,7 +92,7 @@ def test_an_answer_runs_the_blocks_and_experts_that_were_set_on_fewer_crops(vlm)
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe", "idefics3", "aria"])
 def test_features_are_means_of_the_models_own_first_stage(name):
-    vlm = HuggingFaceVLM(*tiny_model(name))
+    vlm = HuggingFaceModel(*tiny_model(name))
     model, processor, request = vlm.model, vlm.processor, REQUESTS[0]
     found = vlm.first_stage(request).features
     content = [{"type": "image"}, {"type": "text", "text": f"{request.question}\n{INSTRUCTION}"}]
@@ -241,7 +241,7 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
 def test_times_cover_the_work_of_a_gpu():
     """Kernels run on after the call that started them: the clock must not be read before they have
     finished."""
-    vlm = HuggingFaceVLM(*tiny_model("qwen3_vl_moe"), max_new_tokens=3, device="cuda")
+    vlm = HuggingFaceModel(*tiny_model("qwen3_vl_moe"), max_new_tokens=3, device="cuda")
     answered(vlm)  # what is loaded at the first call counts nowhere
     matrix, spans = torch.rand(4096, 4096, device="cuda"), []
 
@@ -280,18 +280,18 @@ def test_everything_is_restored(vlm):
 
 def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     model, processor = tiny_model("llava_next")
-    vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
+    vlm = HuggingFaceModel(model, processor, max_new_tokens=5)
     tokenizer = processor.tokenizer
     assert tokenizer.convert_ids_to_tokens(vlm.end_tokens) == ["</s>", "<end>"]
     free = answered(vlm)
     assert free.output_tokens == len(free.text) == 5
     stop = free.text[2]
     model.generation_config.eos_token_id = [3, tokenizer.convert_tokens_to_ids(stop)]
-    stopped = answered(HuggingFaceVLM(model, processor, max_new_tokens=5))
+    stopped = answered(HuggingFaceModel(model, processor, max_new_tokens=5))
     assert stopped.text == free.text[: free.text.index(stop) + 1]
     assert stopped.output_tokens == len(stopped.text)
     processor.chat_template = None
-    plain = HuggingFaceVLM(tiny_model("llava_next")[0], processor, max_new_tokens=5)
+    plain = HuggingFaceModel(tiny_model("llava_next")[0], processor, max_new_tokens=5)
     assert tokenizer.convert_ids_to_tokens(plain.end_tokens) == ["</s>", "Ċ"]
     assert plain._text("Why?") == "<image> Question: Why? Answer:"
     assert answered(plain).language_tokens == len(" Question: What is this? Answer:")
@@ -300,7 +300,7 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
 def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
     model, processor = tiny_model("llava_next")
     processor.chat_template += "{% if not enable_thinking | default(true) %}<s>{% endif %}"
-    vlm = HuggingFaceVLM(model, processor)
+    vlm = HuggingFaceModel(model, processor)
     assert vlm._text("Why?") == f"user: <image>Why?\n{INSTRUCTION}<end>\nassistant:<s>"
     assert llava._text("Why?").endswith("assistant:")
     # a template that writes the token texts begin with gets no second one
@@ -318,7 +318,7 @@ def test_decoding_is_greedy_whatever_the_model_came_with(llava):
         num_return_sequences=2,
         return_dict_in_generate=True,
     )
-    vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
+    vlm = HuggingFaceModel(model, processor, max_new_tokens=5)
     with watched(vlm.model) as seen:
         texts = {answered(vlm).text for _ in range(3)}
     with watched(llava.model) as wanted:
@@ -330,9 +330,9 @@ def test_decoding_is_greedy_whatever_the_model_came_with(llava):
 def test_half_precision(name):
     model, processor = tiny_model(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vlm = HuggingFaceVLM(model.bfloat16(), processor, max_new_tokens=3, device=device)
+    vlm = HuggingFaceModel(model.bfloat16(), processor, max_new_tokens=3, device=device)
     stage = vlm.first_stage(REQUESTS[0])
-    wanted = HuggingFaceVLM(*tiny_model(name)).first_stage(REQUESTS[0])
+    wanted = HuggingFaceModel(*tiny_model(name)).first_stage(REQUESTS[0])
     for feature, values in wanted.features.items():
         np.testing.assert_allclose(stage.features[feature], values, rtol=0.1, atol=0.1)
     (answer,) = vlm.answer([stage], {})
@@ -342,7 +342,7 @@ def test_half_precision(name):
 
 def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
     folder = saved(tmp_path / "tiny-llava", llava.model, llava.processor)
-    loaded = HuggingFaceVLM.load(folder, device="cpu", max_new_tokens=5)
+    loaded = HuggingFaceModel.load(folder, device="cpu", max_new_tokens=5)
     assert (loaded.name, llava.name, loaded.knobs) == ("tiny-llava", "llava_next", llava.knobs)
     assert answered(loaded).text == answered(llava).text
 
@@ -350,7 +350,7 @@ def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
 def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     def refused(fault="cannot be loaded"):
         with input_error(fault):
-            HuggingFaceVLM.load(tmp_path)
+            HuggingFaceModel.load(tmp_path)
 
     refused()
     saved(tmp_path, llava.model, llava.processor)
