@@ -109,11 +109,11 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     from knobwise.agents.selector.baselines import Kinds
     from knobwise.envs.demonstrations.beam_table import bank_rows
     from knobwise.profiling.demonstrations.scorers import Remembering
-    from knobwise.profiling.demonstrations.tasks import load_scorer
+    from knobwise.profiling.demonstrations.tasks import load_scorer, read_asked
 
     assert config.model is not None
-    scorer = load_scorer(config.model, config.vlm)
-    data = scorer.data
+    asked = read_asked(config.model, config.vlm)
+    data = asked.data
     ids = tuple(item.id for item in data.queries)
     if ids != table.query_ids or len(data.bank) != len(table.candidates):
         raise InputError(
@@ -121,7 +121,7 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
             f"{table.name!r}, which has {table.num_queries} and {len(table.candidates)}"
         )
     # every recorded sequence, as rows of the bank
-    remembering = Remembering(scorer)
+    remembering = Remembering(load_scorer(asked, config.vlm))
     query, beam = table.beam_mask.nonzero(as_tuple=True)
     shown = bank_rows(table.pool[query], table.sequences[query, beam])
     fields = {name: field[query, beam] for name, field in table.fields.items()}

@@ -254,10 +254,9 @@ class ProfileRun:
 
     model: str = "elastic"
     """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; a
-    Hugging Face vision-language model by its name or folder, with `data`; or module:Class, a class
-    of your own, which may bring its questions along (docs/real_models.md). To record
-    demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data
-    and vlm.embeddings."""
+    Hugging Face model by its name or folder, or smollm2, with `data`; or module:Class, a class of
+    your own, which may bring its questions along (docs/real_models.md). To record demonstrations:
+    learner, the built-in in-context learner, a Hugging Face model with vlm.data, or smollm2."""
     data: str | None = None
     """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
     question, answers, optionally image_id and choices."""
@@ -277,7 +276,7 @@ class ProfileRun:
     learner: LearnerTaskConfig = field(default_factory=LearnerTaskConfig)
     """With model=learner: the built-in task."""
     vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
-    """With a vision-language model: its questions, and how it runs."""
+    """With a Hugging Face model that scores demonstrations: its questions, and how it runs."""
     pool: PoolConfig = field(default_factory=PoolConfig)
     """Which candidates a query's demonstrations are chosen from."""
     beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)

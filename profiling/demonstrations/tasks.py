@@ -105,8 +105,9 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         raise InputError(
             f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
         )
-    scorer = load_scorer(model, config)
-    data = scorer.data
+    # the model comes last, since it takes longest
+    asked = read_asked(model, config)
+    data = asked.data
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
         name=Path(config.data or QUESTIONS_CSV).stem,
@@ -124,11 +125,21 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     table = replace(table, pool=draw_pools(table, pool, itself))
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
     sources = digests(Path(), filter(None, (config.data, config.bank)))
-    return BeamTask(table, scorer, [f"model={model}", *changed], sources)
+    return BeamTask(table, load_scorer(asked, config), [f"model={model}", *changed], sources)
 
 
-def load_scorer(model: str, config: VLMTaskConfig) -> TextScorer | VLMScorer:
-    """Load a model (a folder, a name on the Hugging Face hub, or smollm2) and its items.
+class Asked(NamedTuple):
+    """A Hugging Face model that is not loaded yet, and its items."""
+
+    source: str | Path
+    """Its folder, or its name on the hub."""
+    text_alone: bool
+    """True for a language model, which takes no images."""
+    data: VQAData
+
+
+def read_asked(model: str, config: VLMTaskConfig) -> Asked:
+    """Read the items of a model (a folder, a name on the Hugging Face hub, or smollm2).
 
     Raises InputError for settings that are missing, files that cannot be read, no such model.
     """
@@ -141,16 +152,21 @@ def load_scorer(model: str, config: VLMTaskConfig) -> TextScorer | VLMScorer:
             "models are model=elastic and model=learner"
         )
     from knobwise.profiling.huggingface.loading import reads_text_alone
-    from knobwise.profiling.huggingface.scorer import VLMScorer
-    from knobwise.profiling.huggingface.text_scorer import TextScorer
 
-    # the model comes last, since it takes longest
     source = folder.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
+    return Asked(source, text_alone, data)
+
+
+def load_scorer(asked: Asked, config: VLMTaskConfig) -> TextScorer | VLMScorer:
+    """Load the model that answers. Raises InputError if it cannot be loaded."""
+    from knobwise.profiling.huggingface.scorer import VLMScorer
+    from knobwise.profiling.huggingface.text_scorer import TextScorer
+
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind: type[TextScorer | VLMScorer] = TextScorer if text_alone else VLMScorer
-    return kind.load(source, data, **options)
+    kind: type[TextScorer | VLMScorer] = TextScorer if asked.text_alone else VLMScorer
+    return kind.load(asked.source, asked.data, **options)
 
 
 def _read_embeddings(

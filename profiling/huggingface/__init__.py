@@ -1,1 +1,1 @@
-"""Hugging Face vision-language models."""
+"""Hugging Face models."""

@@ -1,4 +1,4 @@
-"""Set crops, experts and blocks of a Hugging Face vision-language model for a while.
+"""Set crops, experts and blocks of a Hugging Face model for a while.
 
 A few attributes of model and processor get other values. At the end they get their own values back.
 """

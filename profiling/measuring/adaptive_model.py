@@ -100,10 +100,10 @@ class KnobSupport:
 
 @dataclass(frozen=True)
 class Request:
-    """An image with a question about it."""
+    """A question, about an image where the model sees."""
 
     image: Any
-    """A PIL image, or whatever else a model of your own takes."""
+    """A PIL image, None for a language model, or whatever else a model of your own takes."""
     question: Any
     """A text, or whatever else a model of your own takes."""
 
@@ -114,8 +114,8 @@ class FirstStage:
 
     request: Request
     features: dict[str, NDArray[np.float32]]
-    """What a decision may see, [d] each: `image_features`, `language_features`. Empty if they were
-    not wanted."""
+    """What a decision may see, by name, [d] each, such as `image_features`, `language_features`.
+    Empty if they were not wanted."""
     kept: Any
     """What `answer` continues from, so that nothing is computed twice."""
     total_ms: float
@@ -161,9 +161,9 @@ class Answer:
 
 
 class AdaptiveVLM(Protocol):
-    """A vision-language model with knobs. An image and a question go through `first_stage`, which
-    gives the features that a decision needs; once the configuration is chosen, `answer` continues
-    from there.
+    """A model with knobs, with or without images. A request goes through `first_stage`, which gives
+    the features that a decision needs; once the configuration is chosen, `answer` continues from
+    there.
 
     A model may have more, which `knobwise profile` uses:
 

@@ -270,7 +270,7 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
     ("words", "fault"),
     [
         ("model=gpt", "vlm.data"),
-        ("model=gpt vlm.data=items.jsonl", "vlm.embeddings"),
+        ("model=model vlm.data=items.jsonl", "vlm.embeddings"),
         ("model=model vlm.data=none.jsonl vlm.embeddings=e.safetensors", "none.jsonl"),
         (f"{ITEMS} vlm.embeddings=none.npz", "none.npz"),
         (f"{ITEMS} vlm.embeddings=short.safetensors", "short"),
