@@ -234,15 +234,17 @@ class ElasticRequests(DrawnQuestions):
 
     Args:
         soft: score an answer by its share of right words, not by exact match.
+        least: the fewest cells along a side of a scene.
     """
 
-    def __init__(self, soft: bool = False) -> None:
+    def __init__(self, soft: bool = False, least: int = 2) -> None:
         super().__init__()
         self.soft = soft
+        self.least = least
 
     def draw(self, row: int) -> VQAItem:
         """Draw a scene from the seed that the built-in profile was made with."""
-        scene = draw_sample(row, SEED)
+        scene = draw_sample(row, SEED, self.least)
         return VQAItem(str(row), torch.from_numpy(scene.image), scene.question, (scene.answer,))
 
     def request(self, sample_id: str) -> Request:

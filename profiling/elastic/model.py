@@ -309,14 +309,15 @@ class ElasticVLM(nn.Module):
         )
 
 
-def shipped_model() -> ElasticVLM:
-    """Load the trained model that the built-in profile was measured on.
+def shipped_model(name: str = "elastic") -> ElasticVLM:
+    """Load a trained model: `elastic`, which the built-in profile was measured on, or
+    `elastic_large`, whose windows are closer, so that it takes some ten times as long.
 
     The file holds weights in half precision. The model has single precision and is in evaluation
     mode.
     """
     data = resources.files("knobwise.profiling") / "data"
-    weights, metadata = tensors_and_metadata(str(data / "elastic.safetensors"))
+    weights, metadata = tensors_and_metadata(str(data / f"{name}.safetensors"))
     model = ElasticVLM(ElasticSize(**json.loads(metadata["size"])))
     model.drop_order = tuple(json.loads(metadata["drop_order"]))
     # a head that training alone used is in the file too

@@ -82,10 +82,11 @@ def draw_samples(count: int, seed: int) -> list[Scene]:
     return [draw_sample(row, seed) for row in range(count)]
 
 
-def draw_sample(row: int, seed: int) -> Scene:
-    """Draw one sample, sides and kind of question uniform; it depends on (seed, row) alone."""
+def draw_sample(row: int, seed: int, least: int = 2) -> Scene:
+    """Draw one sample, kind of question and sides uniform, from ``least`` cells on; it depends on
+    (seed, row) alone."""
     rng = np.random.default_rng((seed, row))
-    rows, columns = rng.integers(2, MAX_SIDE + 1, size=2).tolist()
+    rows, columns = rng.integers(least, MAX_SIDE + 1, size=2).tolist()
     question = str(rng.choice(QUESTIONS))
     return draw_scene(rng, rows, columns, question, load_digits())
 

@@ -22,7 +22,13 @@ from knobwise.profiling.elastic.adapter import (
     builtin_input,
     request_of,
 )
-from knobwise.profiling.elastic.model import ElasticVLM, cut_windows, tile_grid, window_coordinates
+from knobwise.profiling.elastic.model import (
+    ElasticVLM,
+    cut_windows,
+    shipped_model,
+    tile_grid,
+    window_coordinates,
+)
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
 
@@ -336,3 +342,17 @@ SQUARE = torch.zeros(1, 3, 16, 16)
 def test_what_the_model_cannot_take_is_refused(tiny, image, question, fault):
     with input_error(fault):
         tiny.first_stage(Request(image, question))
+
+
+def test_the_large_model_answers_and_needs_more_tokens():
+    """Its weights are those of the recipe: at the full setting it is right on most scenes."""
+    large = ElasticAdaptive(shipped_model("elastic_large"))
+    assert large.model.size.stride == 1
+    drawn = [scenes.draw_sample(row, 1, 3) for row in range(10)]
+    stages = [large.first_stage(request_of(scene)) for scene in drawn]
+    full = large.model.full._asdict()
+    answers = large.answer(stages, full)
+    right = [answer.text == scene.answer for answer, scene in zip(answers, drawn, strict=True)]
+    assert sum(right) >= 8
+    grid = tile_grid(*drawn[0].digits.shape, full["max_crops"])
+    assert answers[0].vision_tokens == 1 + 81 * (1 + grid.down * grid.across)

@@ -1,0 +1,158 @@
+"""Measure a profile of the large elastic model:
+`python -m knobwise.profiling.elastic.profile --out DIR`.
+
+Each of the scenes is answered at all 64 configurations, several times, in random order, on one
+thread and by its CPU time. Then how fast the machine was at the moment is divided out, and the
+files that make a built-in profile are written to DIR/builtin. Repeat the command to resume it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.envs.tables.tensor_file import tensors_and_metadata
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.profiling.elastic.model import shipped_model
+from knobwise.profiling.measuring.adaptive_model import KNOBS
+from knobwise.profiling.measuring.machine import one_thread, write_json
+from knobwise.profiling.measuring.measuring import read_logs
+from knobwise.profiling.measuring.outputs import write_table
+from knobwise.profiling.measuring.profiler import profile_vlm
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+
+SAMPLES = 1500
+REPEATS = 3
+LEAST_SIDE = 3
+"""The fewest cells along a side of a scene."""
+WINDOW = 51
+"""Measurements that one estimate of the machine's speed is the median of."""
+CELL = ("sample_id", *KNOBS)
+TIMES = ("total_ms", "prefill_ms")
+
+
+def without_drift(log: pl.DataFrame) -> pl.DataFrame:
+    """Divide the momentary speed of the machine out of the times of a log.
+
+    The model is ln ms = cell + level + jitter. The level is the running median of ln ms − cell over
+    `WINDOW` measurements, shifted to a median of 0; a cell is the median of its ln ms − level. The
+    two are estimated in turn. Cells are measured in random order, so every running median covers a
+    fair sample of them.
+
+    Args:
+        log: a row for each measurement, in the order of measuring; at least three of each cell.
+    """
+    logs = log.select(*CELL, ln_ms=pl.col("total_ms").log())
+    level = pl.Series("level", np.zeros(len(log)))
+    for _ in range(4):
+        steady = logs.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
+        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over(CELL))
+        running = deviations.to_series().rolling_median(WINDOW, min_samples=1, center=True)
+        level = (running - running.median()).alias("level")
+    return log.with_columns(pl.col(TIMES) / level.exp())
+
+
+def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
+    """Return the rows of the profile, by sample, configuration and repeat: exact match, the share
+    of right words, and times with four significant digits."""
+    soft = ElasticRequests(soft=True, least=LEAST_SIDE)
+    answers = log.select("sample_id", "text").unique(maintain_order=True)
+    scores = [(questions.score(*row), soft.score(*row)) for row in answers.rows()]
+    judged = answers.with_columns(
+        pl.Series("accuracy", [exact for exact, _ in scores], pl.Float32),
+        pl.Series("soft_score", [share for _, share in scores], pl.Float32),
+    )
+    return (
+        log.join(judged, ["sample_id", "text"])
+        .with_columns(pl.col("sample_id", *KNOBS, "repeat").cast(pl.Int32))
+        .sort(*CELL, "repeat")
+        .select(
+            *CELL,
+            "repeat",
+            "accuracy",
+            "soft_score",
+            latency_ms=pl.col("total_ms").round_sig_figs(4).cast(pl.Float32),
+            prefill_ms=pl.col("prefill_ms").round_sig_figs(4).cast(pl.Float32),
+            dataset=pl.lit("elastic_scenes"),
+        )
+    )
+
+
+def spread_of(table: pl.DataFrame) -> float:
+    """Return how much one measurement of a cell varies: the mean standard deviation of ln ms."""
+    spread = table.group_by(CELL).agg(pl.col("latency_ms").log().std())
+    return round(float(spread["latency_ms"].to_numpy().mean()), 4)
+
+
+def write(out: Path, samples: int) -> Path:
+    """Write the profile from what was measured into ``out``; return its folder."""
+    folder = out / "builtin"
+    folder.mkdir(exist_ok=True)
+    questions = ElasticRequests(least=LEAST_SIDE)
+    log = read_logs(out / "state")
+    table = table_of(without_drift(log), questions)
+    write_table(folder / "table.parquet", table)
+    # the features of a sample in half precision
+    blocks, metadata = tensors_and_metadata(out / "features.safetensors")
+    ids = np.array(json.loads(metadata["sample_id"]), np.int32)
+    image, language = (
+        blocks[name].numpy().astype(np.float16) for name in ("image_features", "language_features")
+    )
+    with written_whole(folder / "features.npz") as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, sample_id=ids, image_features=image, language_features=language)
+    rows = []
+    for row in range(samples):
+        item = questions.item(str(row))
+        height, width = item.image.shape[2:]
+        kind = item.question.partition("?")[0]
+        rows.append((row, kind, item.question, item.answer, height // 8, width // 8))
+    columns = ["sample_id", "question_type", "question", "answer", "rows", "columns"]
+    write_table(folder / "samples.parquet", pl.DataFrame(rows, columns, orient="row"))
+    facts = json.loads((out / "profile.json").read_text(encoding="utf-8"))
+    kept = ("config", "model", "machine", "features_ms", "cost_s", "knobs")
+    content = {
+        "name": "elastic_scenes",
+        "command": "python -m knobwise.profiling.elastic.profile --out DIR",
+        **{name: facts[name] for name in kept},
+        "samples": samples,
+        "configurations": len(table.select(KNOBS).unique()),
+        "clock": {
+            "latency_ms": "CPU time of one thread, of four significant digits",
+            "drift": f"divided out, by the running median of {WINDOW} measurements",
+            "log_spread_of_one_measurement": spread_of(table),
+        },
+    }
+    write_json(folder / "profile.json", content)
+    return folder
+
+
+def main() -> None:
+    """Measure and write as the command line says."""
+    parser = argparse.ArgumentParser(description="Measure the profile of the large elastic model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to measure into")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="scenes, each with a question")
+    arguments = parser.parse_args()
+    model = ElasticAdaptive(shipped_model("elastic_large"))
+    questions = ElasticRequests(least=LEAST_SIDE)
+    count = math.prod(len(values) for values in model.measured.values())
+    items = [questions.item(row) for row in range(arguments.samples)]
+    config = VLMProfileConfig(name="elastic_scenes", repeats=REPEATS, clock="cpu")
+    print(f"{arguments.samples} × {count} × {REPEATS} measurements")
+    try:
+        with one_thread():
+            profile_vlm(arguments.out, model, items, config)
+        folder = write(arguments.out, arguments.samples)
+    except InputError as error:
+        parser.error(str(error))
+    print(f"profile: {folder}")
+
+
+if __name__ == "__main__":
+    main()

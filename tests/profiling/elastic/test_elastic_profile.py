@@ -1,0 +1,76 @@
+"""The recipe of the built-in profile: drift of the machine is divided out, and the files are those
+that the readers read."""
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from knobwise.envs.readers.long_table import read_long_table
+from knobwise.profiling.elastic import adapter, profile
+from knobwise.profiling.elastic.model import ElasticVLM
+from knobwise.profiling.elastic.scenes import SEED, draw_sample
+from knobwise.profiling.elastic.settings import ElasticSize
+
+
+def log_of(level, samples=60, seed=0):
+    """Measurements in random order, of cells with known times, by a machine with this speed."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for repeat in range(3):
+        for i in rng.permutation(samples * 8).tolist():
+            sample, j = divmod(i, 8)
+            rows.append((str(sample), j % 2, j // 2 % 2, j // 4, repeat, sample, j))
+    columns = [*profile.CELL, "repeat", "sample", "j"]
+    log = pl.DataFrame(rows, columns, orient="row")
+    true = 10.0 * np.exp(rng.normal(0, 0.4, (samples, 8)))[log["sample"], log["j"]]
+    jitter = np.exp(rng.normal(0, 0.01, len(log)))
+    total = true * jitter * np.exp(level(np.linspace(0, 1, len(log))))
+    return log.with_columns(total_ms=total, prefill_ms=total / 2, true=true)
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        lambda t: 0 * t,
+        lambda t: 0.3 * np.sin(9 * t),  # slow swings
+        lambda t: np.log(2) * (t > 0.45),  # another machine for more than half of the time
+    ],
+)
+def test_drift_is_divided_out(level):
+    log = log_of(level)
+    steady = profile.without_drift(log)
+    ratio = np.log(steady["total_ms"] / log["true"]).to_numpy()
+    assert np.std(ratio) < 0.025
+    # prefill follows
+    np.testing.assert_allclose(steady["prefill_ms"], steady["total_ms"] / 2)
+    spread = np.log(steady["total_ms"]).to_numpy() - np.log(log["true"]).to_numpy()
+    assert abs(np.median(spread) - np.median(level(np.linspace(0, 1, 1001)))) < 0.25
+
+
+def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    size = ElasticSize(
+        width=16, heads=2, blocks=6, experts=4, expert_width=8, max_top_k=4, stride=4
+    )
+    tiny = adapter.ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
+    tiny.measured = {"max_crops": (2, 4), "top_k": (1,), "num_active_blocks": (3, 6)}
+    monkeypatch.setattr(profile, "ElasticAdaptive", lambda model: tiny)
+    words = ["profile", "--out", str(tmp_path / "out"), "--samples", "3"]
+    monkeypatch.setattr("sys.argv", words)
+    profile.main()
+    folder = tmp_path / "out" / "builtin"
+    assert str(folder) in capsys.readouterr().out
+    table = read_long_table(
+        folder / "table.parquet", features=folder / "features.npz", name="builtin"
+    )
+    assert table.accuracy.shape[:2] == (3, 4)
+    assert set(table.features) == {"image_features", "language_features"}
+    facts = json.loads((folder / "profile.json").read_text())
+    assert facts["features_ms"] > 0
+    assert facts["clock"]["log_spread_of_one_measurement"] > 0
+    samples = pl.read_parquet(folder / "samples.parquet")
+    scenes = [draw_sample(i, SEED, 3) for i in range(3)]
+    assert samples["question"].to_list() == [scene.question for scene in scenes]
