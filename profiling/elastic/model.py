@@ -311,7 +311,7 @@ class ElasticVLM(nn.Module):
 
 def shipped_model(name: str = "elastic") -> ElasticVLM:
     """Load a trained model: `elastic`, which the built-in profile was measured on, or
-    `elastic_large`, whose windows are closer, so that it takes some ten times as long.
+    `elastic_large`, with nine times as many tokens a tile.
 
     The file holds weights in half precision. The model has single precision and is in evaluation
     mode.
