@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations import canvases
@@ -41,10 +42,6 @@ from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.profiling.measuring.settings import changed_settings
 from knobwise.profiling.smollm import folder
 from knobwise.profiling.smollm.questions import QUESTIONS_CSV
-
-if TYPE_CHECKING:  # it needs the packages of the extra `models`
-    from knobwise.profiling.huggingface.scorer import VLMScorer
-    from knobwise.profiling.huggingface.text_scorer import TextScorer
 
 SIZES = {"train": (3300, 12000), "test": (1500, 4000)}
 """Queries and items of the bank, by part. The digits of the test part were held out when the
@@ -129,17 +126,21 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
 
 
 class Asked(NamedTuple):
-    """A Hugging Face model that is not loaded yet, and its items."""
+    """A model that is not loaded yet, and its items."""
 
     source: str | Path
-    """Its folder, or its name on the hub."""
+    """The folder of a Hugging Face model, or its name on the hub; or `module:Class`."""
     text_alone: bool
     """True for a language model, which takes no images."""
     data: VQAData
+    made: Callable[[VQAData], Scorer] | None = None
+    """A scorer of the user's own."""
 
 
 def read_asked(model: str, config: VLMTaskConfig) -> Asked:
-    """Read the items of a model (a folder, a name on the Hugging Face hub, or smollm2).
+    """Read the items of a model: a folder, a name on the Hugging Face hub, smollm2, or
+    `module:Class`, a scorer of the user's own that is made from its items. If its class has
+    `sees = False`, the items need no images.
 
     Raises InputError for settings that are missing, files that cannot be read, no such model.
     """
@@ -151,6 +152,11 @@ def read_asked(model: str, config: VLMTaskConfig) -> Asked:
             f"model={model}: a Hugging Face model needs vlm.data (knobwise profile --help); other "
             "models are model=elastic and model=learner"
         )
+    if ":" in model:
+        made = imported(f"model={model}", model, "class", "my_module:MyScorer")
+        text_alone = not getattr(made, "sees", True)
+        data = read_vqa_data(path, config.bank or None, images=not text_alone)
+        return Asked(model, text_alone, data, made)
     from knobwise.profiling.huggingface.loading import reads_text_alone
 
     source = folder.source_of(model)
@@ -159,8 +165,20 @@ def read_asked(model: str, config: VLMTaskConfig) -> Asked:
     return Asked(source, text_alone, data)
 
 
-def load_scorer(asked: Asked, config: VLMTaskConfig) -> TextScorer | VLMScorer:
+def load_scorer(asked: Asked, config: VLMTaskConfig) -> Scorer:
     """Load the model that answers. Raises InputError if it cannot be loaded."""
+    if asked.made is not None:
+        try:
+            scorer = asked.made(asked.data)
+        except Exception as error:  # whatever a class of the user's own may raise
+            reason = in_a_line(error)
+            raise InputError(f"model={asked.source}: making one raises {reason}") from error
+        if not callable(scorer) or not hasattr(scorer, "vote"):
+            raise InputError(
+                f"model={asked.source}: must be a scorer, with __call__ and vote; see "
+                "knobwise.profiling.demonstrations.scorers.Scorer"
+            )
+        return scorer
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 

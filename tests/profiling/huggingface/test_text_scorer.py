@@ -224,3 +224,55 @@ def test_a_file_may_hold_queries_and_demonstrations(tmp_path):
     path.write_text("id,question,answer,part\na,A?,1,query\n")
     with pytest.raises(InputError, match="demonstration"):
         read_vqa_data(path, images=False)
+
+
+SCORERS = """
+import torch
+
+
+class Even:
+    sees = False
+
+    def __init__(self, data):
+        self.data = data
+
+    def __call__(self, queries, demonstrations):
+        # right where an even number of demonstrations is shown
+        right = ((demonstrations >= 0).sum(1) % 2 == 0).float()
+        return {
+            "vqa_correct": right,
+            "vqa_acc_score": right,
+            "logprob_score": right - 1,
+            "vqa_gt_prob": (right - 1).exp(),
+            "vqa_rel_score": right,
+        }
+
+    def vote(self, queries, demonstrations):
+        return torch.zeros(len(queries))
+
+
+class Silent:
+    def __init__(self, data):
+        pass
+"""
+
+
+def test_a_scorer_of_your_own_is_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scorers_of_a_test.py").write_text(SCORERS)
+    lines = ["id,question,answer", *(f"{n},What is {n}?,{n}" for n in range(6))]
+    (tmp_path / "items.csv").write_text("\n".join(lines))
+    options = "vlm.data=items.csv pool.size=4 beams.width=0 beams.retrieved=1 beams.random=2"
+    words = ["profile", *options.split(), "beams.json=false", "out=out"]
+    assert main([*words, "model=scorers_of_a_test:Even"]) == 0, capsys.readouterr().err
+    table = BeamTable.load("out/beams.safetensors")
+    assert (table.fields["vqa_correct"][table.beam_mask] == 1).all()
+    assert main([*words, "model=scorers_of_a_test:Even", "beams.shots=1", "out=single"]) == 0
+    table = BeamTable.load("single/beams.safetensors")
+    assert (table.fields["vqa_correct"][table.beam_mask] == 0).all()
+    capsys.readouterr()
+    # its items may have images, unless it says that it sees none
+    for name, fault in (("Silent", "image"), ("Gone", "Gone")):
+        assert main([*words, f"model=scorers_of_a_test:{name}", "out=other"]) == 2
+        assert fault in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
