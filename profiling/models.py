@@ -46,7 +46,11 @@ def load_model(
         # transformers is imported only where it is needed, since it takes seconds
         from knobwise.profiling.huggingface.loading import reads_text_alone
 
-        items = read_vqa_data(data, images=own or not reads_text_alone(source)).queries
+        asked = read_vqa_data(data, images=own or not reads_text_alone(source))
+        # demonstrations are questions too
+        items = asked.queries
+        if asked.bank is not asked.queries:
+            items = (*asked.queries, *asked.bank)
     # models of ours and of the user may bring their questions along
     if own:
         model = _own_model(name)

@@ -31,10 +31,14 @@ def run_folder(folder, results, metrics, config):
 
 
 def charts_of(text):
-    return [
+    """The charts of a page, each of which must be Vega-Lite."""
+    found = [
         json.loads(spec)
         for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
     ]
+    for spec in found:
+        alt.Chart.from_dict(spec)
+    return found
 
 
 def specifications(figure):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.pools import similarity
+from knobwise.profiling.demonstrations.pools import compared, similarity
 
 SIMPLE = (
     "random",
@@ -22,13 +22,12 @@ SIMPLE = (
     "question_similarity",
     "similarity",
     "mmr",
-    "same_kind",
     "part_similarity",
     "careful_rule",
     "vote",
 )
 """The names of the simple ways in results. `vote` is `voters`, judged without a model
-(`Scorer.vote`)."""
+(`Scorer.vote`). `same_kind` is no simple way but an upper bound: no policy knows the kinds."""
 COSINES = {
     "image_similarity": "image_similarity",
     "question_similarity": "text_similarity",
@@ -104,13 +103,16 @@ def best_places(scores: Tensor, shots: int) -> Tensor:
 def marginal_relevance(table: BeamTable, shots: int) -> Tensor:
     """Choose one demonstration after the other by maximal marginal relevance, λ · similarity to the
     query − (1 − λ) · highest similarity to those chosen (Carbonell & Goldstein 1998, "The Use of
-    MMR"), with λ = `RELEVANCE`. The best comes first; similarities are cosines of whole embeddings.
+    MMR"), with λ = `RELEVANCE`. The best comes first. Both similarities are that of the way
+    `similarity`, see `cosines`.
 
     Returns:
         Places int64 [Q, T].
     """
     chosen = []
-    candidates = normalize(table.candidates, dim=1)
+    # inner products of these are the cosines
+    blocks = table.blocks if {"image", "question"} <= set(table.blocks) else {}
+    candidates = compared(table.candidates, "mixed", blocks)
     similar = cosines(table, "similarity")
     batches = zip(table.pool.split(BATCH), similar.split(BATCH), strict=True)
     for pool, relevance in batches:

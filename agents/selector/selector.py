@@ -80,7 +80,7 @@ class Selector(nn.Module):
         self.network = NETWORKS[config.version](config, features)
         self.prior: nn.Parameter | None = None
         if config.prior > 0:
-            self.prior = nn.Parameter(torch.tensor(config.prior))
+            self.prior = nn.Parameter(torch.tensor(float(config.prior)))
 
     @classmethod
     @torch.no_grad()

@@ -41,7 +41,7 @@ class SelectorConfig:
     """Temperature, by which cosines are divided."""
     prior: float = 0.0
     """Weight of the cosine of a query's and a candidate's embeddings in the logits, where training
-    begins; it learns along. So a selector starts from nearest neighbours; 0 leaves the term out."""
+    begins; it is trained too. So a selector starts from nearest neighbours. 0 leaves it out."""
     dropout: float = 0.0
     """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in
     the same mode."""

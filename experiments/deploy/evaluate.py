@@ -185,8 +185,11 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     rows = data.test_rows
     check_judged(data, config.judged_shots)
     embeddings = stored_embeddings(data.test, loaded, data.items)
-    # on its own beams, queries that it was trained on do not count
-    if as_read(data.table, data.items).digest == loaded.profile_digest and data.test_scorer is None:
+    # on its own beams, queries that it was trained on do not count; beams that draws were added to
+    # have another digest, and the same name
+    digest = as_read(data.table, data.items).digest
+    own = loaded.profile_digest == digest or loaded.profile_name == data.table.name
+    if own and data.test is data.table:
         if "fitted" not in loaded.extra:
             raise InputError(
                 f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"

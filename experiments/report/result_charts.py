@@ -37,7 +37,7 @@ from knobwise.experiments.results.problem import (
 Figures = dict[str, Figure]
 """Heading → figure."""
 KINDS = dict.fromkeys(SIMPLE, "simple baseline")
-KINDS |= dict.fromkeys(UPPER, "sees the answer")
+KINDS |= dict.fromkeys(UPPER, "upper bound")
 KINDS |= dict.fromkeys(CONTROLS, "control")
 """Policy → its kind, for selectors that are not learned."""
 BEST = "stands for the run"
@@ -46,7 +46,7 @@ HUES_OF_KINDS = {
     "blue": BEST,
     "cyan": "learned",
     "orange": "simple baseline",
-    "purple": "sees the answer",
+    "purple": "upper bound",
     "grey": "control",
 }
 """Hue → the kind of policy that it stands for."""

@@ -15,8 +15,9 @@ GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
 """The forms of post-training of a selector; a run is represented by the first one that it has."""
 LEARNED = (*GRPO, "rce", "sft")
 """The trained selectors. GRPO starts from RCE if that is used, and RCE from SFT."""
-UPPER = ("best_recorded", "oracle")
-"""Upper bounds from the recorded sequences; they know the answers, so they are no policies."""
+UPPER = ("same_kind", "best_recorded", "oracle")
+"""Upper bounds, which are no policies: `same_kind` knows the kinds of questions, the others choose
+among the recorded sequences and know their answers."""
 CONTROLS = (
     "shuffled_recorded",
     "shuffled_live",

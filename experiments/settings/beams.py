@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from knobwise.agents.selector.selector import StoredEmbeddings
     from knobwise.envs.demonstrations.beam_table import BeamTable
     from knobwise.envs.tables.profile_table import Split
-    from knobwise.profiling.demonstrations.scorers import Scorer
+    from knobwise.profiling.demonstrations.scorers import Remembering, Scorer
+    from knobwise.profiling.measuring.questions import VQAData
+
+
+CHECKED = 4
+"""Recorded sequences that a model is asked again, to see that it is the one that was recorded."""
+TOLERANCE = 0.3
+"""How far their log-probabilities may be from those recorded, in nats."""
 
 
 class SelectorData(NamedTuple):
@@ -86,7 +94,16 @@ def read_data(
     if config.model is not None:
         scorer, kinds = _answering(config, table)
         return SelectorData(
-            table, split, scorer, table, split.test, scorer, None, "scorer", kinds, items
+            table,
+            split,
+            scorer,
+            test=table,
+            test_rows=split.test,
+            test_scorer=scorer,
+            trusted=None,
+            judged_by="scorer",
+            kinds=kinds,
+            items=items,
         )
     test = table
     judged_by = "recorded"
@@ -102,39 +119,76 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     What the records know is not asked again.
 
     Raises:
-        InputError: its items are not those of the table.
+        InputError: its items are not those of the table, or it gives other answers than those that
+            were recorded.
     """
     import torch
 
     from knobwise.agents.selector.baselines import Kinds
-    from knobwise.envs.demonstrations.beam_table import bank_rows
     from knobwise.profiling.demonstrations.scorers import Remembering
     from knobwise.profiling.demonstrations.tasks import load_scorer, read_asked
 
     assert config.model is not None
-    asked = read_asked(config.model, config.vlm)
+    asked = read_asked(config.model, config.vlm, "beams.")
     data = asked.data
-    ids = tuple(item.id for item in data.queries)
-    if ids != table.query_ids or len(data.bank) != len(table.candidates):
-        raise InputError(
-            f"beams.vlm.data: {len(ids)} queries and {len(data.bank)} candidates are not those of "
-            f"{table.name!r}, which has {table.num_queries} and {len(table.candidates)}"
-        )
-    # every recorded sequence, as rows of the bank
-    remembering = Remembering(load_scorer(asked, config.vlm))
-    query, beam = table.beam_mask.nonzero(as_tuple=True)
-    shown = bank_rows(table.pool[query], table.sequences[query, beam])
-    fields = {name: field[query, beam] for name, field in table.fields.items()}
-    del fields["beam_score"]
-    remembering.remember(query, shown, fields)
-    names = sorted({item.question_type for item in (*data.queries, *data.bank)})
+    _check_items(data, table)
+    scorer = Remembering(load_scorer(asked, config.vlm, "beams."))
+    _remember(scorer, table)
+    items = (*data.queries, *data.bank)
+    names = sorted({item.question_type for item in items})
     if names == [""]:
-        return remembering, None
-    queries, candidates = (
-        torch.tensor([names.index(item.question_type) for item in part])
-        for part in (data.queries, data.bank)
+        return scorer, None
+    numbers = torch.tensor([names.index(item.question_type) for item in items])
+    queries, candidates = numbers.split([len(data.queries), len(data.bank)])
+    return scorer, Kinds(queries, candidates)
+
+
+def _check_items(data: VQAData, table: BeamTable) -> None:
+    """Raise InputError unless these are the queries and the bank of a table, in order."""
+    parts = (
+        ("query", [item.id for item in data.queries], table.query_ids),
+        ("query", [item.image_id for item in data.queries], table.query_images),
+        ("candidate", [item.image_id for item in data.bank], table.candidate_images),
     )
-    return remembering, Kinds(queries, candidates)
+    for what, given, recorded in parts:
+        if not recorded:  # beams in JSON do not name them
+            continue
+        for row, (here, there) in enumerate(itertools.zip_longest(given, recorded)):
+            if here != there:
+                raise InputError(
+                    f"beams.vlm.data: {what} {row} is {here!r}, in {table.name!r} {there!r}; give "
+                    "the items that were recorded, and beams.safetensors"
+                )
+    if len(data.bank) != len(table.candidates):
+        raise InputError(
+            f"beams.vlm.data: {len(data.bank)} candidates, in {table.name!r} "
+            f"{len(table.candidates)}"
+        )
+
+
+def _remember(scorer: Remembering, table: BeamTable) -> None:
+    """Tell a scorer what was recorded, as far as it is whole; raise InputError if the scorer gives
+    other answers."""
+    from knobwise.envs.demonstrations.beam_table import bank_rows
+    from knobwise.profiling.demonstrations.scorers import SCORES
+
+    if not set(SCORES) <= set(table.fields):
+        return
+    # each recorded sequence, as rows of the bank
+    whole = table.beam_mask.clone()
+    for name in SCORES:
+        whole &= table.fields[name].isfinite()
+    query, beam = whole.nonzero(as_tuple=True)
+    shown = bank_rows(table.pool[query], table.sequences[query, beam])
+    recorded = {name: table.fields[name][query, beam] for name in SCORES}
+    few = slice(0, CHECKED)
+    again = scorer(query[few], shown[few])["logprob_score"]
+    if (again - recorded["logprob_score"][few]).abs().amax() > TOLERANCE:
+        raise InputError(
+            f"beams.model: gives other answers than those recorded in {table.name!r}; give the "
+            "same model, and the same beams.vlm.chats and beams.vlm.dtype"
+        )
+    scorer.remember(query, shown, recorded)
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:

@@ -54,10 +54,12 @@ class BeamFiles:
     name: str | None = None
     """Name of the beams; None for the file's name."""
     model: str | None = None
-    """The Hugging Face model that answers new sequences (a folder, or a name on the hub), or
-    smollm2; None replays the records."""
+    """The model that was recorded, which answers new sequences: a Hugging Face model (a folder, or
+    a name on the hub), smollm2, or module:Class; None replays the records. Each seed that is
+    trained at the same time (`jobs`) loads its own."""
     vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
-    """The items of `model`: data and bank in the order of the embeddings, and how it runs."""
+    """The items of `model`, as they were recorded, and how it runs; embeddings are those of the
+    beams."""
     train: float = 0.8
     """Share of the queries to fit on."""
     validation: float = 0.1
@@ -69,6 +71,9 @@ class BeamFiles:
         a_seed("beams.split_seed", self.split_seed)
         if self.model is None and self.vlm != VLMTaskConfig():
             raise InputError("beams.vlm: is for beams.model, the model that answers new sequences")
+        for name in ("embeddings", "query_embeddings", "image_columns"):
+            if getattr(self.vlm, name):
+                raise InputError(f"beams.vlm.{name}: the beams hold their embeddings; leave it out")
 
 
 @dataclass
@@ -164,8 +169,8 @@ class SelectorRun(Training):
     sft: StageConfig = field(default_factory=lambda: StageConfig(epochs=15, lr=1e-3))
     """Supervised fine-tuning on the sequences that `imitated` names."""
     imitated: str = "beams"
-    """The recorded sequences that supervised fine-tuning learns from: those that beam search found,
-    or others: all, without_beams, own."""
+    """The recorded sequences that supervised fine-tuning learns from: all, without_beams (none that
+    was found with the answer in view), own (draws of a policy) or beams."""
     rce: StageConfig = field(default_factory=lambda: StageConfig(epochs=2, lr=1e-4))
     """The warm-up before GRPO, on all recorded sequences."""
     grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, rise=0.1))
@@ -183,6 +188,7 @@ class SelectorRun(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of("imitated", self.imitated, GROUPS)
         self.variants = {
             name: values for name, values in self.variants.items() if values is not None
         }

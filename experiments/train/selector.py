@@ -151,8 +151,8 @@ def check(config: SelectorRun, data: SelectorData) -> None:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (plan.variant.live or plan.variant.rounds > 1):
             raise InputError(
-                f"variants.{name}: live draws and rounds need a scorer, which recorded beams do "
-                f"not have; leave it out by variants.{name}=null, or train with "
+                f"variants.{name}: live draws and rounds need the model that was recorded; give "
+                f"beams.model, leave the variant out by variants.{name}=null, or train with "
                 "experiment=selector_replay"
             )
     # the trainers themselves refuse what they cannot learn from
@@ -160,7 +160,12 @@ def check(config: SelectorRun, data: SelectorData) -> None:
     table = stages.data.table
     start = stages.first
     stages.trainer("rce", table, start)
-    stages.trainer("sft", table, start, groups=GroupConfig(config.imitated))
+    imitated = GroupConfig(config.imitated)
+    try:
+        recorded_groups(data.table, imitated)
+    except InputError as error:
+        raise InputError(f"{error}; imitated=all takes every sequence") from error
+    stages.trainer("sft", table, start, groups=imitated)
     for name, plan in plans.items():
         variant = plan.variant
         if data.items is not None and (variant.hidden or plan.reward_model is not None):

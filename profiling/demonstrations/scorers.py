@@ -15,6 +15,8 @@ from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
 from knobwise.profiling.measuring.questions import check_rows
 
+SCORES = ("logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score")
+"""What a scorer gives."""
 Fields = dict[str, Tensor]
 """Scores by name."""
 Ask = Callable[[Tensor, Tensor], Fields]

@@ -107,7 +107,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     data = asked.data
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
-        name=Path(config.data or QUESTIONS_CSV).stem,
+        name=asked.path.stem,
         query_ids=tuple(item.id for item in data.queries),
         **no_beams(len(queries)),
         queries=queries,
@@ -121,7 +121,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
-    sources = digests(Path(), filter(None, (config.data, config.bank)))
+    sources = digests(Path(), filter(None, (str(asked.path), config.bank)))
     return BeamTask(table, load_scorer(asked, config), [f"model={model}", *changed], sources)
 
 
@@ -132,50 +132,50 @@ class Asked(NamedTuple):
     """The folder of a Hugging Face model, or its name on the hub; or `module:Class`."""
     text_alone: bool
     """True for a language model, which takes no images."""
+    path: Path
+    """The file of its items."""
     data: VQAData
     made: Callable[[VQAData], Scorer] | None = None
     """A scorer of the user's own."""
 
 
-def read_asked(model: str, config: VLMTaskConfig) -> Asked:
+def read_asked(model: str, config: VLMTaskConfig, prefix: str = "") -> Asked:
     """Read the items of a model: a folder, a name on the Hugging Face hub, smollm2, or
     `module:Class`, a scorer of the user's own that is made from its items. If its class has
-    `sees = False`, the items need no images.
+    `sees = False`, the items need no images. `prefix` is that of the settings, for messages.
 
     Raises InputError for settings that are missing, files that cannot be read, no such model.
     """
-    path: str | Path = config.data
-    if not path and model == folder.NAME:
-        path = QUESTIONS_CSV
-    if not path:
+    if not config.data and model != folder.NAME:
         raise InputError(
-            f"model={model}: a Hugging Face model needs vlm.data (knobwise profile --help); other "
-            "models are model=elastic and model=learner"
+            f"{prefix}model={model}: needs {prefix}vlm.data, the items that it answers; only "
+            f"{folder.NAME} has its own"
         )
+    path = Path(config.data) if config.data else QUESTIONS_CSV
     if ":" in model:
-        made = imported(f"model={model}", model, "class", "my_module:MyScorer")
+        made = imported(f"{prefix}model={model}", model, "class", "my_module:MyScorer")
         text_alone = not getattr(made, "sees", True)
         data = read_vqa_data(path, config.bank or None, images=not text_alone)
-        return Asked(model, text_alone, data, made)
+        return Asked(model, text_alone, path, data, made)
     from knobwise.profiling.huggingface.loading import reads_text_alone
 
     source = folder.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
-    return Asked(source, text_alone, data)
+    return Asked(source, text_alone, path, data)
 
 
-def load_scorer(asked: Asked, config: VLMTaskConfig) -> Scorer:
+def load_scorer(asked: Asked, config: VLMTaskConfig, prefix: str = "") -> Scorer:
     """Load the model that answers. Raises InputError if it cannot be loaded."""
     if asked.made is not None:
         try:
             scorer = asked.made(asked.data)
         except Exception as error:  # whatever a class of the user's own may raise
             reason = in_a_line(error)
-            raise InputError(f"model={asked.source}: making one raises {reason}") from error
+            raise InputError(f"{prefix}model={asked.source}: making one raises {reason}") from error
         if not callable(scorer) or not hasattr(scorer, "vote"):
             raise InputError(
-                f"model={asked.source}: must be a scorer, with __call__ and vote; see "
+                f"{prefix}model={asked.source}: must be a scorer, with __call__ and vote; see "
                 "knobwise.profiling.demonstrations.scorers.Scorer"
             )
         return scorer
@@ -195,13 +195,16 @@ def _read_embeddings(
     The dictionary says which of their columns describe the image, and which the question.
     """
     if not config.embeddings:
+        for name in ("query_embeddings", "image_columns"):
+            if getattr(config, name):
+                raise InputError(f"vlm.{name}: needs vlm.embeddings, those of the bank")
         if not all(item.image is None for item in data.queries):
             raise InputError("vlm.embeddings: embeddings of items with images must be given")
         return *text_embeddings(data), {}
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
-            f"{config.data}: queries that are not the bank's items need vlm.query_embeddings"
+            "vlm.query_embeddings: is needed, since the queries are not the bank's items"
         )
     source = config.query_embeddings or config.embeddings
     queries = read_embeddings(source)

@@ -311,7 +311,7 @@ class ElasticVLM(nn.Module):
 
 def shipped_model(name: str = "elastic") -> ElasticVLM:
     """Load a trained model: `elastic`, which the built-in profile was measured on, or
-    `elastic_large`, with nine times as many tokens a tile.
+    `elastic_large`, with nine times as many tokens per tile.
 
     The file holds weights in half precision. The model has single precision and is in evaluation
     mode.
@@ -320,6 +320,7 @@ def shipped_model(name: str = "elastic") -> ElasticVLM:
     weights, metadata = tensors_and_metadata(str(data / f"{name}.safetensors"))
     model = ElasticVLM(ElasticSize(**json.loads(metadata["size"])))
     model.drop_order = tuple(json.loads(metadata["drop_order"]))
-    # a head that training alone used is in the file too
-    model.load_state_dict(weights, strict=False)
+    # the file of the small model has a head too, which only its training used
+    extra = ("digit_head.weight", "digit_head.bias")
+    model.load_state_dict({name: w for name, w in weights.items() if name not in extra})
     return model.eval()

@@ -9,9 +9,12 @@ files that make a built-in profile are written to DIR/builtin. Repeat the comman
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,6 +24,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.tables.tensor_file import tensors_and_metadata
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.model import shipped_model
+from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import KNOBS
 from knobwise.profiling.measuring.machine import one_thread, write_json
 from knobwise.profiling.measuring.measuring import read_logs
@@ -28,13 +32,15 @@ from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
+MODEL = "elastic_large"
 SAMPLES = 1500
 REPEATS = 3
 LEAST_SIDE = 3
 """The fewest cells along a side of a scene."""
 WINDOW = 51
 """Measurements that one estimate of the machine's speed is the median of."""
-CELL = ("sample_id", *KNOBS)
+MEASURED = ("sample_id", *KNOBS)
+"""The columns of what was measured several times."""
 TIMES = ("total_ms", "prefill_ms")
 
 
@@ -49,11 +55,11 @@ def without_drift(log: pl.DataFrame) -> pl.DataFrame:
     Args:
         log: a row for each measurement, in the order of measuring; at least three of each cell.
     """
-    logs = log.select(*CELL, ln_ms=pl.col("total_ms").log())
+    logs = log.select(*MEASURED, ln_ms=pl.col("total_ms").log())
     level = pl.Series("level", np.zeros(len(log)))
     for _ in range(4):
         steady = logs.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
-        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over(CELL))
+        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over(MEASURED))
         running = deviations.to_series().rolling_median(WINDOW, min_samples=1, center=True)
         level = (running - running.median()).alias("level")
     return log.with_columns(pl.col(TIMES) / level.exp())
@@ -72,9 +78,9 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
     return (
         log.join(judged, ["sample_id", "text"])
         .with_columns(pl.col("sample_id", *KNOBS, "repeat").cast(pl.Int32))
-        .sort(*CELL, "repeat")
+        .sort(*MEASURED, "repeat")
         .select(
-            *CELL,
+            *MEASURED,
             "repeat",
             "accuracy",
             "soft_score",
@@ -87,8 +93,16 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
 
 def spread_of(table: pl.DataFrame) -> float:
     """Return how much one measurement of a cell varies: the mean standard deviation of ln ms."""
-    spread = table.group_by(CELL).agg(pl.col("latency_ms").log().std())
+    spread = table.group_by(MEASURED).agg(pl.col("latency_ms").log().std())
     return round(float(spread["latency_ms"].to_numpy().mean()), 4)
+
+
+def identity_of(model: ElasticAdaptive) -> dict[str, Any]:
+    """Return what tells the model from others: its size, and a digest of its weights."""
+    digest = hashlib.sha256()
+    for name, weight in model.model.state_dict().items():
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return {"size": asdict(model.model.size), "weights": digest.hexdigest()}
 
 
 def write(out: Path, samples: int) -> Path:
@@ -96,7 +110,7 @@ def write(out: Path, samples: int) -> Path:
     folder = out / "builtin"
     folder.mkdir(exist_ok=True)
     questions = ElasticRequests(least=LEAST_SIDE)
-    log = read_logs(out / "state")
+    log = read_logs(out / "state").filter(pl.col("sample_id").cast(pl.Int64) < samples)
     table = table_of(without_drift(log), questions)
     write_table(folder / "table.parquet", table)
     # the features of a sample in half precision
@@ -112,7 +126,7 @@ def write(out: Path, samples: int) -> Path:
         item = questions.item(str(row))
         height, width = item.image.shape[2:]
         kind = item.question.partition("?")[0]
-        rows.append((row, kind, item.question, item.answer, height // 8, width // 8))
+        rows.append((row, kind, item.question, item.answer, height // CELL, width // CELL))
     columns = ["sample_id", "question_type", "question", "answer", "rows", "columns"]
     write_table(folder / "samples.parquet", pl.DataFrame(rows, columns, orient="row"))
     facts = json.loads((out / "profile.json").read_text(encoding="utf-8"))
@@ -139,7 +153,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to measure into")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="scenes, each with a question")
     arguments = parser.parse_args()
-    model = ElasticAdaptive(shipped_model("elastic_large"))
+    if arguments.samples < 1:
+        parser.error(f"--samples {arguments.samples}: must be at least 1")
+    model = ElasticAdaptive(shipped_model(MODEL), MODEL)
     questions = ElasticRequests(least=LEAST_SIDE)
     count = math.prod(len(values) for values in model.measured.values())
     items = [questions.item(row) for row in range(arguments.samples)]
@@ -147,7 +163,7 @@ def main() -> None:
     print(f"{arguments.samples} × {count} × {REPEATS} measurements")
     try:
         with one_thread():
-            profile_vlm(arguments.out, model, items, config)
+            profile_vlm(arguments.out, model, items, config, identity_of(model))
         folder = write(arguments.out, arguments.samples)
     except InputError as error:
         parser.error(str(error))

@@ -151,7 +151,7 @@ class PromptedModel:
         self.model = (model if device is None else model.to(device)).eval()
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.sees = self.tokenizer is not processor
+        self.sees = hasattr(processor, "image_processor")
         """True for a model that takes images."""
         has_template = bool(getattr(processor, "chat_template", None))
         if chats and not has_template:
@@ -238,7 +238,8 @@ class PromptedModel:
             **self._token_options(texts[0]),
         }
         if images is None:
-            return dict(self.tokenizer(texts, **options).to(self.model.device))
+            read = self.tokenizer(texts, **options).to(self.model.device)
+            return {name: read[name] for name in ("input_ids", "attention_mask")}
         inputs = self.processor(text=texts, images=images, **options)
         return dict(inputs.to(self.model.device, self.model.dtype))
 

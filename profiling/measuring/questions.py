@@ -181,6 +181,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
     queries = _items(path, content, "row", images)
     if bank is None:
         return _in_parts(path, content, queries)
+    if any(row.get("part") for row in content):
+        raise InputError(f"{path}: has parts already; leave out the other bank, {bank}")
     rows = _rows(Path(bank))
     if isinstance(rows, dict):
         raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")

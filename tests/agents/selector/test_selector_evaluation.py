@@ -168,6 +168,14 @@ def test_marginal_relevance_avoids_what_was_chosen():
     .7 cos 20 − .3 cos 10 = .362 against .7 cos 20 − .3 cos 30 = .398. 90 degrees adds nothing."""
     data = on_a_circle([90.0, 20.0, -20.0, 10.0])
     assert marginal_relevance(data, 3).tolist() == [[3, 2, 1]]
+    # with blocks it compares as `similarity` does, not the columns that no block names
+    blocked = dataclasses.replace(
+        data,
+        queries=torch.cat([data.queries, data.queries, torch.ones(1, 1)], 1),
+        candidates=torch.cat([data.candidates, data.candidates, 9 * torch.eye(4)[:, :1]], 1),
+        blocks={"image": (0, 2), "question": (2, 4)},
+    )
+    assert marginal_relevance(blocked, 3).tolist() == [[3, 2, 1]]
     # a pool with too few candidates ends early
     assert marginal_relevance(on_a_circle([50.0, 10.0]), 3).tolist() == [[1, 0, -1]]
 
@@ -201,7 +209,11 @@ def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
     plain = dataclasses.replace(data, blocks={})
     nearest = simple_ways(plain, 2)["similarity"]
     assert torch.equal(choose(actor, torch.arange(QUERIES)), nearest)
-    # it is stored, and learns
+    # it is trained too, and stored
+    inputs = actor.embeddings.both(torch.arange(QUERIES), data.pool)
+    dist = policy.distribution(*inputs, data.pool_mask, 2)
+    dist.log_prob(dist.mode).sum().backward()
+    assert policy.prior.grad is not None
     again = Selector.restored(policy.plain())
     assert again.prior.item() == 1e4
     assert Selector.restored(selector(data)[0].plain()).prior is None

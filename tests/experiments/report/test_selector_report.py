@@ -161,7 +161,7 @@ def test_the_charts_hold_the_numbers():
     at_two = [row for row in [*content["rows"], *content["controls"]] if row["shots"] == 2]
     accuracies = sorted((row["accuracy"] for row in at_two), reverse=True)
     assert [b["value"] for b in bar] == accuracies
-    kinds = {"learned", "simple baseline", "sees the answer", "control", BEST}
+    kinds = {"learned", "simple baseline", "upper bound", "control", BEST}
     assert {b["kind"] for b in bar} == kinds
     assert [b["name"] for b in bar if b["kind"] == BEST] == ["GRPO on live draws: 0.920"]
     points = max(data_of(lines), key=len)

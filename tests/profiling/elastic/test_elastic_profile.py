@@ -23,7 +23,7 @@ def log_of(level, samples=60, seed=0):
         for i in rng.permutation(samples * 8).tolist():
             sample, j = divmod(i, 8)
             rows.append((str(sample), j % 2, j // 2 % 2, j // 4, repeat, sample, j))
-    columns = [*profile.CELL, "repeat", "sample", "j"]
+    columns = [*profile.MEASURED, "repeat", "sample", "j"]
     log = pl.DataFrame(rows, columns, orient="row")
     true = 10.0 * np.exp(rng.normal(0, 0.4, (samples, 8)))[log["sample"], log["j"]]
     jitter = np.exp(rng.normal(0, 0.01, len(log)))
@@ -57,7 +57,7 @@ def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys)
     )
     tiny = adapter.ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
     tiny.measured = {"max_crops": (2, 4), "top_k": (1,), "num_active_blocks": (3, 6)}
-    monkeypatch.setattr(profile, "ElasticAdaptive", lambda model: tiny)
+    monkeypatch.setattr(profile, "ElasticAdaptive", lambda model, name: tiny)
     words = ["profile", "--out", str(tmp_path / "out"), "--samples", "3"]
     monkeypatch.setattr("sys.argv", words)
     profile.main()

@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import tiny_tokenizer
 
+from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.command_line.main import main
@@ -31,8 +32,8 @@ DATA = VQAData(QUERIES, BANK)
 PROMPTS = [(0, [0, 1]), (0, [1, 0]), (1, []), (0, [1]), (1, [0, 1])]
 
 
-def tiny_llama():
-    """A new Llama of one block and its tokenizer; always the same weights."""
+def tiny_llama(seed=0):
+    """A new Llama of two blocks and its tokenizer; always the same weights for a seed."""
     tokenizer = tiny_tokenizer()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -46,7 +47,7 @@ def tiny_llama():
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config).eval()
         # random weights of the usual size make all tokens equally likely
         model.lm_head.weight.data *= 20
@@ -203,6 +204,24 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
     found = {(row["policy"], row["shots"]) for row in results["rows"]}
     for policy in ("sft", "rce", "grpo_recorded", "grpo_live", "similarity", "mmr", "same_kind"):
         assert {(policy, 1), (policy, 2)} <= found
+    # judged later, on the same queries: those of training are left out whatever the split
+    best = "checkpoint=runs/selector_language/run/checkpoints/best.pt"
+    asked = [word for word in train.split() if word.startswith("beams.") and "train" not in word]
+    words = ["evaluate", best, "beams=files", *asked, "beams.split_seed=5", "judged_shots=[1]"]
+    assert main([*words, "json=judged.json"]) == 0, capsys.readouterr().err
+    fitted = load_checkpoint(best.removeprefix("checkpoint=")).extra["fitted"]
+    judged = json.loads((tmp_path / "judged.json").read_text())["test_queries"]
+    assert judged == 15 - len(fitted)
+    # another model than the one that was recorded is refused
+    tiny_llama(seed=1)[0].save_pretrained("model")
+    capsys.readouterr()
+    assert main([*train.split(), "name=other"]) == 2
+    assert "beams.model" in capsys.readouterr().err
+    for wrong in ("beams.model=null", "beams.vlm.embeddings=e.npz", "imitated=some"):
+        assert main([*train.split(), wrong, "name=other"]) == 2
+        assert wrong.partition("=")[0].replace("beams.model", "beams.vlm") in (
+            capsys.readouterr().err
+        )
     # items of other queries are refused
     (tmp_path / "items.csv").write_text("\n".join([*lines, "x,more?,1,zero,query"]))
     assert main([*train.split(), "name=other"]) == 2
