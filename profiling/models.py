@@ -40,19 +40,19 @@ def load_model(
         InputError: a model or questions that cannot be loaded.
     """
     items: Sequence[VQAItem] = ()
-    own = name in ("elastic", "ocr") or ":" in name
-    source = name if own else source_of(name)
+    ours = name in ("elastic", "ocr") or ":" in name
+    source = name if ours else source_of(name)
     if data is not None:  # before a large model is loaded
         # transformers is imported only where it is needed, since it takes seconds
         from knobwise.profiling.huggingface.loading import reads_text_alone
 
-        asked = read_vqa_data(data, images=own or not reads_text_alone(source))
+        read = read_vqa_data(data, images=ours or not reads_text_alone(source))
         # demonstrations are questions too
-        items = asked.queries
-        if asked.bank is not asked.queries:
-            items = (*asked.queries, *asked.bank)
+        items = read.queries
+        if read.bank is not read.queries:
+            items = (*read.queries, *read.bank)
     # models of ours and of the user may bring their questions along
-    if own:
+    if ours:
         model = _own_model(name)
         items = items or getattr(model, "questions", ())
         if not items:

@@ -35,6 +35,7 @@ from knobwise.experiments.settings.selector_options import (
     BeamFiles,
     BuiltinBeams,
     ClipLora,
+    SmollmBeams,
     StoredEncoder,
 )
 
@@ -42,7 +43,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 READERS: dict[str, dict[str, type[Any]]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
-    "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
+    "beams": {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams},
     "encoder": {"stored": StoredEncoder, "clip": ClipLora},
 }
 """The groups whose choices have options of their own; all other groups are folders of `CONF`."""

@@ -188,8 +188,8 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     # on its own beams, queries that it was trained on do not count; beams that draws were added to
     # have another digest, and the same name
     digest = as_read(data.table, data.items).digest
-    own = loaded.profile_digest == digest or loaded.profile_name == data.table.name
-    if own and data.test is data.table:
+    same = loaded.profile_digest == digest or loaded.profile_name == data.table.name
+    if same and data.test is data.table:
         if "fitted" not in loaded.extra:
             raise InputError(
                 f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"

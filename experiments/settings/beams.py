@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from importlib import resources
 from math import inf, nan
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from knobwise.common.checks import at_least
@@ -13,6 +15,7 @@ from knobwise.experiments.settings.selector_options import (
     BeamFiles,
     BuiltinBeams,
     ClipLora,
+    SmollmBeams,
     StoredEncoder,
     recorded_lengths,
 )
@@ -31,6 +34,11 @@ if TYPE_CHECKING:
     from knobwise.profiling.measuring.questions import VQAData
 
 
+_DATA = Path(str(resources.files("knobwise.profiling") / "data"))
+SMOLLM_BEAMS = _DATA / "smollm2-beams.safetensors"
+"""`knobwise profile model=smollm2 vlm.chats=false vlm.dtype=float32 vlm.batch_size=16
+pool.sampler=random pool.size=64 beams.width=0 beams.retrieved=4 beams.random=14 beams.chunk=20
+out=DIR` made them, in 44 CPU minutes."""
 CHECKED = 4
 """Recorded sequences that a model is asked again, to see that it is the one that was recorded."""
 TOLERANCE = 0.3
@@ -126,13 +134,13 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
 
     from knobwise.agents.selector.baselines import Kinds
     from knobwise.profiling.demonstrations.scorers import Remembering
-    from knobwise.profiling.demonstrations.tasks import load_scorer, read_asked
+    from knobwise.profiling.demonstrations.tasks import load_scorer, read_answerer
 
     assert config.model is not None
-    asked = read_asked(config.model, config.vlm, "beams.")
-    data = asked.data
+    answerer = read_answerer(config.model, config.vlm, "beams.")
+    data = answerer.data
     _check_items(data, table)
-    scorer = Remembering(load_scorer(asked, config.vlm, "beams."))
+    scorer = Remembering(load_scorer(answerer, config.vlm, "beams."))
     _remember(scorer, table)
     items = (*data.queries, *data.bank)
     names = sorted({item.question_type for item in items})
@@ -150,13 +158,13 @@ def _check_items(data: VQAData, table: BeamTable) -> None:
         ("query", [item.image_id for item in data.queries], table.query_images),
         ("candidate", [item.image_id for item in data.bank], table.candidate_images),
     )
-    for what, given, recorded in parts:
+    for what, names, recorded in parts:
         if not recorded:  # beams in JSON do not name them
             continue
-        for row, (here, there) in enumerate(itertools.zip_longest(given, recorded)):
-            if here != there:
+        for row, (item, record) in enumerate(itertools.zip_longest(names, recorded)):
+            if item != record:
                 raise InputError(
-                    f"beams.vlm.data: {what} {row} is {here!r}, in {table.name!r} {there!r}; give "
+                    f"beams.vlm.data: {what} {row} is {item!r}, in {table.name!r} {record!r}; give "
                     "the items that were recorded, and beams.safetensors"
                 )
     if len(data.bank) != len(table.candidates):
@@ -179,16 +187,16 @@ def _remember(scorer: Remembering, table: BeamTable) -> None:
     for name in SCORES:
         whole &= table.fields[name].isfinite()
     query, beam = whole.nonzero(as_tuple=True)
-    shown = bank_rows(table.pool[query], table.sequences[query, beam])
+    demonstrations = bank_rows(table.pool[query], table.sequences[query, beam])
     recorded = {name: table.fields[name][query, beam] for name in SCORES}
     few = slice(0, CHECKED)
-    again = scorer(query[few], shown[few])["logprob_score"]
+    again = scorer(query[few], demonstrations[few])["logprob_score"]
     if (again - recorded["logprob_score"][few]).abs().amax() > TOLERANCE:
         raise InputError(
             f"beams.model: gives other answers than those recorded in {table.name!r}; give the "
             "same model, and the same beams.vlm.chats and beams.vlm.dtype"
         )
-    scorer.remember(query, shown, recorded)
+    scorer.remember(query, demonstrations, recorded)
 
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
@@ -212,6 +220,8 @@ def _read_files(config: BeamFiles) -> BeamTable:
     from knobwise.envs.demonstrations.beam_files import read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable
 
+    if isinstance(config, SmollmBeams):
+        return BeamTable.load(SMOLLM_BEAMS)
     if config.path.endswith(".safetensors"):
         return BeamTable.load(config.path)
     if config.embeddings is None:

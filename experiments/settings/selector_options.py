@@ -69,11 +69,34 @@ class BeamFiles:
 
     def __post_init__(self) -> None:
         a_seed("beams.split_seed", self.split_seed)
-        if self.model is None and self.vlm != VLMTaskConfig():
+        usual = language_task() if isinstance(self, SmollmBeams) else VLMTaskConfig()
+        if self.model is None and self.vlm != usual:
             raise InputError("beams.vlm: is for beams.model, the model that answers new sequences")
         for name in ("embeddings", "query_embeddings", "image_columns"):
             if getattr(self.vlm, name):
                 raise InputError(f"beams.vlm.{name}: the beams hold their embeddings; leave it out")
+
+
+def language_task() -> VLMTaskConfig:
+    """Return how SmolLM2 was asked when its beams were recorded."""
+    return VLMTaskConfig(chats=False, dtype="float32", batch_size=16)
+
+
+@dataclass
+class SmollmBeams(BeamFiles):
+    """The beams that come with knobwise of a pretrained language model: pairs of demonstrations
+    that SmolLM2 answered 837 short questions of 20 kinds after (docs/beams.md)."""
+
+    format: str = "smollm2"
+    """The reader."""
+    path: str = "smollm2"
+    """The beams that come with knobwise."""
+    vlm: VLMTaskConfig = field(default_factory=language_task)
+    """How `model` runs; its items come with knobwise too."""
+    train: float = 0.55
+    """Share of the queries to fit on."""
+    validation: float = 0.1
+    """Share to choose the epoch on; the rest, 293 queries, is the test part."""
 
 
 @dataclass

@@ -103,11 +103,11 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
             f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
         )
     # the model comes last, since it takes longest
-    asked = read_asked(model, config)
-    data = asked.data
+    answerer = read_answerer(model, config)
+    data = answerer.data
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
-        name=asked.path.stem,
+        name=answerer.path.stem,
         query_ids=tuple(item.id for item in data.queries),
         **no_beams(len(queries)),
         queries=queries,
@@ -121,11 +121,11 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
-    sources = digests(Path(), filter(None, (str(asked.path), config.bank)))
-    return BeamTask(table, load_scorer(asked, config), [f"model={model}", *changed], sources)
+    sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
+    return BeamTask(table, load_scorer(answerer, config), [f"model={model}", *changed], sources)
 
 
-class Asked(NamedTuple):
+class Answerer(NamedTuple):
     """A model that is not loaded yet, and its items."""
 
     source: str | Path
@@ -139,7 +139,7 @@ class Asked(NamedTuple):
     """A scorer of the user's own."""
 
 
-def read_asked(model: str, config: VLMTaskConfig, prefix: str = "") -> Asked:
+def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answerer:
     """Read the items of a model: a folder, a name on the Hugging Face hub, smollm2, or
     `module:Class`, a scorer of the user's own that is made from its items. If its class has
     `sees = False`, the items need no images. `prefix` is that of the settings, for messages.
@@ -156,26 +156,28 @@ def read_asked(model: str, config: VLMTaskConfig, prefix: str = "") -> Asked:
         made = imported(f"{prefix}model={model}", model, "class", "my_module:MyScorer")
         text_alone = not getattr(made, "sees", True)
         data = read_vqa_data(path, config.bank or None, images=not text_alone)
-        return Asked(model, text_alone, path, data, made)
+        return Answerer(model, text_alone, path, data, made)
     from knobwise.profiling.huggingface.loading import reads_text_alone
 
     source = folder.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
-    return Asked(source, text_alone, path, data)
+    return Answerer(source, text_alone, path, data)
 
 
-def load_scorer(asked: Asked, config: VLMTaskConfig, prefix: str = "") -> Scorer:
+def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> Scorer:
     """Load the model that answers. Raises InputError if it cannot be loaded."""
-    if asked.made is not None:
+    if answerer.made is not None:
         try:
-            scorer = asked.made(asked.data)
+            scorer = answerer.made(answerer.data)
         except Exception as error:  # whatever a class of the user's own may raise
             reason = in_a_line(error)
-            raise InputError(f"{prefix}model={asked.source}: making one raises {reason}") from error
+            raise InputError(
+                f"{prefix}model={answerer.source}: making one raises {reason}"
+            ) from error
         if not callable(scorer) or not hasattr(scorer, "vote"):
             raise InputError(
-                f"{prefix}model={asked.source}: must be a scorer, with __call__ and vote; see "
+                f"{prefix}model={answerer.source}: must be a scorer, with __call__ and vote; see "
                 "knobwise.profiling.demonstrations.scorers.Scorer"
             )
         return scorer
@@ -183,8 +185,8 @@ def load_scorer(asked: Asked, config: VLMTaskConfig, prefix: str = "") -> Scorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind: type[TextScorer | VLMScorer] = TextScorer if asked.text_alone else VLMScorer
-    return kind.load(asked.source, asked.data, **options)
+    kind: type[TextScorer | VLMScorer] = TextScorer if answerer.text_alone else VLMScorer
+    return kind.load(answerer.source, answerer.data, **options)
 
 
 def _read_embeddings(

@@ -46,7 +46,7 @@ def image_knob(model: Any, processor: Any) -> ImageKnob:
     """Return `max_crops` of a model, and what sets it. The knob has one value if it cannot be
     set."""
     family = model.config.model_type
-    if not hasattr(processor, "image_processor"):
+    if processor is not None and not hasattr(processor, "image_processor"):
         note = "a language model takes no images"
         return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
     if family not in FAMILIES:

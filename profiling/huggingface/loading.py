@@ -77,8 +77,9 @@ def reads_text_alone(name_or_path: str | Path) -> bool:
     try:
         config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{name_or_path}: is no model of transformers ({' '.join(str(error).split())})"
+            f"{name_or_path}: cannot be loaded as a model of transformers ({reason})"
         ) from error
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return not sees and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

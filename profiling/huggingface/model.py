@@ -241,12 +241,11 @@ class HuggingFaceModel(PromptedModel):
         """Raise InputError for a request without a text, or without the image that this model
         sees."""
         for request in requests:
-            if not isinstance(request.question, str):
-                raise InputError(
-                    f"a request needs a text, has {type(request.question).__name__} as its question"
-                )
-            if self.sees and not isinstance(request.image, Image.Image):
-                raise InputError(f"a request needs a PIL image, has {type(request.image).__name__}")
+            seen = not self.sees or isinstance(request.image, Image.Image)
+            if not seen or not isinstance(request.question, str):
+                kinds = type(request.image).__name__, type(request.question).__name__
+                needed = "a PIL image and a text" if self.sees else "a text"
+                raise InputError(f"a request needs {needed}, has {kinds[0]} and {kinds[1]}")
 
     def _end_tokens(self) -> list[int]:
         """Return the tokens that end an answer: the ends of text of model and tokenizer, and the

@@ -80,7 +80,7 @@ def _of_countries() -> Iterator[Kind]:
         if name.isascii() and name.replace(" ", "").isalpha():
             facts[name] = dict(info)
 
-    def of(value: Callable[[dict[str, Any]], str | None]) -> Pairs:
+    def facts_by_name(value: Callable[[dict[str, Any]], str | None]) -> Pairs:
         for name, info in facts.items():
             answer = value(info)
             if answer and answer.isascii() and len(answer) <= 20:
@@ -97,27 +97,27 @@ def _of_countries() -> Iterator[Kind]:
     yield Kind(
         "capital",
         ("What is the capital of {}?", "Name the capital city of {}.", "{}: which capital?"),
-        of(lambda info: info.get("capital")),
+        facts_by_name(lambda info: info.get("capital")),
     )
     yield Kind(
         "country of a capital",
         ("{} is the capital of which country?", "Name the country whose capital is {}."),
-        ((capital, name) for name, capital in of(lambda info: info.get("capital"))),
+        ((capital, name) for name, capital in facts_by_name(lambda info: info.get("capital"))),
     )
     yield Kind(
         "people",
         ("What do you call people from {}?", "A person from {} is", "{}: which nationality?"),
-        of(lambda info: info.get("demonym")),
+        facts_by_name(lambda info: info.get("demonym")),
     )
     yield Kind(
         "continent",
         ("Which part of the world is {} in?", "Name the continent of {}.", "{}: which continent?"),
-        of(continent),
+        facts_by_name(continent),
     )
     yield Kind(
         "language",
         ("What language is spoken in {}?", "Name the language of {}.", "{}: which language?"),
-        of(language),
+        facts_by_name(language),
     )
 
 
@@ -208,8 +208,10 @@ def questions(kinds: Iterable[Kind]) -> pl.DataFrame:
         pairs = list(dict.fromkeys(kind.pairs))
         order = [pairs[i] for i in rng.permutation(len(pairs))]
         phrasings = [kind.phrasings[i] for i in rng.permutation(len(kind.phrasings))]
-        asked = itertools.islice(itertools.product(range(len(phrasings)), enumerate(order)), MOST)
-        for number, (turn, (i, (about, answer))) in enumerate(asked):
+        numbered = itertools.islice(
+            itertools.product(range(len(phrasings)), enumerate(order)), MOST
+        )
+        for number, (turn, (i, (about, answer))) in enumerate(numbered):
             question = phrasings[(turn + i // 2) % len(phrasings)].format(about)
             part = ("query", "demonstration")[i % 2]
             name = f"{kind.name.replace(' ', '-')}-{number}"

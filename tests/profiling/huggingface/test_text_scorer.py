@@ -194,7 +194,7 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
     assert len(table.query_ids) == len(table.candidates) == 15
     assert table.queries.shape == table.candidates.shape
     capsys.readouterr()
-    train = """train experiment=selector_language beams.path=out/beams.safetensors
+    train = """train experiment=selector_language beams=files beams.path=out/beams.safetensors
         beams.model=model beams.vlm.data=items.csv beams.vlm.device=cpu selector.width=16 seeds=[0]
         jobs=1 sft.epochs=1 rce.epochs=1 grpo.epochs=1 judged_shots=[1,2] tracking=disabled
         beams.train=.6 beams.validation=.2 variants.grpo_live.epochs=1 name=run"""
@@ -206,7 +206,9 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
         assert {(policy, 1), (policy, 2)} <= found
     # judged later, on the same queries: those of training are left out whatever the split
     best = "checkpoint=runs/selector_language/run/checkpoints/best.pt"
-    asked = [word for word in train.split() if word.startswith("beams.") and "train" not in word]
+    shares = ("beams.train", "beams.validation")
+    asked = [word for word in train.split() if word.startswith("beams.")]
+    asked = [word for word in asked if not word.startswith(shares)]
     words = ["evaluate", best, "beams=files", *asked, "beams.split_seed=5", "judged_shots=[1]"]
     assert main([*words, "json=judged.json"]) == 0, capsys.readouterr().err
     fitted = load_checkpoint(best.removeprefix("checkpoint=")).extra["fitted"]
