@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 SMOLLM_BEAMS = _DATA / "smollm2-beams.safetensors"
 """`knobwise profile model=smollm2 vlm.chats=false vlm.dtype=float32 vlm.batch_size=16
-pool.sampler=random pool.size=64 beams.width=0 beams.retrieved=4 beams.random=14 beams.chunk=20
-out=DIR` made them, in 44 CPU minutes."""
+pool.sampler=random pool.size=64 beams.width=0 beams.retrieved=4 beams.random=14 beams.same_kind=6
+beams.chunk=20 out=DIR` makes them, in about an hour on one core."""
 CHECKED = 4
 """Recorded sequences that a model is asked again, to see that it is the one that was recorded."""
 TOLERANCE = 0.3
@@ -130,11 +130,10 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
         InputError: its items are not those of the table, or it gives other answers than those that
             were recorded.
     """
-    import torch
 
     from knobwise.agents.selector.baselines import Kinds
     from knobwise.profiling.demonstrations.scorers import Remembering
-    from knobwise.profiling.demonstrations.tasks import load_scorer, read_answerer
+    from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
 
     assert config.model is not None
     answerer = read_answerer(config.model, config.vlm, "beams.")
@@ -142,13 +141,8 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     _check_items(data, table)
     scorer = Remembering(load_scorer(answerer, config.vlm, "beams."))
     _remember(scorer, table)
-    items = (*data.queries, *data.bank)
-    names = sorted({item.question_type for item in items})
-    if names == [""]:
-        return scorer, None
-    numbers = torch.tensor([names.index(item.question_type) for item in items])
-    queries, candidates = numbers.split([len(data.queries), len(data.bank)])
-    return scorer, Kinds(queries, candidates)
+    kinds = kinds_of(data)
+    return scorer, None if kinds is None else Kinds(*kinds)
 
 
 def _check_items(data: VQAData, table: BeamTable) -> None:

@@ -72,6 +72,10 @@ def profile_beams(
     """
     out = Path(out_dir)
     state = out / "state"
+    if config.same_kind and task.kinds is None:
+        raise InputError(
+            f"beams.same_kind={config.same_kind}: needs items that name their question_type"
+        )
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
     claim(
         state / "beams.json",
@@ -158,6 +162,11 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
         "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
         "random": beam_search.drawn(pool, shots, config.random, generator),
     }
+    if config.same_kind and task.kinds is not None:
+        queries, candidates = task.kinds
+        same = queries[rows].unsqueeze(1) == candidates[pool.clamp_min(0)]
+        alike = pool.masked_fill(~same, -1)
+        sequences["sample"] = beam_search.drawn(alike, shots, config.same_kind, generator)
     beams = _scored(scorer, rows, pool, sequences)
     return beams | {f"zero_shot.{name}": field for name, field in zero_shot.items()}
 

@@ -8,7 +8,7 @@ from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 
 SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
-_COUNTS = ("width", "retrieved", "random")
+_COUNTS = ("width", "retrieved", "random", "same_kind")
 
 
 @dataclass
@@ -23,6 +23,9 @@ class BeamProfileConfig:
     """Sequences of the most similar candidates: ranks 1 to `shots`, 2 to `shots` + 1, …"""
     random: int = 4
     """Sequences drawn uniformly."""
+    same_kind: int = 0
+    """Sequences drawn uniformly among the candidates of the query's `question_type`, recorded as
+    `sample`: training then sees what kinds are good for, which no policy is told."""
     seed: int = 0
     """Seed of everything that is drawn."""
     chunk: int = 50

@@ -72,6 +72,8 @@ class BeamTask(NamedTuple):
     options: list[str]  # its settings on the command line
     # sha256 of the files that it is read from, where the table does not contain them
     sources: Mapping[str, str] = {}
+    # the kinds of questions of queries and bank; None where the items do not name them
+    kinds: tuple[Tensor, Tensor] | None = None
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
@@ -122,7 +124,20 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     table = replace(table, pool=draw_pools(table, pool, itself))
     changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
-    return BeamTask(table, load_scorer(answerer, config), [f"model={model}", *changed], sources)
+    scorer = load_scorer(answerer, config)
+    return BeamTask(table, scorer, [f"model={model}", *changed], sources, kinds_of(data))
+
+
+def kinds_of(data: VQAData) -> tuple[Tensor, Tensor] | None:
+    """Return the kinds of questions as numbers, of queries int64 [Q] and of the bank int64 [M];
+    None where no item names its kind."""
+    items = (*data.queries, *data.bank)
+    names = sorted({item.question_type for item in items})
+    if names == [""]:
+        return None
+    numbers = torch.tensor([names.index(item.question_type) for item in items])
+    queries, candidates = numbers.split([len(data.queries), len(data.bank)])
+    return queries, candidates
 
 
 class Answerer(NamedTuple):

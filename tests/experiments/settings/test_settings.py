@@ -11,6 +11,7 @@ from helpers import small_beams
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import READERS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
@@ -22,7 +23,9 @@ from knobwise.experiments.settings.profiles import (
     read_profile,
     read_questions,
 )
-from knobwise.experiments.settings.selector_options import BeamFiles
+from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
+from knobwise.profiling.measuring.questions import read_vqa_data
+from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
 
 def every_config():
@@ -175,3 +178,18 @@ def test_questions_are_those_beside_the_profile(tmp_path, monkeypatch):
     content[4:-8] = bytes(len(content) - 12)
     file.write_bytes(content)
     assert read_questions(profile) == {}
+
+
+def test_the_beams_of_the_language_model_come_with_their_questions():
+    data = read_data(SmollmBeams())
+    table = data.table
+    items = read_vqa_data(QUESTIONS_CSV, images=False)
+    assert table.query_ids == tuple(item.id for item in items.queries)
+    assert table.candidate_images == tuple(item.question for item in items.bank)
+    assert [len(part) for part in data.split] == [460, 84, 293]
+    # what was shown decides: pairs of the query's own kind are right most often
+    right = {}
+    for method in ("random", "retrieval", "sample"):
+        of_method = table.found_by == METHODS.index(method)
+        right[method] = float(table.fields["vqa_correct"][of_method].mean())
+    assert 0.1 < right["random"] < right["retrieval"] < right["sample"] < 0.5

@@ -11,6 +11,7 @@ from tiny_models import tiny_tokenizer
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.main import main
 from knobwise.profiling.huggingface.loading import reads_text_alone
 from knobwise.profiling.huggingface.text_scorer import TextScorer
@@ -167,6 +168,10 @@ def test_beams_of_a_language_model_end_to_end(llama, tmp_path, monkeypatch, caps
     shown = table.pool[0][table.sequences[0, :1]]
     score = TextScorer(*llama, data)(torch.tensor([0]), shown)["logprob_score"]
     torch.testing.assert_close(table.fields["logprob_score"][0, :1], score, rtol=0, atol=1e-3)
+    # these items name no kinds
+    capsys.readouterr()
+    assert main(["profile", *words.split(), "beams.same_kind=2", "out=other"]) == 2
+    assert "beams.same_kind" in capsys.readouterr().err
     # no image is needed, but a question is, and pictures need embeddings
     (tmp_path / "items.jsonl").write_text('{"id": "x", "answers": ["1"]}')
     assert main(["profile", *words.split(), "out=other"]) == 2
@@ -188,10 +193,18 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
     (tmp_path / "items.csv").write_text("\n".join(lines))
     # embeddings are made of the questions
     words = "model=model vlm.data=items.csv vlm.device=cpu pool.size=6 pool.sampler=random"
-    options = "beams.width=0 beams.random=3 beams.retrieved=2 beams.json=false out=out"
+    options = """beams.width=0 beams.random=3 beams.retrieved=2 beams.same_kind=2 beams.json=false
+        out=out"""
     assert main(["profile", *words.split(), *options.split()]) == 0, capsys.readouterr().err
     table = BeamTable.load("out/beams.safetensors")
     assert len(table.query_ids) == len(table.candidates) == 15
+    # pairs of the query's own kind are recorded as samples
+    data = read_vqa_data("items.csv", images=False)
+    kinds = [[item.question_type for item in part] for part in (data.queries, data.bank)]
+    for query, beam in (table.found_by == METHODS.index("sample")).nonzero().tolist():
+        places = [place for place in table.sequences[query, beam].tolist() if place >= 0]
+        assert {kinds[1][table.pool[query, place]] for place in places} == {kinds[0][query]}
+    assert (table.found_by == METHODS.index("sample")).any()
     assert table.queries.shape == table.candidates.shape
     capsys.readouterr()
     train = """train experiment=selector_language beams=files beams.path=out/beams.safetensors
