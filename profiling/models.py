@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
@@ -39,18 +40,10 @@ def load_model(
     Raises:
         InputError: a model or questions that cannot be loaded.
     """
-    items: Sequence[VQAItem] = ()
     ours = name in ("elastic", "ocr") or ":" in name
     source = name if ours else source_of(name)
-    if data is not None:  # before a large model is loaded
-        # transformers is imported only where it is needed, since it takes seconds
-        from knobwise.profiling.huggingface.loading import reads_text_alone
-
-        read = read_vqa_data(data, images=ours or not reads_text_alone(source))
-        # demonstrations are questions too
-        items = read.queries
-        if read.bank is not read.queries:
-            items = (*read.queries, *read.bank)
+    # before a large model is loaded
+    items = _items(data, images=ours or not _text_alone(source)) if data else ()
     # models of ours and of the user may bring their questions along
     if ours:
         model = _own_model(name)
@@ -77,6 +70,22 @@ def load_model(
         max_new_tokens=config.max_new_tokens,
     )
     return model, items
+
+
+def _items(path: str, images: bool) -> tuple[VQAItem, ...]:
+    """Return all items of a file; those that could be demonstrations are questions too."""
+    read = read_vqa_data(path, images=images)
+    if read.bank is read.queries:
+        return read.queries
+    return (*read.queries, *read.bank)
+
+
+def _text_alone(source: str | Path) -> bool:
+    """Return True for a language model; transformers is imported only here, since it takes
+    seconds."""
+    from knobwise.profiling.huggingface.loading import reads_text_alone
+
+    return reads_text_alone(source)
 
 
 def _own_model(name: str) -> AdaptiveVLM:

@@ -21,8 +21,8 @@ from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
+from knobwise.experiments.report.choice_sentences import decision
 from knobwise.experiments.report.report import print_explanation
-from knobwise.experiments.report.sentences import decision
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from knobwise.experiments.report.sentences import setting
+from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import (
     Folded,
     Table,

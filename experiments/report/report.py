@@ -14,17 +14,16 @@ from markupsafe import Markup
 
 from knobwise.common.progress import duration
 from knobwise.experiments.report import charts, tables, words
-from knobwise.experiments.report.page import Figure, render_page, unchecked
-from knobwise.experiments.report.result_charts import difficulty, result_charts
-from knobwise.experiments.report.result_charts import result_images as result_images
-from knobwise.experiments.report.sentences import (
-    baselines,
+from knobwise.experiments.report.choice_sentences import (
     condition,
     on_difficulty,
     on_tree,
     on_usage,
     setting,
 )
+from knobwise.experiments.report.page import Figure, render_page, unchecked
+from knobwise.experiments.report.result_charts import difficulty, result_charts
+from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
     Folded,
@@ -40,6 +39,7 @@ from knobwise.experiments.report.words import (
     STATIC,
     Results,
     Row,
+    baselines,
     number,
     points,
     policy_name,

@@ -12,13 +12,13 @@ import polars as pl
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.experiments.report import charts, page, words
 from knobwise.experiments.report.page import Figure
-from knobwise.experiments.report.sentences import baselines
 from knobwise.experiments.report.words import (
     MIX,
     ORACLE,
     STATIC,
     Results,
     Row,
+    baselines,
     policy_name,
     rows_at,
     shots_words,

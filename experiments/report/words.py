@@ -13,7 +13,7 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
 from knobwise.common.json_text import decoded
 from knobwise.experiments.results.decisions import FILE
-from knobwise.experiments.results.problem import Metric, problem_of
+from knobwise.experiments.results.problem import DEMONSTRATIONS, Metric, problem_of
 
 Results = Mapping[str, Any]
 """The content of a `results.json`."""
@@ -293,3 +293,22 @@ def differences_at(results: Results, shots: int) -> dict[tuple[str, str], Row]:
     """Return (policy, the policy it is compared with) → the difference at a number of shots."""
     rows = [row for row in results.get("differences", []) if row["shots"] == shots]
     return {(row["policy"], row["against"]): row for row in rows}
+
+
+def baselines(results: Results) -> list[str]:
+    """Return the policies that are neither learned nor references, the best first."""
+    from knobwise.agents.selector.baselines import SIMPLE  # imports torch, which is slow to load
+
+    problem = problem_of(results)
+    policies = [row["policy"] for row in ranked(results)]
+    if problem is DEMONSTRATIONS:
+        return [name for name in policies if name in SIMPLE]
+    references = (*problem.trained, problem.low, SINGLE, problem.high)
+    return [name for name in policies if name not in references]
+
+
+def with_score(row: Row, score: str) -> str:
+    """Name a policy with its score, and the interval of that."""
+    interval = span(row.get(f"{score}_ci95"), ".3f").strip(" ()")
+    numbers = [number(value_of(row, score), ".3f"), *[interval] * bool(interval)]
+    return f"{policy_name(row['policy'])} ({', '.join(numbers)})"

@@ -13,10 +13,10 @@ from torch import Tensor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import array_of, decision_rows
 from knobwise.experiments.results.problem import CONTROLS, LEARNED, PAIRS, TRAINED, UPPER
 from knobwise.experiments.results.statistics import mean_intervals
+from knobwise.experiments.results.summary import profile_of
 
 Rows = list[dict[str, Any]]
 

@@ -84,8 +84,8 @@ def language_task() -> VLMTaskConfig:
 
 @dataclass
 class SmollmBeams(BeamFiles):
-    """The beams that come with knobwise of a pretrained language model: pairs of demonstrations
-    that SmolLM2 answered 837 short questions of 20 kinds after (docs/beams.md)."""
+    """Beams of SmolLM2, a pretrained language model, which come with knobwise: 837 short questions
+    of 20 kinds, each answered after up to 24 pairs of demonstrations (docs/beams.md)."""
 
     format: str = "smollm2"
     """The reader."""

@@ -25,9 +25,9 @@ from knobwise.common.files import written_whole
 from knobwise.common.progress import progress, say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.words import write_results
-from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import claim, command_of, finished_run
+from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import Tracker, code_digest, git_commit, wandb_mode

@@ -24,8 +24,8 @@ class BeamProfileConfig:
     random: int = 4
     """Sequences drawn uniformly."""
     same_kind: int = 0
-    """Sequences drawn uniformly among the candidates of the query's `question_type`, recorded as
-    `sample`: training then sees what kinds are good for, which no policy is told."""
+    """Sequences drawn uniformly among the candidates of the query's own `question_type`; they are
+    recorded as `sample`. Training learns from them that these help. A policy is not told kinds."""
     seed: int = 0
     """Seed of everything that is drawn."""
     chunk: int = 50

@@ -140,9 +140,9 @@ class ElasticAdaptive(KeepsConfiguration):
         """Return the features of a black image of this size, whose windows are 0, followed by zeros
         for the features of the language: [3·width]."""
         black = torch.zeros_like(image)
-        tokens = self.model.first_stage(black, self.model.overview(black))[
-            0
-        ]  # [1 + windows, width]
+        (tokens,) = self.model.first_stage(
+            black, self.model.overview(black)
+        )  # [1 + windows, width]
         room = torch.zeros_like(tokens[0])
         return torch.cat([tokens[1:].mean(0), tokens[0], room]).numpy()
 

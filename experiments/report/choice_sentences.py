@@ -1,0 +1,155 @@
+"""How the choices of a controller depend on the request, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from knobwise.experiments.report.words import (
+    LEARNED,
+    Results,
+    Row,
+    number,
+    quantity,
+    sign_of,
+    span,
+    unit_of,
+)
+from knobwise.experiments.results.problem import (
+    DEADLINE,
+    problem_of,
+)
+
+
+def setting(knobs: Mapping[str, Any]) -> str:
+    """Return a configuration in words: `crops=2, mode=fast`."""
+    return ", ".join(f"{name}={value}" for name, value in knobs.items())
+
+
+def condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
+    """Return the condition of a rule in words; "always" without bounds."""
+    parts = []
+    for name, sign, value in bounds:
+        bound = quantity(value, unit) if name == "budget" else f"{value:.3g}"
+        parts.append(f"{name} {sign} {bound}")
+    return " and ".join(parts) or "always"
+
+
+def on_usage(results: Results) -> list[str]:
+    """Say for each budget how often each value of a knob is used."""
+    lines = []
+    usage = [row for row in results["knob_usage"] if row["policy"] == LEARNED and row["share"] > 0]
+    usage.sort(key=lambda row: -row["share"])
+    for budget in problem_of(results).judged_at(results):
+        knobs: dict[str, list[str]] = {row["knob"]: [] for row in results["knob_usage"]}
+        for row in usage:
+            if row["budget_ms"] == budget:
+                knobs[row["knob"]].append(f"{row['value']} ({number(row['share'], '.0%')})")
+        used = "; ".join(f"{knob} {', '.join(shares)}" for knob, shares in knobs.items())
+        lines.append(f"At {quantity(budget, unit_of(results))}: {used}.")
+    return lines
+
+
+def on_difficulty(results: Results) -> list[str]:
+    """Say whether hard samples get costly settings, and whether more time is used."""
+    why = results["explanation"]
+    hard = why["difficulty"]
+    lines = [
+        "The difficulty of a sample is the latency of its cheapest right configuration (right: an "
+        f"accuracy of at least 0.5). {hard['unanswered']} of {why['samples']} samples have none, "
+        "and are left out."
+    ]
+    if hard["groups"]:
+        lines.append(_on_correlation(results))
+    else:
+        lines.append("At every budget all samples get the same setting: nothing can be compared.")
+    if more := why["more_time"]:
+        lines.append(
+            f"From one budget to the next larger one {number(more['cheaper'], '.1%')} of the "
+            f"choices get cheaper, and {number(more['worse'], '.1%')} get slower and less "
+            "accurate, by the means of their settings over these samples; with static "
+            f"{number(more['static_cheaper'], '.1%')} and {number(more['static_worse'], '.1%')}."
+        )
+    return lines
+
+
+SPENDS_ON = {
+    1: "easy samples get cheap settings, hard ones costly settings.",
+    -1: "hard samples, which are often slow under every setting, get cheaper settings.",
+    0: "it is not shown that easy samples get cheaper settings than hard ones.",
+}
+"""`sign_of` the correlation of settings with difficulty → what it shows."""
+
+
+def _on_correlation(results: Results) -> str:
+    """Say how the latency of the choice goes with difficulty, and what of that is the setting."""
+    hard = results["explanation"]["difficulty"]
+    row = next(row for row in hard["at"] if row["budget_ms"] == hard["budget_ms"])
+    sign = sign_of(row["setting_ci95"])
+    worthwhile = ""
+    if sign < 0 and problem_of(results) is DEADLINE:
+        worthwhile = (
+            " A deadline makes this worthwhile: time that is left over is worth nothing, and a "
+            "costly setting would be late."
+        )
+    return (
+        f"At {quantity(hard['budget_ms'], unit_of(results))} the latency of the choice and "
+        f"difficulty have a rank correlation of {number(row['correlation'], '+.2f')}"
+        f"{span(row['ci95'], '+.2f')}; with static, which treats all samples alike, it is "
+        f"{number(row['static'], '+.2f')}. With each setting at its mean latency it is "
+        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}: "
+        f"{SPENDS_ON[sign]}{worthwhile}"
+    )
+
+
+def on_tree(tree: Row) -> str:
+    """Say how well a few rules describe the decisions."""
+    return (
+        f"A tree with at most eight leaves sets {number(tree['fidelity'], '.0%')}"
+        f"{span(tree['ci95'], '.0%')} of the knob values of held-out decisions as the policy does, "
+        f"and all knobs in {number(tree['exact'], '.0%')} of them; a tree that sees the budget "
+        f"alone sets {number(tree['by_budget_alone'], '.0%')}."
+    )
+
+
+def decision(explained: Row, unit: str) -> list[str]:
+    """Say why a controller decided as it did for one sample, and what was measured of the choice.
+
+    Args:
+        explained: the explanation of `knobwise.load(…).decide`, with what was measured.
+        unit: of the budgets.
+    """
+    budget_ms = explained["budget_ms"]
+    question = f" ({explained['question']})" if explained["question"] else ""
+    lines = [
+        f"Sample {explained['sample']}{question} under a budget of {quantity(budget_ms, unit)}: "
+        f"{setting(explained['decision'])}. Why: {explained['reason']}."
+    ]
+    if guard := explained["guard"]:
+        reason = guard["reason"] or ("deployed" if guard["deployed"] else "fell back")
+        nearest = quantity(guard["budget_ms"], unit)
+        lines.append(f"The guard at {nearest}, its nearest calibrated budget: {reason}.")
+    if without := explained["without_drift"]:
+        lines.append(
+            f"This uses what the tracker has learned; without it the choice is {setting(without)}."
+        )
+    steps = explained["by_budget"]
+    if steps:
+        lines.append("The choice by budget, each up to the next one:")
+    for (budget, configuration), (following, _) in pairwise([*steps, (float("inf"), {})]):
+        mark = " ← this budget" if budget <= budget_ms < following else ""
+        lines.append(f"from {quantity(budget, unit)}: {setting(configuration)}{mark}")
+    chosen = next(
+        row for row in explained["expected"] if row["configuration"] == explained["decision"]
+    )["measured"]
+    if not chosen:
+        return [*lines, "The profile did not measure this configuration for this sample."]
+    late = "on time"
+    if chosen["latency_ms"] > budget_ms:
+        late = f"{quantity(chosen['latency_ms'] - budget_ms, unit)} late"
+    return [
+        *lines,
+        f"What the profile measured: accuracy {number(chosen['accuracy'], '.2f')} in "
+        f"{quantity(chosen['latency_ms'], unit)}, {late}.",
+    ]
