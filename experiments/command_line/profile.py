@@ -19,7 +19,9 @@ from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 BUILT_IN = ("elastic", "ocr")
-"""Models that bring their questions along."""
+"""Models with knobs that bring their questions along."""
+ASKED = ("learner", "smollm2")
+"""Models that bring questions and demonstrations along."""
 
 
 def profile(config: ProfileRun) -> None:
@@ -84,6 +86,12 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
             "that answers these, model=NAME_OR_FOLDER"
+        )
+    if not has_knobs and not config.vlm.data and config.model not in ASKED:
+        raise InputError(
+            f"model={config.model}: needs the items that it answers: data=FILE to measure its "
+            "knobs, or vlm.data=FILE to record demonstrations; "
+            f"{', '.join(BUILT_IN + ASKED)} have their own"
         )
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
