@@ -11,7 +11,7 @@ from knobwise.common.imports import imported, in_a_line
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
 from knobwise.profiling.measuring.requests import DrawnQuestions, Questions, Requests
-from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
 from knobwise.profiling.smollm.folder import source_of
 
 
@@ -27,9 +27,9 @@ def load_model(
     """Load a model, and the questions that it is asked.
 
     Args:
-        name: `elastic`, the built-in model, or `ocr`, RapidOCR, each with its own scenes;
-            `module:Class`, a class of the user's own; or a Hugging Face model, by folder or
-            name: a vision-language model, or a language model, whose items need no image.
+        name: one of `BUILT_IN`; `module:Class`, a class of the user's own; or a Hugging Face
+            model, by folder or name: a vision-language model, or a language model, whose items
+            need no image.
         data: a file of questions (`read_vqa_data`); None for the `questions` of the model.
         config: has the length of answers.
         importance: file of the importance of a Hugging Face model's blocks; None leaves out blocks
@@ -40,7 +40,7 @@ def load_model(
     Raises:
         InputError: a model or questions that cannot be loaded.
     """
-    ours = name in ("elastic", "ocr") or ":" in name
+    ours = name in BUILT_IN or ":" in name
     source = name if ours else source_of(name)
     # before a large model is loaded
     items = _items(data, images=ours or not _text_alone(source)) if data else ()
@@ -92,18 +92,12 @@ def _own_model(name: str) -> AdaptiveVLM:
     """Return one of the models that come with knobwise, or an instance of the class `module:Class`,
     made without arguments. Raises InputError: there is no such class, it raises, or lacks a member
     of `AdaptiveVLM` (named)."""
-    if name == "elastic":
-        from knobwise.profiling.elastic.adapter import ElasticAdaptive
-
-        return ElasticAdaptive()
-    if name == "ocr":
-        from knobwise.profiling.ocr.adapter import RapidOCRModel
-
-        return RapidOCRModel()
     # looked for in the current folder first
-    made = imported(f"model={name}", name, "class", "my_module:MyModel")
+    made = imported(f"model={name}", BUILT_IN.get(name, name), "class", "my_module:MyModel")
     try:
         model: AdaptiveVLM = made()
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"model={name}: making one raises {in_a_line(error)}") from error
     for member in ("name", "knobs", "set_knobs", "first_stage", "answer"):

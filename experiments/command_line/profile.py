@@ -16,10 +16,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
-from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
 
-BUILT_IN = ("elastic", "ocr")
-"""Models with knobs that bring their questions along."""
 ASKED = ("learner", "smollm2")
 """Models that bring questions and demonstrations along."""
 
@@ -91,12 +89,12 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
         raise InputError(
             f"model={config.model}: needs the items that it answers: data=FILE to measure its "
             "knobs, or vlm.data=FILE to record demonstrations; "
-            f"{', '.join(BUILT_IN + ASKED)} have their own"
+            f"{', '.join((*BUILT_IN, *ASKED))} have their own"
         )
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
-            "knobs: is for model=elastic, a class of your own, model=ocr, or a Hugging Face model "
-            "with data=FILE"
+            f"knobs: is for model={', model='.join(BUILT_IN)}, a class of your own, or a Hugging "
+            "Face model with data=FILE"
         )
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")

@@ -251,19 +251,31 @@ def _read_embeddings(
 
 
 def text_embeddings(data: VQAData) -> tuple[Tensor, Tensor]:
-    """Embed the questions of queries [Q, d] and bank [M, d] by TF-IDF of their characters, reduced
-    to `TEXT_COLUMNS` or fewer; what is learned from the bank's questions serves for both."""
+    """Embed the questions of queries [Q, d] and bank [M, d] (`question_embedder`)."""
+    queries, bank = ([item.question for item in part] for part in (data.queries, data.bank))
+    embed = question_embedder(bank)
+    return embed(queries), embed(bank)
+
+
+def question_embedder(bank: list[str]) -> Callable[[list[str]], Tensor]:
+    """Learn to embed questions from those of a bank: TF-IDF of their characters, reduced to
+    `TEXT_COLUMNS` or fewer.
+
+    Returns a function of n texts that gives their embeddings [n, d].
+    """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    texts = [[item.question for item in part] for part in (data.queries, data.bank)]
     counts = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4), sublinear_tf=True)
-    known = counts.fit_transform(texts[1])
+    known = counts.fit_transform(bank)
     reduced = TruncatedSVD(min(TEXT_COLUMNS, *known.shape), random_state=0).fit(known)
-    both = [reduced.transform(counts.transform(part)) for part in texts]
-    # rounded, so that machines agree
-    queries, candidates = (torch.from_numpy(part.round(4)).float() for part in both)
-    return queries, candidates
+
+    def embed(texts: list[str]) -> Tensor:
+        # rounded, so that machines agree
+        columns = reduced.transform(counts.transform(texts)).round(4)
+        return torch.from_numpy(columns).float()
+
+    return embed
 
 
 def no_beams(queries: int) -> dict[str, Any]:

@@ -14,6 +14,13 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import CLOCKS, KNOBS
 from knobwise.profiling.measuring.answer_metrics import METRICS
 
+BUILT_IN = {
+    "elastic": "knobwise.profiling.elastic.adapter:ElasticAdaptive",
+    "ocr": "knobwise.profiling.ocr.adapter:RapidOCRModel",
+    "shots": "knobwise.profiling.smollm.shots:SmollmShots",
+}
+"""Models with knobs that bring their questions along, and their classes."""
+
 
 @dataclass
 class VLMProfileConfig:

@@ -1,0 +1,101 @@
+"""A language model whose knobs are its demonstrations, on a tiny random Llama made here."""
+
+import polars as pl
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_tokenizer
+
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.profiling.measuring.profiler import profile_vlm
+from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.smollm.shots import POOL, DemonstratedModel
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BANK = tuple(
+    VQAItem(f"{a} {b}", None, f"What is {a} plus {b}?", (WORDS[(i + j) % 10],))
+    for i, a in enumerate(WORDS)
+    for j, b in enumerate(WORDS[:8])
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        llama = transformers.LlamaForCausalLM(config)
+        selector = Selector(SelectorConfig(version="v1", width=8), 80)
+    return DemonstratedModel(llama, tokenizer, BANK, selector, max_new_tokens=4)
+
+
+def questions_of(demonstrations):
+    return [item.question for item in demonstrations]
+
+
+def test_demonstrations_come_from_the_pool_and_never_hold_the_question(model):
+    question = BANK[3].question
+    for order in model.measured["order"]:
+        shown = questions_of(model.demonstrations(question, POOL, order))
+        assert len(set(shown)) == POOL
+        assert question not in shown
+        # the same each time, and all orders have the same pool
+        assert questions_of(model.demonstrations(question, POOL, order)) == shown
+        assert set(shown) == set(questions_of(model.demonstrations(question, POOL, "random")))
+
+
+def test_the_nearest_comes_last(model):
+    question = "What is one plus ten?"
+    embedded = model._embed([question])
+    pool = model.demonstrations(question, POOL, "random")
+    cosines = torch.cosine_similarity(embedded, model._embed(questions_of(pool)))
+    nearest = [pool[row] for row in cosines.topk(3).indices.tolist()]
+    assert model.demonstrations(question, 3, "nearest") == nearest[::-1]
+    assert model.demonstrations(question, 1, "mmr") == nearest[:1]
+    features = model.first_stage(Request(None, question)).features
+    assert features["pool_features"] == pytest.approx(cosines.topk(8).values.numpy(), abs=1e-6)
+    assert features["language_features"] == pytest.approx(embedded[0].numpy())
+
+
+def test_the_model_answers_after_its_demonstrations(model):
+    question = "What is two plus two?"
+    stage = model.first_stage(Request(None, question))
+    (answer,) = model.answer([stage], {"shots": 2, "order": "nearest"})
+    first, second = model.demonstrations(question, 2, "nearest")
+    text = "".join(f"Question: {x.question}\nAnswer: {x.answer}\n" for x in (first, second))
+    prompt = model.tokenizer(f"{text}Question: {question}\nAnswer:", return_tensors="pt")
+    ids = prompt["input_ids"]
+    output = model.model.generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
+    written = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert answer.text == written.partition("\n")[0].strip()
+    assert answer.language_tokens == ids.shape[1]
+    with pytest.raises(InputError, match="order"):
+        model.answer([stage], {"order": "best"})
+
+
+def test_a_profile_has_both_knobs(model, tmp_path):
+    config = VLMProfileConfig(values={"shots": [1, 2]}, repeats=1, clock="cpu")
+    table = pl.read_parquet(profile_vlm(tmp_path, model, BANK[:2], config) / "table.parquet")
+    cells = table.select("sample_id", "shots", "order").unique()
+    assert len(cells) == 2 * 2 * 4
+    with pytest.raises(InputError, match="demonstrations"):
+        model.bank, bank = BANK[1:], model.bank
+        try:
+            profile_vlm(tmp_path, model, BANK[:2], config)
+        finally:
+            model.bank = bank
