@@ -18,8 +18,8 @@ from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
 
-ASKED = ("learner", "smollm2")
-"""Models that bring questions and demonstrations along."""
+RECORDED = ("learner", "smollm2")
+"""Models whose demonstrations are recorded, and that bring questions along."""
 
 
 def profile(config: ProfileRun) -> None:
@@ -85,11 +85,11 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
             f"data={config.data}: model={config.model} makes its own questions; name the model "
             "that answers these, model=NAME_OR_FOLDER"
         )
-    if not has_knobs and not config.vlm.data and config.model not in ASKED:
+    if not has_knobs and not config.vlm.data and config.model not in RECORDED:
         raise InputError(
             f"model={config.model}: needs the items that it answers: data=FILE to measure its "
             "knobs, or vlm.data=FILE to record demonstrations; "
-            f"{', '.join((*BUILT_IN, *ASKED))} have their own"
+            f"{', '.join((*BUILT_IN, *RECORDED))} have their own"
         )
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(

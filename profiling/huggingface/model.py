@@ -29,6 +29,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
     FirstStage,
+    KnobSupport,
     Request,
     clock_ms,
 )
@@ -63,7 +64,7 @@ class HuggingFaceModel(PromptedModel):
         self.max_new_tokens = max_new_tokens
         self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
-        self.knobs = self.knobs_of_model.knobs
+        self.knobs: tuple[KnobSupport, ...] = self.knobs_of_model.knobs
         self._vision = vision_modules(model) if self.sees else []
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""

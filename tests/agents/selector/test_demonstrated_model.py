@@ -6,6 +6,7 @@ import torch
 import transformers
 from tiny_models import tiny_tokenizer
 
+from knobwise.agents.selector.demonstrated_model import POOL, DemonstratedModel
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
@@ -13,7 +14,6 @@ from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-from knobwise.profiling.smollm.shots import POOL, DemonstratedModel
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 BANK = tuple(
