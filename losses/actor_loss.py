@@ -72,18 +72,11 @@ class ActorLoss(LossModule):
             self.tensor_keys.sample_log_prob = actor_network.log_prob_keys
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        in_keys = [*self.actor_network.in_keys]
         # each key once, the actor's first
+        in_keys = dict.fromkeys(self.actor_network.in_keys)
         for keys in self._loss_keys():
-            in_keys += _listed(keys)
-        self.in_keys = list(dict.fromkeys(in_keys))
-
-    def reset_parameters_recursive(self) -> None:
-        """Draw the actor's parameters anew."""
-        if self.functional:
-            super().reset_parameters_recursive()
-        else:  # TorchRL looks only at modules that stand apart from their parameters
-            self.actor_network.reset_parameters_recursive()
+            in_keys |= dict.fromkeys(_listed(keys))
+        self.in_keys = list(in_keys)
 
     @abstractmethod
     def _loss_keys(self) -> list[Keys]:

@@ -282,11 +282,10 @@ class GRPOLoss(ActorLoss):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
         current = group.log_prob.detach()
-        reference = current
-        if group.reference is not None:
-            reference = group.reference.detach()
-        elif penalised:
+        if group.reference is None:
             reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
+        else:
+            reference = group.reference.detach()
         if penalised:
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
             kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
@@ -317,16 +316,20 @@ class GRPOLoss(ActorLoss):
         """
         weight = group.weight
         log_ratio = group.log_prob - group.old
-        mean = expectation(advantage, weight).mean()
-        square = expectation(advantage.square(), weight).mean()
+
+        def mean_of(values: Tensor) -> Tensor:
+            return expectation(values, weight).mean()
+
+        mean = mean_of(advantage)
+        square = mean_of(advantage.square())
         idle = (used.abs() < 1e-6).all(-1)
         return {
             "entropy": self._entropy(group.distribution).mean(),
             "kl_to_ref": self._kl(group, reference).mean(),
-            "kl_approx": -expectation(log_ratio, weight).mean(),
-            "clip_fraction": expectation(cut.to(log_ratio.dtype), weight).mean(),
+            "kl_approx": -mean_of(log_ratio),
+            "clip_fraction": mean_of(cut.to(log_ratio.dtype)),
             "ESS": effective_sample_size(log_ratio, weight),
-            "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
+            "ratio_mean": mean_of(log_ratio.exp()),
             "zero_advantage_fraction": idle.to(log_ratio.dtype).mean(),
             "advantage_mean": mean,
             "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),

@@ -46,12 +46,10 @@ def _little_work(request):
     """Fewer boosted trees where tests are not about what predictors have learned, and fewer
     decisions timed where they are not about time."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name not in ("predictors", "judging"):
-            patch.setitem(
-                FAMILIES,
-                "gradient_boosting",
-                FAMILIES["gradient_boosting"]._replace(settings=(10, 40)),
-            )
+        boosting = FAMILIES["gradient_boosting"]
+        trees = {"predictors": (50, 100), "judging": boosting.settings}
+        settings = trees.get(request.path.parent.name, (10, 40))
+        patch.setitem(FAMILIES, "gradient_boosting", boosting._replace(settings=settings))
         if request.path.parent.name != "serving":
             patch.setattr(own_cost, "ROUNDS", 1)
             patch.setattr(own_cost, "CALLS", 4)

@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -143,6 +146,14 @@ def small_stack(
     for row in agent.settled.guard[:-1]:
         row["deployed"] = not falls_back
     return agent, small_table(samples)
+
+
+def child(code, *words, cwd=None):
+    """A process that runs some Python, and writes lines; to be killed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, text=True, env=environment, cwd=cwd)
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from tensordict import TensorClass, TensorDict
+from torch import Tensor
 
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 
-Array = NDArray[Any]
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -32,56 +32,42 @@ COLUMNS = {
 """Fields of `Logged` that are copied from the rows unchanged, and their types."""
 
 
-class Logged(NamedTuple):
-    """n requests of a log, with C configurations."""
+class Logged(TensorClass):
+    """Holds n requests of a log, with C configurations; indexed and joined like a tensor."""
 
-    features: dict[str, Array]
+    features: TensorDict
     """Blocks float32 [n, d]; NaN where there were none, see `seen`."""
-    seen: Array
+    seen: Tensor
     """bool [n]: True for requests with features."""
-    offset: Array
+    offset: Tensor
     """float32 [n, C]: the drift that the decision allowed for."""
-    scale: Array
+    scale: Tensor
     """float64 [n]: the factor on the spread in this drift."""
-    propensity: Array
+    propensity: Tensor
     """float64 [n, C]: the probability of every configuration under the policy that drew the
     choice."""
-    choice: Array
+    choice: Tensor
     """int64 [n]: the configuration of the answer."""
-    limit_ms: Array
+    limit_ms: Tensor
     """float64 [n]: what was left of each budget for the answer."""
-    log_latency: Array
+    log_latency: Tensor
     """float64 [n]: the predicted ln ms of the choice, without drift."""
-    answer_ms: Array
+    answer_ms: Tensor
     """float64 [n]: the time of the answer."""
-    met: Array
+    met: Tensor
     """bool [n]: answered on time."""
-    accuracy: Array
+    accuracy: Tensor
     """float64 [n], in [0, 1]; NaN where there is no label."""
 
     @property
-    def probability(self) -> Array:
+    def probability(self) -> Tensor:
         """The probability of each choice, float64 [n], in (0, 1]."""
-        return np.take_along_axis(self.propensity, self.choice[:, None], 1)[:, 0]
+        return self.propensity.gather(1, self.choice.unsqueeze(1)).squeeze(1)
 
     @property
-    def labelled(self) -> Array:
+    def labelled(self) -> Tensor:
         """True where the accuracy is known, bool [n]."""
-        return np.logical_not(np.isnan(self.accuracy))
-
-    def take(self, rows: Array) -> Logged:
-        """Return the requests at these rows: bool [n] or int64."""
-        blocks = {name: block[rows] for name, block in self.features.items()}
-        return Logged(blocks, *(part[rows] for part in self[1:]))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Logged]) -> Logged:
-        """Join several parts of a log, in their order."""
-        features, *arrays = zip(*parts, strict=True)
-        blocks = {}
-        for name in features[0]:
-            blocks[name] = np.concatenate([part[name] for part in features])
-        return cls(blocks, *map(np.concatenate, arrays))
+        return ~self.accuracy.isnan()
 
 
 class ReadLog(NamedTuple):
@@ -141,7 +127,7 @@ def read_log(
 
 
 def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) -> Logged:
-    """Return n good rows of a log as arrays, for the controller that is to learn from them."""
+    """Return n good rows of a log as tensors, for the controller that is to learn from them."""
     n = len(rows)
     count = len(controller.configurations)
     features = {}
@@ -157,12 +143,12 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
             offset[i] = unpacked(row["drift"][0])
             scale[i] = row["drift"][1]
         propensity[i, row["among"]] = row["chances"]
-    columns = {}
+    columns = {"offset": offset, "scale": scale, "propensity": propensity}
     for name, kind in COLUMNS.items():
         columns[name] = np.array([row[name] for row in rows], kind)
     # if the controller has no feature blocks, no request lacks any
-    seen = np.array([row["features"] is not None or not features for row in rows], bool)
-    return Logged(features, seen, offset, scale, propensity, **columns)
+    columns["seen"] = np.array([row["features"] is not None or not features for row in rows], bool)
+    return Logged(TensorDict(features, [n]), **columns, batch_size=[n])
 
 
 def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:

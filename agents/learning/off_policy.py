@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from knobwise.agents.judging.paired import lower_bound
-from knobwise.agents.learning.logged import Array, Logged
+from knobwise.agents.learning.logged import Logged
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.losses.functional import doubly_robust
 
@@ -68,18 +67,19 @@ class Judgement(NamedTuple):
         return self._asdict() | {"doubly_robust": estimates, "bound": _finite(self.bound)}
 
 
-def decisions(controller: NumpyController, logged: Logged) -> Array:
+def decisions(controller: NumpyController, logged: Logged) -> Tensor:
     """Return a controller's choices for logged requests, under their budgets and drift: int64
     [n]."""
-    chosen = np.empty(len(logged.choice), np.int64)
+    chosen = torch.empty_like(logged.choice)
+    blocks = logged.features.numpy()
     for row, limit in enumerate(logged.limit_ms.tolist()):
-        features = {name: block[row] for name, block in logged.features.items()}
-        drift = logged.offset[row], float(logged.scale[row])
+        features = {name: block[row] for name, block in blocks.items()}
+        drift = logged.offset[row].numpy(), float(logged.scale[row])
         chosen[row] = controller.decide_index(features, limit, drift)
     return chosen
 
 
-def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement:
+def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgement:
     """Compare the choices of two controllers on n labelled requests of a log.
 
     Args:
@@ -90,11 +90,11 @@ def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement
         new: int64 [n], the choices of the new controller.
     """
     # without evidence the new controller is taken to choose as the old one
-    rows = np.arange(len(old))
+    rows = torch.arange(len(old))
     supported = (logged.propensity[rows, old] > 0) & (logged.propensity[rows, new] > 0)
     unsupported = int(((old != new) & ~supported).sum())
-    new = np.where(supported, new, old)
-    differs = torch.from_numpy(old != new)
+    new = new.where(supported, old)
+    differs = old != new
     different = int(differs.sum())
     # the evidence about each controller, [3, n], and about their difference
     model = expected.double()
@@ -124,7 +124,7 @@ def judge(logged: Logged, expected: Tensor, old: Array, new: Array) -> Judgement
     )
 
 
-def _evidence(logged: Logged, choices: Array, differs: Tensor, expected: Tensor) -> Tensor:
+def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor) -> Tensor:
     """Return the evidence of n logged requests about a policy, float64 [3, n].
 
     Its rows are the doubly robust values, the values of the model alone, and the second moments of
@@ -136,21 +136,19 @@ def _evidence(logged: Logged, choices: Array, differs: Tensor, expected: Tensor)
         differs: bool [n], True where the two compared policies differ.
         expected: [n, C], the utilities that a model expects.
     """
-    logged_choice = torch.from_numpy(logged.choice)
-    reward = torch.from_numpy(logged.accuracy * logged.met)
-    probability = torch.from_numpy(logged.probability)
-    estimate = doubly_robust(expected, logged_choice, reward, probability, CLIP)
-    choice = torch.from_numpy(choices).unsqueeze(1)
+    reward = logged.accuracy * logged.met
+    estimate = doubly_robust(expected, logged.choice, reward, logged.probability, CLIP)
+    choice = choices.unsqueeze(1)
     robust = estimate.gather(1, choice).squeeze(1)
     model = expected.gather(1, choice).squeeze(1)
     # E ρ², shrunk, over the requests that drew this choice: first where the two policies agree,
     # then where they differ
-    drawn = choice.squeeze(1) == logged_choice
+    drawn = choices == logged.choice
     groups = torch.stack([drawn & ~differs, drawn & differs]).double()
     squares = groups @ (reward - model).square() + COUNTS * RESIDUAL_SQUARE
     squares /= groups.sum(1) + COUNTS
     # p·w², where p is the probability that the logging policy draws this choice
-    chance = torch.from_numpy(logged.propensity).gather(1, choice).squeeze(1)
+    chance = logged.propensity.gather(1, choice).squeeze(1)
     moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(CLIP).square()
     return torch.stack([robust, model, moment * squares[differs.long()]])
 

@@ -36,7 +36,7 @@ from knobwise.agents.learning.adaptation import (
     prior_covariance,
     teach_again,
 )
-from knobwise.agents.learning.logged import Array, Logged
+from knobwise.agents.learning.logged import Logged
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.deployed import DeployedController
@@ -79,7 +79,7 @@ def update(agent: DeployedController, logged: Logged) -> Update:
     Raises:
         InputError: too few requests.
     """
-    n = len(logged.choice)
+    n = len(logged)
     if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
     after, offsets, logits = learn(agent, logged)
@@ -115,8 +115,8 @@ def learn(
     candidate = adapted(agent, offsets, _features(agent, logged))
     after = {"latencies": candidate}
     logits = torch.zeros(len(agent.configurations), dtype=torch.float64)
-    lessons = logged.take(logged.seen & logged.labelled)
-    if len(lessons.choice):
+    lessons = logged[logged.seen & logged.labelled]
+    if len(lessons):
         logits = _accuracy_offsets(candidate, lessons)
         after["accuracies"] = _with_logits(candidate, logits, lessons)
     return after, offsets, logits
@@ -124,7 +124,7 @@ def learn(
 
 def _judged(
     agent: DeployedController, logged: Logged, steps: Collection[str]
-) -> tuple[Logged, Tensor, dict[str, Array]]:
+) -> tuple[Logged, Tensor, dict[str, Tensor]]:
     """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
 
     Returns:
@@ -134,11 +134,11 @@ def _judged(
     """
     parts = []
     expected = []
-    choices: dict[str, list[Array]] = {name: [] for name in ("", *steps)}
-    fold_of = np.arange(len(logged.choice)) % FOLDS
+    choices: dict[str, list[Tensor]] = {name: [] for name in ("", *steps)}
+    fold_of = torch.arange(len(logged)) % FOLDS
     for fold in range(FOLDS):
-        test = logged.take((fold_of == fold) & logged.labelled)
-        after, _, _ = learn(agent, logged.take(fold_of != fold))
+        test = logged[(fold_of == fold) & logged.labelled]
+        after, _, _ = learn(agent, logged[fold_of != fold])
         parts.append(test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
@@ -146,8 +146,8 @@ def _judged(
             last = after.get(name, last)
             choices[name].append(decisions(last.decider, test))
         expected.append(_expected_utility(last, test))
-    joined = {name: np.concatenate(of_folds) for name, of_folds in choices.items()}
-    return Logged.joined(parts), torch.cat(expected), joined
+    joined = {name: torch.cat(of_folds) for name, of_folds in choices.items()}
+    return Logged.cat(parts), torch.cat(expected), joined
 
 
 # -- the steps -------------------------------------------------------------------------------------
@@ -155,8 +155,7 @@ def _judged(
 
 def _features(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the normalised features of logged requests, [n, width]."""
-    blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-    return agent.controller.features(blocks, len(logged.choice))
+    return agent.controller.features(logged.features.to_dict(), len(logged))
 
 
 def _predictions(agent: DeployedController, logged: Logged) -> Prediction:
@@ -169,9 +168,9 @@ def _predictions(agent: DeployedController, logged: Logged) -> Prediction:
 def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the expected utility of every configuration for logged requests, float [n, C]."""
     accuracy, log_latency, spread = _predictions(agent, logged)
-    slow = log_latency + torch.from_numpy(logged.offset)
-    wide = spread * torch.from_numpy(logged.scale).float().unsqueeze(1)
-    return Prediction(accuracy, slow, wide).score(torch.from_numpy(logged.limit_ms).float())
+    wide = spread * logged.scale.float().unsqueeze(1)
+    moved = Prediction(accuracy, log_latency + logged.offset, wide)
+    return moved.score(logged.limit_ms.float())
 
 
 @torch.no_grad()
@@ -182,20 +181,17 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     from the median of the residuals, on which a stall has little influence.
     """
     lessons = _predictions(agent, logged)
-    choice = torch.from_numpy(logged.choice)
-    cell = torch.arange(len(choice)), choice
-    seen = torch.from_numpy(logged.seen)
+    seen = logged.seen
+    cell = torch.arange(len(logged)), logged.choice
     # where the features were not seen, the prediction is the logged one
-    predicted = lessons.log_latency[cell].double()
-    predicted = predicted.where(seen, torch.from_numpy(logged.log_latency))
-    measured = torch.from_numpy(np.log(logged.answer_ms))
-    residual = measured - predicted - torch.from_numpy(logged.offset)[cell]
-    offsets = fit_offsets(agent.configurations, choice, residual)
+    predicted = lessons.log_latency[cell].double().where(seen, logged.log_latency)
+    residual = logged.answer_ms.log() - predicted - logged.offset[cell]
+    offsets = fit_offsets(agent.configurations, logged.choice, residual)
     # residuals in predicted standard deviations
     factor = torch.ones(())
     if seen.any():
-        spread = lessons.spread[cell] * torch.from_numpy(logged.scale).float()
-        z = (residual - offsets.mean[choice]) / spread
+        spread = lessons.spread[cell] * logged.scale.float()
+        z = (residual - offsets.mean[logged.choice]) / spread
         factor = 1.4826 * z[seen].abs().median()
     missing = factor.clamp(*SPREADS).square() - 1
     return offsets._replace(variance=missing * lessons.spread.square().mean(0).double())
@@ -208,15 +204,14 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     They are additive over the knobs and shrunk like those of latencies, and averaged over prior
     scales by their evidence.
     """
-    choice = torch.from_numpy(logged.choice)
-    expected = _predictions(agent, logged).accuracy[torch.arange(len(choice)), choice]
+    expected = _predictions(agent, logged).accuracy[torch.arange(len(logged)), logged.choice]
     predicted = expected.double().clamp(0.01, 0.99).logit()
-    label = torch.from_numpy(logged.accuracy).float().double()
+    label = logged.accuracy.float().double()
     modes = []
     evidence = []
     for scales in ACCURACY_SCALES:
         prior = prior_covariance(agent.configurations, scales, FREE_LOGIT)
-        mode, log_evidence = _laplace(prior, predicted, choice, label)
+        mode, log_evidence = _laplace(prior, predicted, logged.choice, label)
         modes.append(mode)
         evidence.append(log_evidence)
     return torch.stack(evidence).softmax(0) @ torch.stack(modes)

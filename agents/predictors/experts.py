@@ -12,10 +12,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from joblib import Parallel, delayed
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
@@ -52,16 +50,15 @@ class Measured(NamedTuple):
     measurements_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    folds: list[Fold]
+    folds: Sequence[Fold] = ()
 
     @classmethod
     def from_table(
-        cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int, folds: int = FOLDS
+        cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, folds: Sequence[Fold] = ()
     ) -> Measured:
-        """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
+        """Look up these rows (int64 [n])."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
-        division = folds_of(table, rows, seed, folds)
-        return cls(rows, *cells, table.mask[rows], budgets_ms, division)
+        return cls(rows, *cells, table.mask[rows], budgets_ms, folds)
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
         """Return the utility of taking the best score, as the mean over rows and budgets.
@@ -184,6 +181,10 @@ class Experts(NamedTuple):
     ) -> Experts:
         """Fit an expert of each family.
 
+        A constant is among the settings of every family, and the only one without features. The
+        spread is that of the residuals out of fold, times the factor with the best utility out of
+        fold (for deadlines only).
+
         Args:
             rows: int64 [n].
             budgets_ms: deadlines [B] that the spreads are chosen for; empty at a price.
@@ -192,9 +193,25 @@ class Experts(NamedTuple):
             normaliser: None fits one on the same rows.
             folds: how many the rows are cut into.
         """
-        measured = Measured.from_table(table, rows, budgets_ms, seed, folds)
+        division = folds_of(table, rows, seed, folds)
+        measured = Measured.from_table(table, rows, budgets_ms, division)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
-        fitted = fit_experts(table, measured, normaliser, families, seed) if families else []
+        if not families:
+            return cls(measured, normaliser, [])
+        x = padded(normaliser.of_rows(table, rows)).double().numpy()
+        # the centres and the filled holes must not come from held-out rows
+        lessons = []
+        for fit, hold in division:
+            lessons.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+        # those of all rows, for the final fit
+        targets = Targets(table, rows, x)
+        data = _Data(measured, targets, lessons, bool(normaliser.width), seed)
+        fits = itertools.count(1)
+        with progress("fitting experts", len(families) * (len(division) + 1), quiet_s=2) as tick:
+            fitted = [
+                _fit(name, data, lambda name: tick(next(fits), name.replace("_", " ")))
+                for name in families
+            ]
         return cls(measured, normaliser, fitted)
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:
@@ -211,96 +228,54 @@ def padded(x: Tensor) -> Tensor:
     return x if x.shape[-1] else x.new_zeros(len(x), 1)
 
 
-def fit_experts(
-    table: ProfileTable,
-    measured: Measured,
-    normaliser: FeatureNormaliser,
-    families: Sequence[str],
-    seed: int,
-) -> list[Fitted]:
-    """Fit an expert of each family.
-
-    A constant is among the settings of every family, and the only one without features. The spread
-    is that of the residuals out of fold, times the factor with the best utility out of fold (for
-    deadlines only).
-
-    Args:
-        measured: the rows to fit on; the features' `normaliser` is fitted on the same.
-        families: names in `FAMILIES`.
-        seed: of trees.
-    """
-    # float32 to predict from, float64 to fit on
-    rows = measured.rows
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    x32 = padded(normaliser(blocks, len(rows)))
-    x = x32.double().numpy()
-    # the centres and the filled holes must not come from held-out rows
-    folds = []
-    for fit, hold in measured.folds:
-        folds.append((fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
-    # those of all rows, for the final fit
-    targets = Targets(table, rows, x)
-    data = _Data(measured, x, x32, targets, folds, bool(normaliser.width), seed)
-    fits = itertools.count(1)
-    with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
-        return [
-            _fit(name, data, lambda name: tick(next(fits), name.replace("_", " ")))
-            for name in families
-        ]
-
-
 class _Data(NamedTuple):
     """The data that all families are fitted on.
 
     Attributes:
-        x, x32: features in float64 and float32, [n, d].
         targets: of all rows.
-        folds: positions to fit on and to hold out, and the targets of the former.
+        folds: the positions that are held out, and the targets of the others.
         informed: False if the features are only padding.
         seed: of trees.
     """
 
     measured: Measured
-    x: NDArray[np.float64]
-    x32: Tensor
     targets: Targets
-    folds: Sequence[tuple[Rows, Rows, Targets]]
+    folds: Sequence[tuple[Rows, Targets]]
     informed: bool
     seed: int
 
     def fitted(
-        self,
-        name: str,
-        values: NDArray[np.float64],
-        settings: Sequence[Any],
-        fit: Any = slice(None),
+        self, name: str, targets: Targets, settings: Sequence[Any], columns: slice = slice(None)
     ) -> list[Regressor]:
-        """Fit a constant and each setting of a family to values [m, o] of the rows `fit`."""
-        models: list[Regressor] = [constant(values, self.x.shape[1])]
+        """Fit a constant and each setting of a family to some columns of targets."""
+        values = targets.values[:, columns]
+        models: list[Regressor] = [constant(values, targets.x.shape[1])]
         if settings:
-            models += FAMILIES[name].fit(self.x[fit], values, settings, self.seed)
-        return models
+            models += FAMILIES[name].fit(targets.x, values, settings, self.seed)
+        units = [unit[columns] for unit in targets.units]
+        return [model.rescaled(*units) for model in models]
 
 
 def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     """Fit a family; `tick` gets its name after each fold, and at the end."""
     measured = data.measured
+    # float64 to fit on, float32 to predict from
+    x = torch.from_numpy(data.targets.x).float()
     settings = FAMILIES[name].settings if data.informed else ()
 
-    def fitted(fit: Rows, _: Rows, targets: Targets) -> list[Regressor]:
+    def fitted(_: Rows, targets: Targets) -> list[Regressor]:
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            models = data.fitted(name, targets.values, settings, fit)
-        return [model.rescaled(*targets.units) for model in models]
+            return data.fitted(name, targets, settings)
 
     # the constant comes first, so that it wins where nothing is better
     held_out = torch.zeros(len(settings) + 1, *data.targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
     results = fitting(itertools.starmap(delayed(fitted), data.folds))
-    for (_, hold, _), models in zip(data.folds, results, strict=True):
+    for (hold, _), models in zip(data.folds, results, strict=True):
         for setting, model in enumerate(models):
-            held_out[setting, hold] = model(data.x32[hold])
+            held_out[setting, hold] = model(x[hold])
         of_folds.append(models)
         tick(name)
 
@@ -313,13 +288,10 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
         in_folds = [models[first].outputs(columns) for models in of_folds]
         # trees are not refitted: their mean over the folds is better
         if isinstance(in_folds[0], Trees):
-            regressor = Trees.averaged(in_folds)
+            regressor: Regressor = Trees.averaged(in_folds)
         else:
-            block = data.targets.values[:, columns]
-            units = [unit[columns] for unit in data.targets.units]
             # on all rows; where the first is 0 there is no setting but the constant
-            refitted = data.fitted(name, block, settings[first - 1 : first])
-            regressor = refitted[-1].rescaled(*units)
+            regressor = data.fitted(name, data.targets, settings[first - 1 : first], columns)[-1]
         return regressor, held_out[first, :, columns], ("constant", *settings)[first], in_folds
 
     # the first C columns are accuracies, the others log-latencies
@@ -334,7 +306,7 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
         words = f"accuracy {chosen[0]}, latency {chosen[1]}"
         return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, words)
 
-    experts = list(map(expert, [targets for *_, targets in data.folds], *in_folds))
+    experts = list(map(expert, [targets for _, targets in data.folds], *in_folds))
     out_of_fold = Prediction(accuracy, latency, spread)
     return Fitted(expert(data.targets, *regressors), out_of_fold, experts)
 

@@ -102,14 +102,13 @@ class FeatureNormaliser(nn.Module):
         Raises:
             InputError: there are not so many components.
         """
-        blocks = {name: block[rows] for name, block in table.features.items()}
-        normaliser = cls(blocks)
+        normaliser = cls({name: block[rows] for name, block in table.features.items()})
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))
         if project:
             from sklearn.decomposition import PCA
 
-            x = normaliser(blocks, len(rows))
+            x = normaliser.of_rows(table, rows)
             most = min(len(x) - 1, int((x != x[0]).any(0).sum()))
             if project > most:
                 raise InputError(
@@ -138,6 +137,11 @@ class FeatureNormaliser(nn.Module):
     def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Join, normalise and project. Raises InputError: see `normal`."""
         return self.project(self.normal(blocks, *shape))
+
+    def of_rows(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """Return the features of these rows of a table (int64 [n]), normalised and projected."""
+        blocks = {name: block[rows] for name, block in table.features.items()}
+        return self(blocks, len(rows))
 
     def project(self, x: Tensor) -> Tensor:
         """Project normalised features, or leave them as they are where there is no projection."""

@@ -29,6 +29,7 @@ class Targets:
     """
 
     def __init__(self, table: ProfileTable, rows: Tensor, x: NDArray[np.float64]) -> None:
+        self.x = x
         mask = table.mask[rows]
         seen = mask.any(0)
         accuracy = table.accuracy[rows].double()

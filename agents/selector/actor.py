@@ -76,7 +76,7 @@ class SelectorActor(TensorDictModuleBase):
         else:
             rows = tensordict["row"]
             pool = self.pool[rows]
-            query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
+            query, candidates = self.embeddings.both(rows, pool)
             mask = pool >= 0
         return self.selector.distribution(
             query, candidates, mask, self.shots, self.group_size, self.temperature

@@ -111,8 +111,7 @@ def marginal_relevance(table: BeamTable, shots: int) -> Tensor:
     """
     chosen = []
     # inner products of these are the cosines
-    blocks = table.blocks if {"image", "question"} <= set(table.blocks) else {}
-    candidates = compared(table.candidates, "mixed", blocks)
+    candidates = compared(table.candidates, "mixed", _both_blocks(table))
     similar = cosines(table, "similarity")
     batches = zip(table.pool.split(BATCH), similar.split(BATCH), strict=True)
     for pool, relevance in batches:
@@ -145,10 +144,7 @@ def cosines(table: BeamTable, way: str) -> Tensor:
     It is taken of the image's or of the question's part of the embeddings. `similarity` is the mean
     of both, or if the parts are unknown the cosine of the whole embeddings.
     """
-    if way == "similarity" and not {"image", "question"} <= set(table.blocks):
-        blocks = {}
-    else:
-        blocks = table.blocks
+    blocks = _both_blocks(table) if way == "similarity" else table.blocks
     batches = zip(table.queries.split(BATCH), table.pool.split(BATCH), strict=True)
     return torch.cat(
         [
@@ -156,6 +152,11 @@ def cosines(table: BeamTable, way: str) -> Tensor:
             for queries, pool in batches
         ]
     )
+
+
+def _both_blocks(table: BeamTable) -> dict[str, tuple[int, int]]:
+    """Return the blocks of the embeddings; {} unless there are those of image and question."""
+    return table.blocks if {"image", "question"} <= set(table.blocks) else {}
 
 
 # -- questions in parts ----------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
     Returns:
         Parts of the queries, bool [Q, K], and of the candidates, bool [M, K]; or None.
     """
-    if not {"image", "question"} <= set(table.blocks):
+    if not _both_blocks(table):
         return None
     # what is asked, and what is answered
     columns = slice(*table.blocks["question"])

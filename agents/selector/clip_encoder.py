@@ -74,12 +74,12 @@ class ClipItems(NamedTuple):
         # all texts are padded to the longest
         texts = [item.question for item in distinct.values()]
         tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        indices = torch.tensor([index_of[id(item)] for item in (*queries, *bank)]).unsqueeze(1)
         return cls(
             torch.cat(pixels),
             tokens["input_ids"],
             tokens["attention_mask"],
-            torch.tensor([index_of[id(item)] for item in queries]).unsqueeze(1),
-            torch.tensor([index_of[id(item)] for item in bank]).unsqueeze(1),
+            *indices.split([len(queries), len(bank)]),
         )
 
 

@@ -155,10 +155,8 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
         Places in the queries' pools, int64 [n, count, T], −1 after the end.
     """
     draws = []
-    selector = actor.selector
     for inputs in _inputs(actor, rows):
-        query, candidates, mask = (x.to(selector.mean.device) for x in inputs)
-        dist = selector.distribution(query, candidates, mask, actor.shots, count)
+        dist = actor.selector.distribution(*inputs, actor.shots, count)
         draws.append(dist.sample().cpu())
     return torch.cat(draws)
 

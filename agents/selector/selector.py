@@ -34,7 +34,9 @@ class StoredEmbeddings(nn.Module):
     def __init__(self, queries: Tensor, candidates: Tensor) -> None:
         super().__init__()
         self.register_buffer("query_table", queries, persistent=False)
-        self.register_buffer("candidate_table", candidates, persistent=False)
+        # a row of zeros at the end, which row −1 is
+        padded = F.pad(candidates, (0, 0, 0, 1))
+        self.register_buffer("candidate_table", padded, persistent=False)
 
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embeddings of queries [P, d] and of their candidates [P, N, d].
@@ -43,13 +45,8 @@ class StoredEmbeddings(nn.Module):
             rows: int64 [P], rows of the queries.
             pool: int64 [P, N], rows of the candidates; row −1 gives zeros.
         """
-        return _looked_up(self.query_table, rows), _looked_up(self.candidate_table, pool)
-
-
-def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a table, and zeros for row −1."""
-    rows = rows.to(table.device)
-    return table[rows.clamp_min(0)].masked_fill((rows < 0).unsqueeze(-1), 0.0)
+        device = self.query_table.device
+        return self.query_table[rows.to(device)], self.candidate_table[pool.to(device)]
 
 
 class Selector(nn.Module):
@@ -135,6 +132,7 @@ class Selector(nn.Module):
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
         """
         at_least("shots", shots, 1)
+        query, pool, mask = (x.to(self.mean.device) for x in (query, pool, mask))
         if self.encoder is not None:
             both = self.encoder(torch.cat([query.unsqueeze(1), pool], 1))
             query = both[:, 0]
@@ -173,10 +171,8 @@ class Selector(nn.Module):
         """
         # without dropout
         training = self.training
-        device = self.mean.device
         self.eval()
-        dist = self.distribution(query.to(device), pool.to(device), mask.to(device), shots)
-        sequences = dist.mode
+        sequences = self.distribution(query, pool, mask, shots).mode
         self.train(training)
         return sequences
 

@@ -32,7 +32,7 @@ from knobwise.agents.serving.versions import Watched
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
@@ -181,8 +181,6 @@ class AdaptiveModel(FirstStages):
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
         """
-        if not 0 < budget_ms < math.inf:
-            raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
         return self._serve([request], [budget_ms], [arrived])[0]
 
     def generate(
@@ -217,14 +215,15 @@ class AdaptiveModel(FirstStages):
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        if not ((budgets > 0) & (budgets < math.inf)).all():
-            raise InputError(f"runtime: budgets_ms={budgets_ms}: all must be positive, in ms")
         return self._serve(requests, budgets.tolist(), moments)
 
     def _serve(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
         """Answer requests under their budgets, with their arrivals; one of them, or a batch."""
+        for budget in budgets:
+            if not 0 < budget < math.inf:
+                raise InputError(f"runtime: budget_ms={budget}: must be positive, in ms")
         prepared = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:
             self._follow()
@@ -283,20 +282,15 @@ class AdaptiveModel(FirstStages):
                 expected = self._decide(ready, budget, limit, drift, alone)
             best = expected[0]
             before_ms = stage_s * 1e3 + ready.before_ms
-            decided.append(
-                Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
-            )
+            item = Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
             if explored:
-                self._explore(decided[-1])
+                item.expected = self._exploration.draw(*self._context(item))
+            decided.append(item)
         return decided, max(0.0, (took + now() - start) * 1e3)
 
     def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
         """Return what determines the chances of a draw."""
         return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
-
-    def _explore(self, request: Decided) -> None:
-        """Draw another configuration for a request."""
-        request.expected = self._exploration.draw(*self._context(request))
 
     def _note(self, decided: Sequence[Decided]) -> None:
         """Log answered requests. Chances are computed here, so that no answer waits for them."""
@@ -442,6 +436,6 @@ class AdaptiveModel(FirstStages):
                 (answer,) = self.model.answer([stage], self.configurations[choice])
                 took.append(answer.total_ms)
                 tick(len(took), "")
-        latency_ms = table.without_first_look.latency_ms[cell].double().numpy()
-        timed, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms))
-        return choices[warm_up:], (timed - profiled)[warm_up:].tolist()
+        profiled_ms = table.without_first_look.latency_ms[cell].double()
+        ratios = log_ms(profiled_ms.new_tensor(took)) - log_ms(profiled_ms)
+        return choices[warm_up:], ratios[warm_up:].tolist()

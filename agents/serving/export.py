@@ -46,8 +46,7 @@ def agreement(
     Raises:
         InputError: a decision is different, unless `exact` is False.
     """
-    same = 0
-    rounding = 0
+    counts = {"contexts": table.num_samples * len(budgets_ms), "same": 0, "rounding": 0}
     blocks = {name: block.numpy() for name, block in table.features.items()}
     rows = np.arange(table.num_samples)
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
@@ -58,13 +57,13 @@ def agreement(
             # decisions that are equally probable may differ by rounding
             log_probs = controller.log_probs(blocks, limits)
             close = np.abs(log_probs[rows, wanted] - log_probs[rows, other]) <= TOLERANCE
-            same += int((wanted == other).sum())
-            rounding += int((close & (wanted != other)).sum())
+            counts["same"] += int((wanted == other).sum())
+            counts["rounding"] += int((close & (wanted != other)).sum())
             tick(done, "budgets")
-    contexts = len(rows) * len(budgets_ms)
+    contexts, same, rounding = counts.values()
     if exact and same + rounding < contexts:
         raise InputError(
             f"{what}: decides differently from the controller in {contexts - same - rounding} of "
             f"{contexts} contexts of profile {table.name!r}; nothing was written"
         )
-    return {"contexts": contexts, "same": same, "rounding": rounding}
+    return counts

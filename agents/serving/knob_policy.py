@@ -122,7 +122,7 @@ class KnobPolicy:
         arrays = self._blocks(features)
         budgets = _budgets(budget_ms)
         # without any size everything is for a single input
-        sizes = {len(block) for block in arrays.values() if block.ndim == 2} | set(budgets.shape)
+        sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
         if len(sizes) > 1:
             raise InputError(
                 f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
@@ -136,13 +136,11 @@ class KnobPolicy:
             blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
         limits = np.broadcast_to(budgets, n)
         chosen = self._choose(blocks, limits, drift)
-        results: list[Any] = []
-        for i, choice in enumerate(chosen.tolist()):
-            result: Any = dict(self.configurations[choice])
-            if explain:
+        results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
+        if explain:
+            for i, choice in enumerate(chosen):
                 alone = {name: block[i : i + 1] for name, block in blocks.items()}
-                result = self._explanation(alone, limits[i : i + 1], choice, drift, between_ms)
-            results.append(result)
+                results[i] = self._explanation(alone, limits[i : i + 1], choice, drift, between_ms)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -271,8 +269,7 @@ class KnobPolicy:
             return numbers | {"utility": moments.score(worths, "mean")}
         if drift is not None:
             # the teacher expects the drifted latencies
-            offset = torch.as_tensor(drift[0]).float().expand(len(self.configurations))
-            slow = moments.log_latency + offset
+            slow = moments.log_latency + torch.as_tensor(drift[0]).float()
             moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}

@@ -51,8 +51,7 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     to."""
     table = trainer.table
     rows = trainer.judged_rows
-    cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
-    measured = Measured(rows, *cells, table.mask[rows], budgets_ms, [])
+    measured = Measured.from_table(table, rows, budgets_ms)
     # the static policy that chooses for a fold is fitted on the others
     statics = [static_of(table, fit) for fit in trainer.divide()[0]]
     static_choice = _choices(trainer, statics, budgets_ms).T
@@ -96,7 +95,7 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
         `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
         are more than `MOST_LATENCIES` weights.
     """
-    x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = normaliser.of_rows(table, rows)
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
     residual = (logs - mean).nan_to_num()

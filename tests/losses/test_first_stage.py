@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from knobwise.losses import RCELoss, RegressionLoss
-from knobwise.losses.functional import gaussian_nll
 
 NAN = math.nan
 
@@ -70,17 +69,6 @@ def measured(accuracy, log_latency):
 
 BY_HAND = measured([[1.0, 0.25], [NAN, 0.0]], [[2.0, 0.0], [NAN, 3.0]])
 PREDICTED = ([math.log(3), 0.0], [1.0, 1.0], [0.5, 2.0])
-
-
-def test_gaussian_nll_by_hand_and_by_torch():
-    by_hand = gaussian_nll(torch.tensor(5.0), torch.tensor(2.0), torch.tensor(2.0))
-    assert by_hand.item() == pytest.approx(9 / 8 + math.log(2))
-    target, mean, spread = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
-    spread = spread.exp()
-    stock = -torch.distributions.Normal(mean, spread).log_prob(target)
-    torch.testing.assert_close(
-        gaussian_nll(target, mean, spread) + 0.5 * math.log(2 * math.pi), stock
-    )
 
 
 def test_both_losses_by_hand():

@@ -201,14 +201,6 @@ def played(objective, holes):
 
 
 @both_objectives
-def test_nothing_has_moved_at_the_first_step(objective):
-    loss, data = played(objective, holes=0.5)
-    check(
-        loss(data), kl_to_ref=0, kl_approx=0, clip_fraction=0, loss_kl_to_ref=0, ESS=1, ratio_mean=1
-    )
-
-
-@both_objectives
 @pytest.mark.parametrize("advantage", ["zscore", "centred"])
 def test_what_was_not_profiled_gives_no_nan(objective, advantage):
     loss, data = played(objective, holes=0.6)

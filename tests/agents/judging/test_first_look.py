@@ -95,7 +95,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     choices = torch.full((len(budgets), 80), 11)
     utilities = []
     for each in (paid, table):
-        measured = Measured.from_table(each, rows, budgets, 0)
+        measured = Measured.from_table(each, rows, budgets)
         about = measured, lambda limit_ms: choices[0], choices, GuardSettings()
         found = calibrate(*about, first_look_ms=each.first_look_ms)
         utilities.append([row["utility_static"] for row in found])

@@ -1,8 +1,8 @@
 """Off-policy estimates, by hand and against the truth of a simulated table."""
 
-import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import Logged
@@ -13,20 +13,27 @@ from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
 
 def logged_outcomes(choice, propensity, reward):
     """Requests of which nothing else is known."""
-    chances = np.array(propensity, np.float64)
-    ones = np.ones(len(chances))
-    seen = np.ones(len(chances), bool)
-    accuracy = np.array(reward, np.float64)
-    offset = np.zeros(chances.shape, np.float32)
-    times = np.array(choice), ones, 0 * ones, ones
-    return Logged({}, seen, offset, ones, chances, *times, seen, accuracy)
+    n = len(choice)
+    ones = torch.ones(n).double()
+    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
+    return Logged(
+        TensorDict({}, [n]),
+        seen=ones > 0,
+        met=ones > 0,
+        choice=torch.as_tensor(choice),
+        propensity=torch.as_tensor(propensity).double(),
+        offset=torch.zeros(n, len(propensity[0])),
+        accuracy=torch.as_tensor(reward).double(),
+        **times,
+        batch_size=[n],
+    )
 
 
 def test_every_estimate_by_hand(monkeypatch):
     logged = logged_outcomes([0, 1, 0, 0], [[0.8, 0.2, 0.0]] * 4, [1.0, 0.0, 0.5, 1.0])
     expected = torch.tensor([[0.6, 0.4, 0.9]]).expand(4, -1)
-    old = np.zeros(4, np.int64)
-    new = np.array([1, 1, 0, 2])  # 2 cannot be drawn
+    old = torch.zeros(4, dtype=torch.int64)
+    new = torch.tensor([1, 1, 0, 2])  # 2 cannot be drawn
     judged = judge(logged, expected, old, new)
     assert (judged.requests, judged.different, judged.unsupported) == (4, 2, 1)
     means = {name: estimate[0] for name, estimate in judged.doubly_robust.items()}
@@ -41,22 +48,22 @@ def test_every_estimate_by_hand(monkeypatch):
 
 
 def test_a_new_controller_is_better_only_where_the_log_shows_it(monkeypatch):
-    choice = np.random.default_rng(0).integers(2, size=400)
+    choice = torch.randint(2, (400,), generator=torch.Generator().manual_seed(0))
     logged = logged_outcomes(choice, [[0.5, 0.5]] * 400, 0.4 + 0.3 * choice)
-    old = np.zeros(400, np.int64)
-    new = np.ones(400, np.int64)
+    old = torch.zeros_like(choice)
+    new = torch.ones_like(choice)
     flat = torch.full((400, 2), 0.5)
     judged = judge(logged, flat, old, new)
     assert judged.better
     assert judged.bound > 0.2
     assert not judge(logged, flat, new, old).better
     assert not judge(logged, flat, old, old).better
-    few = logged.take(np.arange(8))
+    few = logged[:8]
     with monkeypatch.context() as patch:
         patch.setattr(off_policy, "CONFIDENCE", 0.5)
         assert not judge(few, flat[:8], old[:8], new[:8]).better
     # without exploration nothing is shown, whatever the model says
-    greedy = logged._replace(choice=old, propensity=np.tile([1.0, 0.0], (400, 1)))
+    greedy = logged_outcomes(old, [[1.0, 0.0]] * 400, logged.accuracy)
     judged = judge(greedy, torch.tensor([[0.1, 0.9]]).expand(400, -1), old, new)
     assert (judged.different, judged.unsupported, judged.better) == (0, 400, False)
 
@@ -92,7 +99,7 @@ def test_95_percent_intervals_hold_the_truth_in_at_least_90_of_100_replayed_logs
         rows = torch.randint(len(utility), (requests,), generator=generator)
         choice = chances[rows].multinomial(1, generator=generator).squeeze(1)
         logged = logged_outcomes(choice, chances[rows], utility[rows, choice])
-        judged = judge(logged, wrong[rows], old[rows].numpy(), new[rows].numpy())
+        judged = judge(logged, wrong[rows], old[rows], new[rows])
         assert judged.different > requests / 5
         for name, (_, low, high) in judged.doubly_robust.items():
             held[name] += low <= true[name] <= high
@@ -104,11 +111,11 @@ def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing():
     the new one would."""
     n = 1000
     expected = torch.tensor([[0.0, 0.2]]).expand(n, -1)
-    old = np.zeros(n, np.int64)
-    new = (np.arange(n) % 5 == 0).astype(np.int64)
+    old = torch.zeros(n, dtype=torch.int64)
+    new = (torch.arange(n) % 5 == 0).long()
     better = 0
     for seed in range(100):
-        choice = (np.random.default_rng(seed).random(n) < 0.006).astype(np.int64)
-        logged = logged_outcomes(choice, [[0.994, 0.006]] * n, np.zeros(n))
+        draws = torch.rand(n, generator=torch.Generator().manual_seed(seed))
+        logged = logged_outcomes((draws < 0.006).long(), [[0.994, 0.006]] * n, old)
         better += judge(logged, expected, old, new).better
     assert better <= 5

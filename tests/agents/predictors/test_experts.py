@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import blocks, otherwise, small_table, table_of, two_kinds
+from helpers import otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
@@ -38,8 +38,7 @@ def fit(
 
 
 def inputs(table, rows):
-    normaliser = FeatureNormaliser.fit(table, rows)
-    return normaliser(blocks(table, rows), len(rows))
+    return FeatureNormaliser.fit(table, rows).of_rows(table, rows)
 
 
 @functools.cache
@@ -53,7 +52,7 @@ def every_family():
 
 def test_utility_of_scores_by_hand():
     table = table_of([[1.0, 0.5], [0.0, 1.0]], [[9.0, 3.0], [9.0, 3.0]])
-    measured = Measured.from_table(table, BOTH, torch.tensor([5.0, 10.0]), 0)
+    measured = Measured.from_table(table, BOTH, torch.tensor([5.0, 10.0]))
     first, second = torch.eye(2)[:, None].expand(2, 2, 2)
     latency = torch.tensor([[9.0, 3.0]]).expand(2, 2)
     # the first always: late at 5, ½ at 10; the second always: ¾ at both; among equals the faster
@@ -62,14 +61,14 @@ def test_utility_of_scores_by_hand():
         assert measured.utility(scores, latency) == pytest.approx(utility)
     # scores where nothing was profiled are never taken
     table = table_of([[1.0, NAN], [0.5, 0.25]], [[3.0, NAN], [3.0, 3.0]])
-    measured = Measured.from_table(table, BOTH, torch.tensor([5.0]), 0)
+    measured = Measured.from_table(table, BOTH, torch.tensor([5.0]))
     assert measured.utility([second], torch.ones(2, 2)) == pytest.approx((1 + 0.25) / 2)
 
 
 def test_residual_spread_by_hand():
     latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN], [1.0] * 3]
     table = table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], latency)
-    measured = Measured.from_table(table, BOTH, torch.ones(1), 0)
+    measured = Measured.from_table(table, BOTH, torch.ones(1))
     # against ln ms = 1: squares 0 4, 4 1; their mean 9/4 stands for five more cells of each
     result = measured.residual_spread(torch.ones(2, 3))
     wanted = torch.tensor([(4 + 5 * 2.25) / 7, (5 + 5 * 2.25) / 7, 2.25]).sqrt()
@@ -119,22 +118,6 @@ def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it():
             torch.testing.assert_close(family.expert(x).accuracy, mean)
 
 
-def test_an_expert_of_a_fold_does_not_know_its_fold():
-    """Where a few outcomes are others, the settings are the same and only the experts that were
-    fitted on them predict something else."""
-    table, rows = small_table(90), torch.arange(90)
-    _, hold = folds_of(table, rows, 0)[2]
-    changed = dataclasses.replace(table, accuracy=table.accuracy.clone())
-    changed.accuracy[hold[:2]] = 1 - changed.accuracy[hold[:2]]
-    x = inputs(table, rows)
-    before, after = (fit(each, (*FAST, "random_forest"), rows) for each in (table, changed))
-    for name, family in before.items():
-        assert family.expert.settings == after[name].expert.settings
-        pairs = zip(family.of_folds, after[name].of_folds, strict=True)
-        same = [torch.equal(each(x).accuracy, other(x).accuracy) for each, other in pairs]
-        assert same == [False, False, True, False, False], name
-
-
 @pytest.mark.parametrize("shown", [True, False])
 def test_features_are_used_where_they_tell_out_of_fold_too(shown):
     table = two_kinds(150, shown)
@@ -159,7 +142,7 @@ def test_without_features_every_family_knows_the_means_alone():
 def test_the_spread_is_trusted_as_far_as_it_pays():
     # the spread is that of the residuals out of fold times one of a few factors
     table, fitted = every_family()
-    measured = Measured.from_table(table, torch.arange(80), default_budgets(table), 0)
+    measured = Measured.from_table(table, torch.arange(80), default_budgets(table))
     for family in fitted.values():
         factor = family.expert.spread / measured.residual_spread(family.out_of_fold.log_latency)
         torch.testing.assert_close(factor, factor[:1].expand(12))
@@ -228,13 +211,6 @@ def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole():
     np.testing.assert_allclose(targets.values, wanted, atol=1e-6)
     torch.testing.assert_close(targets.centre, torch.tensor([[0.5, 0.5], [0.0, 2.0]]))
     torch.testing.assert_close(targets.scale, torch.tensor([0.5 / root, 1 / root]))
-
-
-@pytest.mark.parametrize("table", [small_table(20), table_of([[1.0, 1.0]] * 20, [[5.0, 5.0]] * 20)])
-def test_outcomes_come_back_from_what_regressors_say(table):
-    accuracy, log_latency = outcomes_of(table, torch.arange(5, 20))
-    torch.testing.assert_close(accuracy, table.accuracy[5:])
-    torch.testing.assert_close(log_latency, table.latency_ms[5:].log())
 
 
 def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample():

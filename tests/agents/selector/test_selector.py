@@ -25,7 +25,7 @@ def embeddings():
     scale = torch.tensor([1.0, 100.0, 1e-3, 1.0])
     queries, candidates = (3 + scale * torch.randn(n, 4, generator=generator) for n in (6, 20))
     queries[:, 3] = candidates[:, 3] = 3.0
-    return StoredEmbeddings(queries, candidates)
+    return queries, candidates
 
 
 def pools():
@@ -39,23 +39,21 @@ def pools():
 
 def selector(**settings):
     torch.manual_seed(0)
-    stored = embeddings()
     config = SelectorConfig(**{"width": 8} | settings)
-    return Selector.fitted(config, stored.query_table, stored.candidate_table)
+    return Selector.fitted(config, *embeddings())
 
 
 def batch():
     pool = pools()
-    return (*embeddings().both(torch.arange(6), pool), pool >= 0)
+    return (*StoredEmbeddings(*embeddings()).both(torch.arange(6), pool), pool >= 0)
 
 
 # -- the selector ----------------------------------------------------------------------------------
 
 
 def test_embeddings_are_standardised_by_queries_and_candidates_together():
-    stored, made = embeddings(), selector()
-    both = torch.cat([stored.query_table, stored.candidate_table])
-    normal = (both - made.mean) / made.scale
+    made = selector()
+    normal = (torch.cat(embeddings()) - made.mean) / made.scale
     torch.testing.assert_close(normal.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
     spread = torch.tensor([1.0, 1.0, 1.0, 0.0])
     torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)

@@ -80,12 +80,11 @@ def table(fields=None):
     )
 
 
-def selector(data):
+def actor_of(data, shots=2, **settings):
     torch.manual_seed(0)
-    config = SelectorConfig(width=8, heads=2)
-    return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(
-        data.queries, data.candidates
-    )
+    both = data.queries, data.candidates
+    made = Selector.fitted(SelectorConfig(width=8, heads=2, **settings), *both)
+    return SelectorActor(made, StoredEmbeddings(*both), data.pool, shots)
 
 
 # -- with a scorer ---------------------------------------------------------------------------------
@@ -93,13 +92,13 @@ def selector(data):
 
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for(monkeypatch):
     data = table()
-    policy, stored = selector(data)
-    actor = SelectorActor(policy, stored, data.pool, 2)
+    actor = actor_of(data)
     everything = choose(actor, torch.arange(QUERIES))
     rows = torch.tensor([7, 3, 0, 11])
     monkeypatch.setattr(evaluation, "BATCH", 3)
     assert torch.equal(choose(actor, rows), everything[rows])
-    whole = policy.choose(*stored.both(torch.arange(QUERIES), data.pool), data.pool_mask, 2)
+    inputs = actor.embeddings.both(torch.arange(QUERIES), data.pool)
+    whole = actor.selector.choose(*inputs, data.pool_mask, 2)
     assert torch.equal(everything, whole)
     assert everything[3].tolist() == [0, -1]  # its pool has one candidate
 
@@ -107,8 +106,7 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for(monkey
 @pytest.mark.parametrize("shots", [1, 2, 3])
 def test_a_selector_is_judged_by_what_it_chose_of_each_pool(shots):
     data, rows = table(), torch.arange(1, 9)
-    policy, stored = selector(data)
-    actor = SelectorActor(policy, stored, data.pool, shots)
+    actor = actor_of(data, shots)
     chosen = choose(actor, rows)
     decided = decide_selectors([actor], data, Sums(), rows)
     for row, places, right, shown in zip(
@@ -146,21 +144,25 @@ def at(degrees):
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
+def without_beams(queries, candidates, pool, **more):
+    none = torch.full((len(queries), 0), -1)
+    return BeamTable(
+        name="by hand",
+        query_ids=tuple(map(str, range(len(queries)))),
+        pool=pool,
+        sequences=none.unsqueeze(2),
+        fields={},
+        found_by=none,
+        round=none,
+        queries=queries,
+        candidates=candidates,
+        **more,
+    )
+
+
 def on_a_circle(candidates):
     """A query at 0 degrees, and its pool at these."""
-    pool = torch.arange(len(candidates)).unsqueeze(0)
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
-    return BeamTable(
-        name="circle",
-        query_ids=("q",),
-        pool=pool,
-        sequences=nothing.unsqueeze(2),
-        fields={},
-        found_by=nothing,
-        round=nothing,
-        queries=at([0.0]),
-        candidates=at(candidates),
-    )
+    return without_beams(at([0.0]), at(candidates), torch.arange(len(candidates)).unsqueeze(0))
 
 
 def test_marginal_relevance_avoids_what_was_chosen():
@@ -202,10 +204,8 @@ def test_kinds_follow_the_rows_that_are_judged():
 
 def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
     data = table()
-    torch.manual_seed(0)
-    config = SelectorConfig(width=8, heads=2, prior=1e4)
-    policy = Selector.fitted(config, data.queries, data.candidates)
-    actor = SelectorActor(policy, StoredEmbeddings(data.queries, data.candidates), data.pool, 2)
+    actor = actor_of(data, prior=1e4)
+    policy = actor.selector
     plain = dataclasses.replace(data, blocks={})
     nearest = simple_ways(plain, 2)["similarity"]
     assert torch.equal(choose(actor, torch.arange(QUERIES)), nearest)
@@ -216,18 +216,16 @@ def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
     assert policy.prior.grad is not None
     again = Selector.restored(policy.plain())
     assert again.prior.item() == 1e4
-    assert Selector.restored(selector(data)[0].plain()).prior is None
+    assert Selector.restored(actor_of(data).selector.plain()).prior is None
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread():
-    data = table()
-    policy, stored = selector(data)
+    actor = actor_of(table())
     threads = torch.get_num_threads()
-    policy.train()
-    took = decision_us(SelectorActor(policy, stored, data.pool, 2), torch.arange(QUERIES))
-    assert 10 < took < 1e6
+    actor.train()
+    assert 10 < decision_us(actor, torch.arange(QUERIES)) < 1e6
     assert torch.get_num_threads() == threads
-    assert policy.training
+    assert actor.selector.training
 
 
 # -- on what was recorded --------------------------------------------------------------------------
@@ -279,12 +277,11 @@ def test_what_has_no_record_of_its_correctness_is_never_counted():
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
     data, rows = table(), torch.tensor([9, 3, 1, 11])
-    policy, stored = selector(data)
-    actor = SelectorActor(policy, stored, data.pool, 2)
+    actor = actor_of(data)
     results = actor.recorded_log_probs(data, rows)
     assert results.shape == (4, BEAMS)
-    query, pool = stored.both(rows[:1], data.pool[rows[:1]])
-    alone = policy.distribution(query, pool, data.pool_mask[rows[:1]], 2)
+    inputs = actor.embeddings.both(rows[:1], data.pool[rows[:1]])
+    alone = actor.selector.distribution(*inputs, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(results[0], each.squeeze(1))
     judged = decide_selectors([actor], data, None, rows).correct[0]
@@ -310,8 +307,7 @@ BLOCKS = {"image": (0, 2), "question": (2, 4), "annotator": (4, 5)}
 
 
 def image(degrees):
-    angle = torch.deg2rad(torch.tensor(degrees))
-    return [float(angle.cos()) * 3, float(angle.sin()) * 3]
+    return (3 * at([degrees])[0]).tolist()
 
 
 # how far the image is turned from that of the query, what the demonstration answers, its annotator
@@ -336,19 +332,7 @@ POOL = torch.tensor(
 
 
 def by_hand(queries=BY_HAND, pool=POOL, blocks=BLOCKS):
-    none = torch.full((len(queries), 0), -1)
-    return BeamTable(
-        name="by hand",
-        query_ids=tuple(map(str, range(len(queries)))),
-        pool=pool,
-        sequences=none.unsqueeze(2),
-        fields={},
-        found_by=none,
-        round=none,
-        queries=queries,
-        candidates=CANDIDATES,
-        blocks=blocks,
-    )
+    return without_beams(queries, CANDIDATES, pool, blocks=blocks)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from test_runtime import REQUESTS, ByFeatures, ByLimit, Noting, requests_of, vlm
+from test_runtime import REQUESTS, ByFeatures, Noting, by_limit, requests_of, vlm
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import content_of
@@ -87,7 +87,7 @@ def test_kept_features_cost_less_than_those_that_are_computed():
             stage = super().first_stage(request, features)
             return replace(stage, total_ms=21.0, extra_ms=20.0) if features else stage
 
-    model = AdaptiveModel(Pooling(), ByLimit(), tracker=False, cache=4)
+    model = by_limit(Pooling(), tracker=False, cache=4)
     first, again = (model.answer(requests_of("a")[0], 90.0) for _ in range(2))
     assert first.overhead_ms > 20
     assert again.overhead_ms < 20
@@ -109,7 +109,7 @@ def test_content_tells_requests_apart():
     with pytest.raises(InputError, match="cannot be compared"):
         content_of(Request(lambda: 0, "a"))
     with pytest.raises(InputError, match="cache"):
-        AdaptiveModel(Noting(), ByLimit(), cache=-1)
+        by_limit(Noting(), cache=-1)
 
 
 # -- in the background -----------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Stepping(Noting):
 def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overlaps):
     noting = Stepping(overlaps)
     first, second = requests_of("a", "b")
-    with AdaptiveModel(noting, ByLimit(), tracker=False) as model:
+    with by_limit(noting, tracker=False) as model:
         answering = threading.Thread(target=model.answer, args=(first, 900.0))
         answering.start()
         while not noting.running:
@@ -155,7 +155,7 @@ def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overla
 
 
 def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread():
-    model = AdaptiveModel(Stepping(True), ByLimit())
+    model = by_limit(Stepping(True))
     wrong, right = requests_of("no picture", "a")
     with model:
         model.prefetch(wrong)
@@ -166,4 +166,4 @@ def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_
     with pytest.raises(RuntimeError, match="shutdown"):
         model.prefetch(right)
     with pytest.raises(InputError, match="clock=wall"):
-        AdaptiveModel(Noting(), ByLimit(), clock="cpu").prefetch(right)
+        by_limit(Noting(), clock="cpu").prefetch(right)

@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replayed import ReplayedModel, logging_model, serve_requests, small_stack
+from replayed import ReplayedModel, child, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
@@ -38,32 +35,27 @@ def written(tmp_path_factory):
 
 
 def checked(folder):
-    """A log as a controller that is to learn from it reads it."""
-    agent, _ = small_stack()
-    return read_log(folder, agent.decider)
-
-
-def arrays_of(log):
-    agent, _ = small_stack()
-    return logged_of(log.rows, agent.decider)
+    """A log as a controller that is to learn from it reads it, also as tensors."""
+    controller = small_stack()[0].decider
+    log = read_log(folder, controller)
+    return log, logged_of(log.rows, controller)
 
 
 def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path):
     model, results = served(tmp_path, 30, explore=0.5, explore_loss=0.3, seed=1)
-    log = checked(tmp_path)
+    log, logged = checked(tmp_path)
     assert not log.aside
     assert len({row["id"] for row in log.rows}) == 30
-    logged = arrays_of(log)
     for name in ("choice", "limit_ms", "met"):
         assert getattr(logged, name).tolist() == [getattr(result, name) for result in results]
     assert logged.answer_ms.tolist() == [result.answer.total_ms for result in results]
     assert logged.accuracy.tolist() == [float(result.answer.text) for result in results]
-    assert np.allclose(logged.propensity.sum(1), 1)
+    assert logged.propensity.sum(1).tolist() == pytest.approx([1.0] * 30)
     # before the first answer there is no drift; after it that of the tracker
     assert (logged.offset[0] == 0).all()
     assert logged.offset[5].tolist() == results[5].drift[0].tolist()
-    known = {block.tobytes() for block in model.model.table.features["image_features"].numpy()}
-    assert {block.tobytes() for block in logged.features["image_features"]} <= known
+    blocks = [table.features["image_features"].tolist() for table in (logged, model.model.table)]
+    assert {*map(tuple, blocks[0])} <= {*map(tuple, blocks[1])}
 
 
 def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path):
@@ -110,7 +102,7 @@ def changed(folder, to, **values):
     ],
 )
 def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, reason):
-    log = checked(changed(written, tmp_path, **{name: value}))
+    log, _ = checked(changed(written, tmp_path, **{name: value}))
     (line,) = log.lines()
     assert reason in line
     assert [*log.aside.values()] == [1]
@@ -119,9 +111,9 @@ def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, 
 
 def test_rows_of_earlier_versions_are_read(written, tmp_path):
     """They had columns for a price, and for a candidate on trial."""
-    log = checked(changed(written, tmp_path, price=None, tried=3))
+    log, logged = checked(changed(written, tmp_path, price=None, tried=3))
     assert not log.aside
-    assert len(arrays_of(log).choice) == 40
+    assert len(logged) == 40
 
 
 def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
@@ -151,13 +143,12 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(written, tmp_pa
         if position < len(content):
             content[position] = byte
     (tmp_path / REQUESTS).write_bytes(content)
-    log = checked(tmp_path)
+    log, logged = checked(tmp_path)
     whole, _, last = content.rpartition(b"\n")
     lines = whole.count(b"\n") + (b"\n" in content) + bool(last)
     assert len(log.rows) + sum(log.aside.values()) == lines
-    logged = arrays_of(log)
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
-    assert np.isfinite(logged.offset).all()
+    assert logged.offset.isfinite().all()
 
 
 KILLED = """
@@ -173,11 +164,9 @@ while True:
 
 def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
     row = json.loads((written / REQUESTS).read_text().splitlines()[0]) | {"id": None}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with child(KILLED, tmp_path, json.dumps(row)) as process:
         answered = [process.stdout.readline().strip() for _ in range(50)]
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         answered += [line.strip() for line in process.stdout if line.endswith("\n")]
     log = read_log(tmp_path)
     ids = [row["id"] for row in log.rows]
@@ -218,12 +207,13 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path, together):
     else:
         for request in requests:
             model.answer(request, 60_000.0)
-    logged = arrays_of(read_log(tmp_path))
+    _, logged = checked(tmp_path)
     chances = logged.propensity[0]
     assert (chances > 0).sum() > 2
     assert chances.max() > 0.6
-    assert np.bincount(logged.choice, minlength=12) / 400 == pytest.approx(chances, abs=0.08)
-    assert (logged.choice == chances.argmax()).mean() < 0.95
+    shares = logged.choice.bincount(minlength=12) / 400
+    torch.testing.assert_close(shares.double(), chances, atol=0.08, rtol=0)
+    assert shares[chances.argmax()] < 0.95
 
 
 def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(

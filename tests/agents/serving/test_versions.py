@@ -2,13 +2,9 @@
 between two requests."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
-from replayed import ReplayedModel, serve_requests, small_stack
+from replayed import ReplayedModel, child, serve_requests, small_stack
 
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving import versions
@@ -98,15 +94,12 @@ def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path):
         agent.export(tmp_path / "a.npz").digest,
         slower(agent).export(tmp_path / "b.npz").digest,
     }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SWAPPING, "out", "a.npz", "b.npz"]
-    pipe = subprocess.PIPE
     current = tmp_path / "out" / "current" / "controller.npz"
-    with subprocess.Popen(command, stdout=pipe, env=environment, cwd=tmp_path) as process:
+    with child(SWAPPING, "out", "a.npz", "b.npz", cwd=tmp_path) as process:
         for _ in range(40):
             process.stdout.readline()
             assert NumpyController.load(current).digest in digests
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     assert NumpyController.load(current).digest in digests
     version = published(tmp_path / "out", agent)  # and it goes on, whatever was left behind
     assert serving(tmp_path / "out") == version

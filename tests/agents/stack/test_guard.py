@@ -31,7 +31,7 @@ def calibrated(
     right, latency = torch.tensor(accuracy).float(), torch.tensor(latency_ms).float()
     n = len(right)
     cells = right, latency, latency.unsqueeze(-1), ~latency.isnan()
-    measured = Measured(torch.arange(n), *cells, torch.tensor([BUDGET]), [])
+    measured = Measured(torch.arange(n), *cells, torch.tensor([BUDGET]))
     guard = GuardSettings(**{"level": 0.5, "level_cost": 1.0} | options)
 
     def by_margin(limit_ms):
@@ -258,7 +258,7 @@ def test_the_level_holds_over_many_draws():
         mean = size + 0.5 * known
         latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5, generator=generator)).exp()
         cells = every.float(), latency[:200], latency[:200, :, None], every
-        measured = Measured(torch.arange(200), *cells, budgets_ms, [])
+        measured = Measured(torch.arange(200), *cells, budgets_ms)
         decide = functools.partial(choices, mean[:200])
         static = torch.full((2, 200), 4)
         rows = calibrate(measured, decide, static, GuardSettings(level=level, level_cost=1))

@@ -11,8 +11,7 @@ import pytest
 
 from knobwise.agents.judging.baselines import Oracle, PredictThenChoose, static_of
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.predictors.experts import Measured, fit_experts
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.experts import Experts
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
@@ -87,10 +86,7 @@ def test_the_features_say_which_configuration_is_needed(arrays):
     split, budgets_ms = profile.split(), default_budgets(profile)
     rewards = RewardTable(profile, RewardConfig(kind="utility"))
     rows = split.train
-    normaliser = FeatureNormaliser.fit(profile, rows)
-    (fitted,) = fit_experts(
-        profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0
-    )
+    _, normaliser, (fitted,) = Experts.fit(profile, rows, budgets_ms, ("ridge",), 0)
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
     policies = [static_of(profile, rows), ridge, Oracle(profile, split.test)]
     judged = [judge(policy, profile, split.test, budgets_ms, rewards) for policy in policies]
