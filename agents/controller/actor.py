@@ -55,7 +55,7 @@ class _FromBlocks(nn.Module):
             limit = limit.squeeze(-1)
         limit = limit.float()
         # features and limit → log-probs
-        x = controller.features(blocks, *limit.shape)
+        x = controller.normaliser(blocks, *limit.shape)
         return controller(x, limit, None if mask is None else mask.bool())
 
 
@@ -87,7 +87,7 @@ class _FromRows(nn.Module):
         self.register_buffer("by_value", by_value, persistent=False)
         # features of all samples, normalised once
         blocks = {name: block.to(device) for name, block in table.features.items()}
-        features = controller.features(blocks, table.num_samples)
+        features = controller.normaliser(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())

@@ -156,7 +156,7 @@ def _judged(
 def _features(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the normalised features of logged requests, [n, width]."""
     blocks = {name: torch.from_numpy(block) for name, block in logged.features.items()}
-    return agent.controller.features(blocks, len(logged.choice))
+    return agent.controller.normaliser(blocks, len(logged.choice))
 
 
 def _predictions(agent: DeployedController, logged: Logged) -> Prediction:

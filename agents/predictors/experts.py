@@ -231,8 +231,7 @@ def fit_experts(
     """
     # float32 to predict from, float64 to fit on
     rows = measured.rows
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    x32 = padded(normaliser(blocks, len(rows)))
+    x32 = padded(normaliser(table.blocks(rows), len(rows)))
     x = x32.double().numpy()
     # the centres and the filled holes must not come from held-out rows
     folds = []

@@ -102,7 +102,7 @@ class FeatureNormaliser(nn.Module):
         Raises:
             InputError: there are not so many components.
         """
-        blocks = {name: block[rows] for name, block in table.features.items()}
+        blocks = table.blocks(rows)
         normaliser = cls(blocks)
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))

@@ -137,7 +137,7 @@ class Teacher(nn.Module):
         """
         member_rows = thinned(member_rows.T).T
         rows = thinned(rows)
-        x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+        x = normaliser(table.blocks(rows), len(rows))
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
         network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
@@ -344,8 +344,7 @@ def _held_out(
     teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]
 ) -> Prediction:
     """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    x = teacher.normaliser(blocks, len(rows))
+    x = teacher.normaliser(table.blocks(rows), len(rows))
     # each sample was held out of one member
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
     for member, held in enumerate(folds):

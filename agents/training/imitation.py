@@ -131,8 +131,7 @@ def composed_of(
 ) -> Tensor:
     """Return normalised features [count, width] of requests composed of these rows, int64 [n]."""
     # the last block of columns tells which values are missing, if any can be
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    samples = normaliser.normal(blocks, len(rows))
+    samples = normaliser.normal(table.blocks(rows), len(rows))
     widths = list(normaliser.sizes.values())
     indicators = samples.shape[1] - sum(widths)
     if indicators:

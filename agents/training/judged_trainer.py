@@ -110,8 +110,8 @@ class JudgedTrainer(Trainer):
     @functools.cached_property
     def seen(self) -> list[str]:
         """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
-        rows = torch.cat([self.split.train, self.split.validation])
-        return list(dict.fromkeys([*self.table.fingerprints(rows), *self.seen_before]))
+        fitted = self.table.fingerprints(self.split.fitted)
+        return list(dict.fromkeys([*fitted, *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the rows that each fold's network is fitted on, and those it is judged on."""

@@ -96,7 +96,7 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
         `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
         are more than `MOST_LATENCIES` weights.
     """
-    x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = normaliser(table.blocks(rows), len(rows))
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
     residual = (logs - mean).nan_to_num()

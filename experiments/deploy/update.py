@@ -301,8 +301,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     agent: Any = loaded.controller
     # how sure the controller is, on samples that it was fitted on
     rows = _fitted(loaded, table)
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    x = agent.controller.features(blocks, len(rows))
+    x = agent.controller.normaliser(table.blocks(rows), len(rows))
     _print_factors(table, offsets.mean)
     line = (
         f"{len(chosen)} timed cells: configurations take {factors.min():.2f} to "

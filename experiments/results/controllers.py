@@ -186,8 +186,8 @@ def expected_in_time(
     """
     if controller.teacher is None:
         return None
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    moments = controller.teacher.moments(controller.controller.features(blocks, len(rows)))
+    x = controller.controller.normaliser(table.blocks(rows), len(rows))
+    moments = controller.teacher.moments(x)
     columns = []
     for place, limit in enumerate(left_ms):
         meets = moments.meets(limit.float().expand(len(rows)))

@@ -67,7 +67,7 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, how, tmp_path):
     assert out["action_log_prob"].isfinite().all()
     if how == ExplorationType.DETERMINISTIC:
         # the network inside: neither the guard nor calibrated worths play a part
-        x = inner.features(table.features, 60)
+        x = inner.normaliser(table.features, 60)
         greedy = inner(x, data[inner.limit_key], table.mask).argmax(-1)
         assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
     else:

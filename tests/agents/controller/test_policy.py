@@ -84,7 +84,7 @@ def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_onl
     decisions = [chosen_by(controller, table, data) for _ in range(2)]
     assert torch.equal(*decisions)
     assert all(module.training == training for module in controller.modules())
-    features = controller.features(data, 200)
+    features = controller.normaliser(data, 200)
     log_probs = [controller(features, data["budget_ms"]) for _ in range(2)]
     assert torch.equal(*log_probs) != training
 
@@ -111,7 +111,7 @@ def side_by_side(table, members=2):
 def test_the_last_network_is_the_one_that_decides(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table)
-    features, mask = controller.features(data, 20), data["mask"] if holes else None
+    features, mask = controller.normaliser(data, 20), data["mask"] if holes else None
     request = features, data["budget_ms"], mask
     each = torch.stack([member_of(controller, i)(*request) for i in range(3)])
     torch.testing.assert_close(controller(*request), each[2])
@@ -157,7 +157,7 @@ def test_a_gradient_touches_its_own_network_alone(by_knobs):
 def test_the_forward_pass_takes_any_leading_axes(by_knobs, members, features):
     table = table_with(by_knobs, 0.5, features)
     controller, data = side_by_side(table, members), contexts(table, 6)
-    x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
+    x, limits, mask = controller.normaliser(data, 6), data["budget_ms"], data["mask"]
     flat = controller(x, limits, mask)
     assert flat.shape == (6, table.num_configurations)
     square = controller(*(part.unflatten(0, (2, 3)) for part in (x, limits, mask)))

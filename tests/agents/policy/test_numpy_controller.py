@@ -115,7 +115,7 @@ def wanted_of(
         nearest = (planned.clamp_min(1e-9).log().unsqueeze(1) - logs).abs().argmin(1)
         planned = planned * torch.tensor([row["margin"] for row in rows]).double()[nearest]
         deployed = torch.tensor([row["deployed"] for row in rows])[nearest]
-    x = agent.controller.features(table.features, len(limits))
+    x = agent.controller.normaliser(table.features, len(limits))
     with torch.no_grad():
         log_probs = agent.controller(x, planned.float(), mask, drift)
     return log_probs.numpy(), deployed.numpy()

@@ -172,7 +172,7 @@ def moved(
 ):
     """A controller that allows for offsets, and what members of its teacher expected before and
     expect now."""
-    x = agent.controller.features(table.features, table.num_samples)
+    x = agent.controller.normaliser(table.features, table.num_samples)
     spread = torch.as_tensor(variance).double().expand(12)
     other = adapted(agent, Offsets(mean.double(), spread, torch.zeros(())), x)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_heads_learn_what_the_teacher_expects_now():
     agent, table = small_stack(200)
     slow = torch.tensor([table.configuration(c)["max_crops"] > 2 for c in range(12)])
     offsets = slow * math.log(1.8)
-    x = agent.controller.features(table.features, 200)
+    x = agent.controller.normaliser(table.features, 200)
     other, _ = moved(agent, table, offsets, 0.0)
     overall, _ = moved(agent, table, offsets.mean().expand(12), 0.0)
     ends = default_budgets(table).double() * float(offsets.mean().exp())

@@ -126,7 +126,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     assert mean["deployed"].tolist() == [row["deployed"] for row in guard]
     # what decides is the network of all samples at that worth
     result = agent.decider.log_probs(arrays(table), np.full(120, float(budgets_ms[1])))
-    x = agent.controller.features(table.features, 120)
+    x = agent.controller.normaliser(table.features, 120)
     with torch.no_grad():
         wanted = agent.controller(x, worths[1].expand(120))
     np.testing.assert_allclose(result, wanted, atol=1e-4)

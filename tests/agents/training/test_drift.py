@@ -173,7 +173,7 @@ def test_what_is_judged_and_deployed_does_not_drift():
     guard = agent.decider.guard
     under = limits * np.exp(-offset.mean()) * guard.margin[guard.groups(limits)]
     network = agent.controller
-    x = network.features(table.features, 60)
+    x = network.normaliser(table.features, 60)
     with torch.no_grad():
         told = torch.tensor(offset).float().expand(60, -1)
         by_hand = network(x, torch.tensor(under).float(), None, told)
