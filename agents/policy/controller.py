@@ -104,9 +104,7 @@ class NumpyController:
     def load(cls, path: str | Path) -> NumpyController:
         """Read a file without executing anything in it.
 
-        Raises:
-            ValueError: `knobwise export` did not write the file.
-            OSError: it cannot be read.
+        Raises a ValueError if `knobwise export` did not write it, an OSError if it cannot be read.
         """
         try:
             return cls(read_arrays(path))
@@ -130,13 +128,12 @@ class NumpyController:
             self._latency.single(np.zeros(self._heads.width), index)
         # all features 0, then all missing (NaN), which takes another way through the heads
         for value in (0.0, np.nan):
-            blocks = {}
-            for name, width in self.feature_sizes.items():
-                blocks[name] = np.full((len(budgets), width), value, np.float32)
-            for row, index in enumerate(self.choose(blocks, budgets, None, drift)):
+            request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
+            many = {name: np.tile(block, (len(budgets), 1)) for name, block in request.items()}
+            for index in self.choose(many, budgets, None, drift):
                 self.configuration(index)
-                request = {name: block[row] for name, block in blocks.items()}
-                self.decide(request, float(budgets[row]), drift)
+            for budget in budgets.tolist():
+                self.decide(request, budget, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
@@ -179,9 +176,8 @@ class NumpyController:
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return self._by_static(fixed)
-        raw = self._joined(features)
         x = np.empty(self._heads.width, np.float32)
-        index = self._heads.single(raw, limit, self._by_value(drift), x)
+        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
         return index, *self._latency.single(x, index)
 
     def expected_of(
@@ -190,8 +186,8 @@ class NumpyController:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        raw = self._joined(features)
-        return index, *self._latency.single(self._normaliser(raw[None])[0], index)
+        x = self._normaliser(self._joined(features)[None])[0]
+        return index, *self._latency.single(x, index)
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
         """Return the decision where it needs no features, else None.
@@ -218,8 +214,7 @@ class NumpyController:
             raise _refused(budget_ms)
         factor = self.factor(drift)
         if self.mean is not None:
-            worth = float(self.mean.worths[self.mean.single(budget_ms)])
-            return self.mean.fall_back(budget_ms), worth
+            return self.mean.single(budget_ms)
         limit = budget_ms * factor
         if self.guard is None:
             return None, limit

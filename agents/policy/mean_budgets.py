@@ -51,21 +51,17 @@ class MeanBudgets:
             )
         return group
 
-    def single(self, budget_ms: float) -> int:
-        """Return what `groups` does, for one budget."""
+    def single(self, budget_ms: float) -> tuple[int | None, float]:
+        """Return the configuration of the static mix where it decides, else None; and the worth."""
         group = self._group_of.get(budget_ms)
         if group is None:
-            return int(self.groups(np.array([budget_ms]))[0])
-        return group
-
-    def fall_back(self, budget_ms: float) -> int | None:
-        """Return a configuration of the static mix if the mix decides at this budget, else None."""
-        group = self.single(budget_ms)
+            group = int(self.groups(np.array([budget_ms]))[0])
+        worth = float(self.worths[group])
         if not self.mix or self.deployed[group]:
-            return None
+            return None, worth
         turn = next(self.turns) * GOLDEN % 1
         side = "second" if turn < self.mix["share"][group] else "first"
-        return int(self.mix[side][group])
+        return int(self.mix[side][group]), worth
 
     def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
         """Replace choices [n] where the static mix decides; its two sides take turns.
