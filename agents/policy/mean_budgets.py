@@ -36,10 +36,7 @@ class MeanBudgets:
     def groups(self, budgets_ms: Array) -> Array:
         """Return the index of the calibrated budget that equals each of these [n], int64 [n].
 
-        Budgets are equal if they differ by at most 0.1 %.
-
-        Raises:
-            ValueError: a budget was not calibrated, so its worth is unknown.
+        Equal ones differ by at most 0.1 %. Raises a ValueError for any that was not calibrated.
         """
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
