@@ -38,8 +38,8 @@ def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """Read the arrays of an `.npz` without executing anything in it. Raises any kind of Exception if
-    the file is damaged or is no `.npz`."""
+    """Read the arrays of an `.npz` without executing anything in it. Raises any Exception if it is
+    damaged or is no `.npz`."""
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         if file.zip.testzip() is not None:

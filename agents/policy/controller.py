@@ -101,8 +101,8 @@ class NumpyController:
 
     @classmethod
     def load(cls, path: str | Path) -> NumpyController:
-        """Read a file without executing anything in it. Raises a ValueError if `knobwise export` did
-        not write it, an OSError if it cannot be read."""
+        """Read a file without executing anything in it. Raises a ValueError if it is not from
+        `knobwise export`, an OSError if it cannot be read."""
         try:
             return cls(read_arrays(path))
         except Exception as error:
