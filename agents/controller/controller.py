@@ -111,7 +111,7 @@ class Controller(nn.Module):
         controller.config = replace(self.config, teacher=False, experts=(), members=1)
         for parameter in controller.network.parameters():
             # [M, …] → [1, …]
-            parameter.data = parameter.data[-1:].clone()
+            parameter.data = parameter.data[[-1]]
         return controller
 
     def plain(self) -> dict[str, Any]:

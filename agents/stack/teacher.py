@@ -39,26 +39,36 @@ AT_ONCE = 1024
 
 
 class Mixture(NamedTuple):
-    """The predictions of a teacher's members for n requests, whatever limits these have."""
+    """The predictions of a teacher's members for n requests, whatever limits these have.
 
-    weights: list[float]
-    predictions: list[Prediction]
+    Attributes:
+        weights: of K members, float [K, 1, 1].
+        members: their predictions, [K, n, C].
+        sense: of the budget, see `Controller`.
+    """
+
+    weights: Tensor
+    members: Prediction
     sense: str
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the weighted mean over the members: [K, n, C] → [n, C]."""
+        return (self.weights * values).sum(0)
 
     @property
     def log_latency(self) -> Tensor:
         """The mean of ln ms, [n, C]."""
-        return weighted([p.log_latency for p in self.predictions], self.weights)
+        return self.mean(self.members.log_latency)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the worth of every configuration under limits [n], [n, C].
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
-        score = weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+        score = self.mean(self.members.score(limits, self.sense))
         if self.sense != "deadline":
             return score
-        likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
+        likely = self.mean(self.members.meets(limits))
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
         # [n, 1], beside scores [n, C]
@@ -67,19 +77,24 @@ class Mixture(NamedTuple):
 
     def moments(self) -> Prediction:
         """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
-        accuracy = weighted([p.accuracy.clamp(0, 1) for p in self.predictions], self.weights)
-        square = weighted([p.spread**2 + p.log_latency**2 for p in self.predictions], self.weights)
+        accuracy, log_latency, spread = self.members
         mean = self.log_latency
-        return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
+        variance = self.mean(spread**2 + log_latency**2) - mean**2
+        return Prediction(self.mean(accuracy.clamp(0, 1)), mean, variance.clamp_min(1e-6).sqrt())
 
     def drifted(self, offset: Tensor) -> Mixture:
         """Return the mixture for a machine where ln ms is off by `offset`, [n, C]."""
-        moved = [p._replace(log_latency=p.log_latency + offset) for p in self.predictions]
-        return self._replace(predictions=moved)
+        log_latency = self.members.log_latency + offset
+        return self._replace(members=self.members._replace(log_latency=log_latency))
 
     def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the best configurations under limits [n] inside the mask, int64 [n]."""
         return pick(self.score(limits, mask), self.log_latency, mask)
+
+
+def concatenated(predictions: Sequence[Prediction]) -> Prediction:
+    """Join predictions along their first axis."""
+    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
 
 
 class Teacher(nn.Module):
@@ -155,15 +170,16 @@ class Teacher(nn.Module):
         predictions = []
         if share > 0:
             # the network's members count alike
-            outcomes = self.network(x.expand(self.members, -1, -1))
-            for member in range(self.members):
-                predictions.append(outcomes.take(member).predicted())
-                weights.append(share / self.members)
+            weights += [share / self.members] * self.members
+            predictions.append(self.network(x.expand(self.members, -1, -1)).predicted())
         for weight, expert in zip(of_experts, self.experts, strict=True):
             if weight > 0:
-                predictions.append(expert(x))
                 weights.append(weight)
-        return Mixture(weights, [self._moved(p) for p in predictions], self.sense)
+                # [n, C] or [C] → [1, n, C]
+                parts = (part.expand(1, len(x), -1) for part in expert(x))
+                predictions.append(Prediction(*parts))
+        members = self._moved(concatenated(predictions))
+        return Mixture(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
 
     def _moved(self, prediction: Prediction) -> Prediction:
         """Return a prediction with what was learned after training."""
@@ -215,8 +231,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
         """Predict the outcomes of every configuration from features [n, width]."""
-        parts = [mixture.moments() for _, mixture in self._mixtures(x)]
-        return Prediction(*map(torch.cat, zip(*parts, strict=True)))
+        return concatenated([mixture.moments() for _, mixture in self._mixtures(x)])
 
     @torch.no_grad()
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
@@ -357,10 +372,7 @@ def _known(
     predictions: list[Prediction], measured: Measured, limits: Tensor, sense: str
 ) -> HeldOut:
     """Return the expected and the actual worths of held-out samples under limits [B]."""
-    scores = []
-    for prediction in predictions:
-        columns = [prediction.score(limit.expand(len(measured.rows)), sense) for limit in limits]
-        scores.append(torch.stack(columns))
+    scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
     by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
     worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
     if sense == "deadline":
@@ -389,5 +401,5 @@ def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
     alone = copy.deepcopy(network)
     # every parameter has the members first
     for parameter in alone.parameters():
-        parameter.data = parameter.data[member : member + 1].clone()
+        parameter.data = parameter.data[[member]]
     return alone

@@ -140,8 +140,7 @@ class JudgedTrainer(Trainer):
         teacher = self.agent.teacher
         rows = self.held_out[:, : teacher.members].T
         predicted = teacher.network(self.all_features[rows]).predicted()
-        limits = limit.to(self.device).expand(*rows.shape, *limit.shape)
-        scores = self.policy.sharpness * predicted.score(limits, self.sense)
+        scores = self.policy.sharpness * predicted.score(limit.to(self.device), self.sense)
         mask = self.table.mask[rows].to(self.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
         return scores[self.places].log_softmax(-1)

@@ -156,10 +156,10 @@ def test_what_it_expects_is_the_weighted_mean_of_its_members(sense, limit):
 
 def test_the_moments_of_a_mixture_by_hand():
     # of ln ms: the mean is 3, the mean square .25·(1 + 0) + .75·(1 + 16) = 13, so the variance 4
-    one = torch.ones(1)
-    members = [Prediction(0.2 * one, 0 * one, one), Prediction(0.6 * one, 4 * one, one)]
-    moments = Mixture([0.25, 0.75], members, "deadline").moments()
-    assert torch.cat(moments).tolist() == pytest.approx([0.5, 3, 2])
+    members = torch.tensor([[0.2, 0.6], [0.0, 4.0], [1.0, 1.0]])[..., None, None]
+    weights = torch.tensor([0.25, 0.75]).reshape(2, 1, 1)
+    moments = Mixture(weights, Prediction(*members), "deadline").moments()
+    assert torch.cat(moments).flatten().tolist() == pytest.approx([0.5, 3, 2])
 
 
 def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
@@ -168,7 +168,8 @@ def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
     log_latency = torch.tensor([[3.0, 2.0, 1.0]]).expand(3, 3)
     spread = log_latency / torch.special.ndtri(meets).abs()
     prediction = Prediction(torch.tensor([[0.2, 0.9, 0.5]]).expand(3, 3), log_latency, spread)
-    mixture = Mixture([1.0], [prediction], "deadline")
+    alone = Prediction(*(part.unsqueeze(0) for part in prediction))
+    mixture = Mixture(torch.ones(1, 1, 1), alone, "deadline")
     torch.testing.assert_close(prediction.meets(torch.ones(3)), meets)
     mask = torch.tensor([[True] * 3, [True] * 3, [True, False, True]])
     assert mixture.choose(torch.ones(3), mask).tolist() == [1, 2, 2]
@@ -181,12 +182,11 @@ def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
 def test_accuracies_that_were_learned_later_move_every_member():
     table, rows, (teacher, *_) = fitted("complete")
     x = normal(teacher, table, rows)
-    plain = teacher.mixture(x).predictions
     moved = reweighted(teacher, *teacher.weights.tolist())
     moved.accuracy_logits[3] = -1.0
-    for before, after in zip(plain, moved.mixture(x).predictions, strict=True):
-        right = before.accuracy[:, 3].clamp(0.01, 0.99).logit() - 1
-        torch.testing.assert_close(after.accuracy[:, 3], right.sigmoid())
+    before, after = (each.mixture(x).members.accuracy[..., 3] for each in (teacher, moved))
+    right = before.clamp(0.01, 0.99).logit() - 1
+    torch.testing.assert_close(after, right.sigmoid())
 
 
 # -- what it is fitted on --------------------------------------------------------------------------

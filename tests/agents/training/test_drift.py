@@ -143,10 +143,9 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
         still = teacher.mixture(x)
         wanted = []
         for place in range(limits.shape[1]):
-            moved = [
-                p._replace(log_latency=p.log_latency + offsets[:, place]) for p in still.predictions
-            ]
-            wanted.append(still._replace(predictions=moved).score(limits[:, place]))
+            log_latency = still.members.log_latency + offsets[:, place]
+            moved = still.members._replace(log_latency=log_latency)
+            wanted.append(still._replace(members=moved).score(limits[:, place]))
     # but where nothing is likely to be on time
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
