@@ -264,15 +264,15 @@ class Always:
         return np.full(len(limits), self.configuration)
 
 
-def blocks(table, rows):
-    """The features of these rows."""
-    return {name: block[rows] for name, block in table.features.items()}
+def arrays(table, rows=slice(None)):
+    """The features of these rows, as a policy reads them in NumPy; of all rows by default."""
+    return {name: block.numpy() for name, block in table.blocks(rows).items()}
 
 
-def arrays(table, rows=None):
-    """The same as a policy reads them, in NumPy; of all rows by default."""
-    rows = torch.arange(table.num_samples) if rows is None else rows
-    return {name: block.numpy() for name, block in blocks(table, rows).items()}
+def some_configurations(table, kept):
+    """The table with these of its configurations alone."""
+    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
+    return replace(table, configurations=table.configurations[kept], **cells)
 
 
 def driven_apart(
@@ -313,19 +313,23 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def deployed(
-    table,
-    policy=TAUGHT,
-    budgets_ms=None,
-    sense="deadline",
-    **settings,
-):
+def controller_trainer(table, policy=TAUGHT, sense="deadline", **settings):
+    """A training of a second, which has not begun."""
+    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
+    return ControllerTrainer(table, table.split(), **options)
+
+
+def trained(table, policy=TAUGHT, sense="deadline", **settings):
+    """A finished training."""
+    trainer = controller_trainer(table, policy, sense, **settings)
+    trainer.run()
+    return trainer
+
+
+def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
-    trainer = ControllerTrainer(table, table.split(), **options)
-    trainer.run()
-    return deployed_by(trainer, budgets_ms)
+    return deployed_by(trained(table, policy, sense, **settings), budgets_ms)
 
 
 def member_of(controller, number):

@@ -256,8 +256,19 @@ class NumpyController:
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            allowed = None if mask is None else mask[part]
-            chosen[part] = self._chosen(raw[part], limits[part], allowed, drift)
+            planned = limits[part]
+            scores = self._scores(raw[part], planned, drift)
+            allowed = None
+            if mask is not None:
+                allowed = mask[part]
+                scores = np.where(allowed, scores, -np.inf)
+            best = scores.argmax(1)
+            if self.mean is not None:
+                best = self.mean.or_mix(best, self.mean.groups(planned), allowed)
+            elif self.static is not None:
+                static = self.static.choose({}, planned, allowed)
+                best = np.where(self.reads_features(planned), best, static)
+            chosen[part] = best
         return chosen
 
     def log_probs(
@@ -287,18 +298,6 @@ class NumpyController:
         elif self.guard is not None:
             limits = limits * self.guard.margin[self.guard.groups(limits)]
         return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
-
-    def _chosen(self, raw: Array, limits: Array, mask: Array | None, drift: Drift | None) -> Array:
-        """Return configurations [n] for requests that were checked."""
-        scores = self._scores(raw, limits, drift)
-        if mask is not None:
-            scores = np.where(mask, scores, -np.inf)
-        chosen = scores.argmax(1)
-        if self.mean is not None:
-            return self.mean.or_mix(chosen, self.mean.groups(limits), mask)
-        if self.static is None:
-            return chosen
-        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
 
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift | None

@@ -364,8 +364,8 @@ def _held_out(
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
     for member, held in enumerate(folds):
         unseen_by[held] = member
-    outcomes = teacher.network(x.expand(teacher.members, -1, -1))
-    return outcomes.take((unseen_by, torch.arange(len(rows)))).predicted()
+    predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
+    return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
 def _known(

@@ -124,21 +124,6 @@ def test_conditionals_by_hand():
         assert policy.entropy().tolist() == pytest.approx([entropies[0] + 0.4 * entropies[1]])
 
 
-def test_where_all_is_possible_they_are_the_categoricals_of_the_heads():
-    table, agent = agent_of("controller", 0.0)
-    data = requests(table, agent)
-    dist = make_actor(agent, separate=True).get_dist(data)
-    head = agent.controller.network.head.logits
-    hidden = {}
-    head.register_forward_hook(lambda _module, _inputs, out: hidden.update(logits=out[0]))
-    make_actor(agent).get_dist(data)
-    for knob, logits in zip(table.knobs, hidden["logits"].split(table.knob_sizes, -1), strict=True):
-        torch.testing.assert_close(dist[knob.name].probs, logits.softmax(-1))
-        values = torch.zeros(60, dtype=torch.int64)
-        each = dist.log_prob(TensorDict({k.name: values for k in table.knobs}, [60]))
-        torch.testing.assert_close(each[f"{knob.name}_log_prob"], logits.log_softmax(-1)[:, 0])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("aggregate", [False, True])

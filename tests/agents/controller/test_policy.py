@@ -1,10 +1,9 @@
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, blocks, driven_apart, member_of, small_table
+from helpers import arrays, driven_apart, member_of, small_table, some_configurations
 from tensordict import TensorDict
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
@@ -21,14 +20,12 @@ def table_with(by_knobs, holes=0.0, features=True):
     table = small_table(holes=holes, features=features)
     if by_knobs:
         return table
-    kept = torch.tensor([0, 3, 5, 6, 9, 10])
-    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
-    cells["mask"][~cells["mask"].any(1), 0] = True
+    # every sample has one of these
+    table.mask[:, 0] = True
     for name in ("accuracy", "latency_ms"):
-        cells[name] = (
-            cells[name].where(cells[name].isfinite(), 1.0).masked_fill(~cells["mask"], math.nan)
-        )
-    return replace(table, configurations=table.configurations[kept], **cells)
+        cells = getattr(table, name)
+        cells[:, 0] = cells[:, 0].nan_to_num(1.0)
+    return some_configurations(table, [0, 3, 5, 6, 9, 10])
 
 
 def small_controller(table, dropout=0.1):
@@ -42,7 +39,7 @@ def contexts(table, count=20, seed=0):
     rows = torch.randint(table.num_samples, (count,), generator=generator)
     budgets = 5 + 20 * torch.rand(count, generator=generator)
     requests = {"row": rows, "budget_ms": budgets, "mask": table.mask[rows]}
-    return TensorDict({**requests, **blocks(table, rows)}, [count])
+    return TensorDict({**requests, **table.blocks(rows)}, [count])
 
 
 def chosen_by(controller, table, data):

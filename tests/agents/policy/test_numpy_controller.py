@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, portfolio, small_table
+from helpers import arrays, portfolio, small_table, some_configurations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import untrained
@@ -56,10 +56,7 @@ def far():
 @functools.cache
 def sparse():
     """Five of twelve configurations, so that there is one head over them."""
-    table = small_table(90)
-    kept = torch.tensor([0, 3, 5, 6, 11])
-    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
-    return replace(table, configurations=table.configurations[kept], **cells)
+    return some_configurations(small_table(90), [0, 3, 5, 6, 11])
 
 
 TABLES = {

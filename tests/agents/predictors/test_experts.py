@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import blocks, otherwise, small_table, table_of, two_kinds
+from helpers import otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
@@ -39,7 +39,7 @@ def fit(
 
 def inputs(table, rows):
     normaliser = FeatureNormaliser.fit(table, rows)
-    return normaliser(blocks(table, rows), len(rows))
+    return normaliser(table.blocks(rows), len(rows))
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import operator
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, blocks, equal_states, small_table, two_kinds
+from helpers import arrays, equal_states, small_table, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def fitted_on(table, rows, config, seed=0):
 
 
 def normal(teacher, table, rows):
-    return teacher.normaliser(blocks(table, rows), len(rows))
+    return teacher.normaliser(table.blocks(rows), len(rows))
 
 
 TABLES = {
