@@ -103,9 +103,8 @@ class _FromRows(nn.Module):
         if not self.members:
             return self.controller(x, limit, mask)
         # the networks in training, each on every M-th context
-        if self.by_value is None:
-            by_value = None
-        else:
+        by_value = None
+        if self.by_value is not None:
             by_value = nn.functional.embedding(row, self.by_value)
         inputs = []
         for values in (x, limit, mask, by_value):
@@ -139,8 +138,8 @@ class Behaviour(TensorDictModuleBase):
         with_reference: off where neither a penalty nor a log needs the reference, which is faster.
         with_log_probs: off for a warm-up that learns from the table alone; then the network is not
             asked either.
-        drawing: off where no loss and no log needs draws; the action is then the first that was
-            profiled.
+        drawing: off where no loss and no log needs draws, and without log-probs; the action is then
+            the first that was profiled.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Behaviour(TensorDictModuleBase):
         exact = self.objective == "exact"
         policies = {}
         # the distributions that are needed
-        if self.with_log_probs or self.drawing:
+        if self.with_log_probs:
             key = "behaviour_log_probs" if exact else "action_log_prob"
             policies[key] = self.actor.get_dist(tensordict)
         if self.with_reference:

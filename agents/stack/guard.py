@@ -41,9 +41,6 @@ MARGINS = tuple(0.97**step for step in range(24))
 """Shares of a budget that are tried, from all of it down to half."""
 ROUNDING = 1e-6
 """Tolerance for sums of shares of measurements."""
-WHEN = ("before", "after", "cautious", "static")
-"""The sides of the comparison: the policy with its whole budget, at its margin and at the cautious
-one; static."""
 STATIC = "budget-aware static"
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
@@ -143,8 +140,9 @@ def _calibrated(
     deployed = (better and not only_static) or (widest is not None and not static_keeps)
 
     # why the level is not kept; unattainable is without the correction for the number of requests
+    decides = chosen if deployed else -1
     fewest = float(misses.min())
-    late = float(misses[chosen if deployed else -1])
+    late = float(misses[decides])
     unattainable = may_miss >= 0 and fewest > (1 - level) * count + ROUNDING
     too_dear = fewest <= may_miss < late
     row: dict[str, Any] = {
@@ -157,18 +155,13 @@ def _calibrated(
         "deployed": deployed,
         "reason": "",
     }
-    for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
+    shares = {"before": 0, "after": chosen, "cautious": cautious, "static": -1, "deployed": decides}
+    for when, column in shares.items():
         row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
-    row |= {
-        "satisfaction_deployed": row["satisfaction_after" if deployed else "satisfaction_static"],
-        "utility_policy": float(means[chosen]),
-        "utility_unconstrained": float(means[0]),
-        "utility_static": float(means[-1]),
-        "utility_deployed": float(means[chosen if deployed else -1]),
-        "gain": float(gain.mean()),
-        "gain_se": standard_error(gain),
-        "feasible": count,
-    }
+    utilities_of = {"policy": chosen, "unconstrained": 0, "static": -1, "deployed": decides}
+    for side, column in utilities_of.items():
+        row[f"utility_{side}"] = float(means[column])
+    row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
     return row | {"reason": _reason(row, settings)}
 
 

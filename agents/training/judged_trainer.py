@@ -72,12 +72,11 @@ class JudgedTrainer(Trainer):
             held_out: the rows held out of each fold, int64 [n] each.
         """
         self.judged_rows = torch.cat(held_out)
-        columns = pad_sequence(held_out)
-        lengths = torch.tensor([len(rows) for rows in held_out])
-        real = torch.arange(len(columns)) < lengths.unsqueeze(1)
-        network, position = real.nonzero(as_tuple=True)
+        columns = pad_sequence(held_out, padding_value=-1)
+        network, position = (columns.T >= 0).nonzero(as_tuple=True)
         self.places = position, network
         # the network of all samples is not judged: its column is a filler
+        columns = columns.clamp_min(0)
         self.held_out = functional.pad(columns, (0, self.networks - len(held_out)))
 
     @property
