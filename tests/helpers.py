@@ -55,6 +55,15 @@ def small_table(samples=60, seed=0, holes=0.0, features=True):
     return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
 
 
+def gappy_table():
+    """90 samples with a feature that is heavy-tailed, and one that is missing in some places."""
+    table = small_table(90)
+    image = table.features["image_features"]
+    image[:, 1] = image[:, 1].mul(3).exp()
+    image[::4, 2] = torch.nan
+    return table
+
+
 Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 

@@ -298,11 +298,7 @@ def test_every_sample_but_the_test_ones_is_held_out_of_one_network():
         assert not set((rows // 3).tolist()) & set((hold // 3).tolist())
     assert sorted(student.judged_rows.tolist()) == sorted(known)
     assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
-    # the block [longest, M] that the networks judge side by side: column m holds what was held out
-    # of m, then padding; the last network is not judged
-    assert torch.equal(student.held_out[student.places], student.judged_rows)
-    assert student.networks == student.held_out.shape[1] == 4
-    assert student.places[1].bincount().tolist() == [len(hold) for hold in held_out]
+    assert student.networks == 4
     with pytest.raises(InputError, match="members"):
         trainer(small_table(60), policy=PolicyConfig(members=60))
 
