@@ -25,7 +25,7 @@ from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
-from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
+from knobwise.agents.stack.weights import HeldOut, stack_weights
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -107,7 +107,6 @@ class Teacher(nn.Module):
         experts: beside the network.
         weights: float [1 + experts], the network's first.
         sense: of the budget, see `Controller`.
-        held_out_worth: the mean of what its choices are worth, out of fold.
     """
 
     weights: Tensor
@@ -122,7 +121,6 @@ class Teacher(nn.Module):
         experts: Sequence[Expert] = (),
         weights: Tensor | None = None,
         sense: str = "deadline",
-        held_out_worth: float = float("nan"),
     ) -> None:
         super().__init__()
         self.network = network
@@ -130,7 +128,6 @@ class Teacher(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
         self.sense = sense
-        self.held_out_worth = held_out_worth
         # what was learned after training, see `knobwise update`, [C] each
         count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
@@ -262,7 +259,6 @@ class Teacher(nn.Module):
             "network": self.network.state_dict(),
             "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
             "weights": self.weights,
-            "held_out_worth": self.held_out_worth,
             "learned": {name: getattr(self, name) for name in LEARNED},
         }
 
@@ -276,9 +272,7 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        weights = plain["weights"]
-        worth = plain["held_out_worth"]
-        teacher = cls(network, normaliser, experts, weights, controller.sense, worth)
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.sense)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -343,9 +337,8 @@ def fit_teacher(
     known = _known(predictions, measured, limits, sense)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
-    worth = known.mean_worth(weighted(known.scores, weights))
     all_experts = [family.expert for family in fitted]
-    teacher = Teacher(network.network, normaliser, all_experts, weights, sense, worth)
+    teacher = Teacher(network.network, normaliser, all_experts, weights, sense)
     # and one for each fold, with the parts that have not seen it
     teachers = []
     for member, of_fold in enumerate(of_folds):
@@ -387,7 +380,7 @@ def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
     for fit, hold in measured.folds:
         of_folds.append(stack_weights(known.take(torch.from_numpy(fit))))
         held = known.take(torch.from_numpy(hold))
-        joined[:, hold] = weighted(held.scores, of_folds[-1]).to(joined.dtype)
+        joined[:, hold] = held.joined(of_folds[-1]).to(joined.dtype)
     # one member may be better than all together
     best = known.better_alone(joined)
     if best is None:

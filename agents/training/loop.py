@@ -439,8 +439,8 @@ class Trainer(ABC):
         if loaded is None:
             return False
         state = loaded.extra.get("training", {})
-        mine = loaded.profile_digest == self.table.digest
-        if not mine or state.get("identity") != self.identity:
+        belongs_to = loaded.profile_digest, state.get("identity")
+        if belongs_to != (self.table.digest, self.identity):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         for name in self.kept:
             setattr(self, name, state[name])
