@@ -44,7 +44,7 @@ KINDS = ["controller", "several networks", "guarded", "mean budgets"]
 def requests(table, agent, rows=ALL):
     limits = torch.linspace(4, 40, len(rows))
     content = {"row": rows, agent.controller.limit_key: limits, "mask": table.mask[rows]}
-    content |= {name: block[rows] for name, block in table.features.items()}
+    content |= table.blocks(rows)
     return TensorDict(content, [len(rows)])
 
 
