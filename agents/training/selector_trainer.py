@@ -127,20 +127,11 @@ class SelectorTrainer(Trainer):
             agent = self._actor(start, embeddings).to(device).eval()
             frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            drawn: dict[str, Any] = {"group_size": "all"}
+            about: dict[str, Any] = {"unprofiled": "error", "lean": True, "group_size": "all"}
+            about |= {"reward": reward, "groups": groups, "seed": seed, "device": device}
             if live:
-                drawn = {"group_size": self.loss.group_size, "shots": shots}
-            self._env = functools.partial(
-                DemonstrationBandit,
-                table,
-                unprofiled="error",
-                lean=True,
-                reward=reward,
-                groups=groups,
-                seed=seed,
-                device=device,
-                **drawn,
-            )
+                about |= {"group_size": self.loss.group_size, "shots": shots}
+            self._env = functools.partial(DemonstrationBandit, table, **about)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
