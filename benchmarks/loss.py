@@ -97,7 +97,7 @@ def main() -> None:
     rows = torch.arange(TABLE.num_samples)
     controller = Controller.for_table(TABLE, rows, PolicyConfig(hidden=64)).eval()
     batch = batch_of(controller)
-    x = controller.features(TABLE.features, TABLE.num_samples)[batch["row"]]
+    x = controller.normaliser(TABLE.features, TABLE.num_samples)[batch["row"]]
 
     def network() -> Tensor:
         return controller(x, batch["budget_ms"])

@@ -125,6 +125,19 @@ def ctrl_c(when, error=None):
         yield
 
 
+def stopped_and_resumed(make, folder, stop):
+    """Two trainings at their end: one that was never stopped, and one that Ctrl-C stopped in this
+    iteration and that went on, in the folders `whole` and `stopped`."""
+    whole = make(folder / "whole")
+    whole.run()
+    with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
+        make(folder / "stopped").run()
+    again = make(folder / "stopped")
+    assert again.resume(folder / "stopped" / "last.pt")
+    again.run()
+    return whole, again
+
+
 @contextmanager
 def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""

@@ -55,6 +55,15 @@ def small_table(samples=60, seed=0, holes=0.0, features=True):
     return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
 
 
+def gappy_table():
+    """90 samples with a feature that is heavy-tailed, and one that is missing in some places."""
+    table = small_table(90)
+    image = table.features["image_features"]
+    image[:, 1] = image[:, 1].mul(3).exp()
+    image[::4, 2] = torch.nan
+    return table
+
+
 Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 
@@ -264,15 +273,15 @@ class Always:
         return np.full(len(limits), self.configuration)
 
 
-def blocks(table, rows):
-    """The features of these rows."""
-    return {name: block[rows] for name, block in table.features.items()}
+def arrays(table, rows=slice(None)):
+    """The features of these rows, as a policy reads them in NumPy; of all rows by default."""
+    return {name: block.numpy() for name, block in table.blocks(rows).items()}
 
 
-def arrays(table, rows=None):
-    """The same as a policy reads them, in NumPy; of all rows by default."""
-    rows = torch.arange(table.num_samples) if rows is None else rows
-    return {name: block.numpy() for name, block in blocks(table, rows).items()}
+def some_configurations(table, kept):
+    """The table with these of its configurations alone."""
+    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
+    return replace(table, configurations=table.configurations[kept], **cells)
 
 
 def driven_apart(
@@ -313,19 +322,23 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def deployed(
-    table,
-    policy=TAUGHT,
-    budgets_ms=None,
-    sense="deadline",
-    **settings,
-):
+def controller_trainer(table, policy=TAUGHT, sense="deadline", **settings):
+    """A training of a second, which has not begun."""
+    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
+    return ControllerTrainer(table, table.split(), **options)
+
+
+def trained(table, policy=TAUGHT, sense="deadline", **settings):
+    """A finished training."""
+    trainer = controller_trainer(table, policy, sense, **settings)
+    trainer.run()
+    return trainer
+
+
+def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
-    trainer = ControllerTrainer(table, table.split(), **options)
-    trainer.run()
-    return deployed_by(trainer, budgets_ms)
+    return deployed_by(trained(table, policy, sense, **settings), budgets_ms)
 
 
 def member_of(controller, number):

@@ -504,7 +504,7 @@ def test_k4_features_are_projected_before_the_first_layer():
     best = load_checkpoint("runs/controller/run/checkpoints/best.pt")
     assert best.network.normaliser.projection.shape == (8, 3)
     features = {name: torch.randn(5, size) for name, size in best.network.normaliser.sizes.items()}
-    assert best.network.features(features, 5).shape == (5, 3)
+    assert best.network.normaliser(features, 5).shape == (5, 3)
     # the exported file reads all features too, and decides the same
     assert main(["export", "checkpoint=runs/controller/run", "out=exported"]) == 0
 
@@ -782,7 +782,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
     assert (policy.features["dataset"], policy.datasets) == (3, ["at", "bt", "ct"])
     blocks = {"image_features": torch.randn(1, 4), "language_features": torch.randn(1, 4)}
     a, b, unknown = (
-        policy.agent.controller.features(blocks | {"dataset": torch.tensor([column])}, 1)
+        policy.agent.controller.normaliser(blocks | {"dataset": torch.tensor([column])}, 1)
         for column in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 0])
     )
     assert torch.equal(b, unknown)  # nothing was fitted on it

@@ -55,7 +55,7 @@ class _FromBlocks(nn.Module):
             limit = limit.squeeze(-1)
         limit = limit.float()
         # features and limit → log-probs
-        x = controller.features(blocks, *limit.shape)
+        x = controller.normaliser(blocks, *limit.shape)
         return controller(x, limit, None if mask is None else mask.bool())
 
 
@@ -87,7 +87,7 @@ class _FromRows(nn.Module):
         self.register_buffer("by_value", by_value, persistent=False)
         # features of all samples, normalised once
         blocks = {name: block.to(device) for name, block in table.features.items()}
-        features = controller.features(blocks, table.num_samples)
+        features = controller.normaliser(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
@@ -103,9 +103,8 @@ class _FromRows(nn.Module):
         if not self.members:
             return self.controller(x, limit, mask)
         # the networks in training, each on every M-th context
-        if self.by_value is None:
-            by_value = None
-        else:
+        by_value = None
+        if self.by_value is not None:
             by_value = nn.functional.embedding(row, self.by_value)
         inputs = []
         for values in (x, limit, mask, by_value):
@@ -139,8 +138,8 @@ class Behaviour(TensorDictModuleBase):
         with_reference: off where neither a penalty nor a log needs the reference, which is faster.
         with_log_probs: off for a warm-up that learns from the table alone; then the network is not
             asked either.
-        drawing: off where no loss and no log needs draws; the action is then the first that was
-            profiled.
+        drawing: off where no loss and no log needs draws, and without log-probs; the action is then
+            the first that was profiled.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Behaviour(TensorDictModuleBase):
         exact = self.objective == "exact"
         policies = {}
         # the distributions that are needed
-        if self.with_log_probs or self.drawing:
+        if self.with_log_probs:
             key = "behaviour_log_probs" if exact else "action_log_prob"
             policies[key] = self.actor.get_dist(tensordict)
         if self.with_reference:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -105,17 +105,13 @@ class Controller(nn.Module):
         # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
-    def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
-        """Return normalised features [*shape, width]; width 0 for a profile that has none."""
-        return self.normaliser(blocks, *shape)
-
     def alone(self) -> Controller:
         """Return a copy of the network that is deployed, without those beside it."""
         controller = copy.deepcopy(self)
         controller.config = replace(self.config, teacher=False, experts=(), members=1)
         for parameter in controller.network.parameters():
             # [M, …] → [1, …]
-            parameter.data = parameter.data[-1:].clone()
+            parameter.data = parameter.data[[-1]]
         return controller
 
     def plain(self) -> dict[str, Any]:

@@ -141,8 +141,8 @@ class KnobCategoricals(CompositeDistribution):
         self.names = names
         self.joint = ConfigurationCategorical(log_probs, group_size=group_size, **joint)
         self.log_probs = self.joint.log_probs
-        self.group = torch.Size(() if group_size is None else (group_size,))
-        self._batch_shape = self.joint.batch_shape + self.group
+        self.group = group_size is not None
+        self._batch_shape = self.joint.batch_shape + self.joint.event_shape[:-1]
 
     @cached_property
     def dists(self) -> dict[str, Categorical]:

@@ -11,7 +11,7 @@ A limit is the request's budget in ms, or under a mean budget the worth of a rig
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -184,10 +184,6 @@ class Outcomes(NamedTuple):
     accuracy_logits: Tensor
     log_latency: Tensor
     spread: Tensor
-
-    def take(self, index: Any) -> Outcomes:
-        """Index all parts alike."""
-        return Outcomes._make(part[index] for part in self)
 
     def predicted(self) -> Prediction:
         """Return the outcomes in the form of any predictor."""

@@ -246,7 +246,7 @@ def make_baselines(
         budgets_ms: [b] that they will be judged on; None for `default_budgets`.
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
-    rows = torch.cat([split.train, split.validation])
+    rows = split.fitted
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}

@@ -155,7 +155,7 @@ def _judged(
 
 def _features(agent: DeployedController, logged: Logged) -> Tensor:
     """Return the normalised features of logged requests, [n, width]."""
-    return agent.controller.features(logged.features.to_dict(), len(logged))
+    return agent.controller.normaliser(logged.features.to_dict(), len(logged))
 
 
 def _predictions(agent: DeployedController, logged: Logged) -> Prediction:

@@ -38,11 +38,8 @@ def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """Read the arrays of an `.npz` without executing anything in it.
-
-    Raises:
-        Exception: of any kind, if the file is damaged or is no `.npz`.
-    """
+    """Read the arrays of an `.npz` without executing anything in it. Raises any Exception if it is
+    damaged or is no `.npz`."""
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         if file.zip.testzip() is not None:
@@ -51,11 +48,7 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
-    """Return the content of the array `header`.
-
-    Raises:
-        ValueError: there is none, or it is of another form.
-    """
+    """Return the content of the array `header`; raises a ValueError if it is not of this form."""
     # whatever is wrong with the header, it is none
     with suppress(KeyError, TypeError, ValueError):
         header: dict[str, Any] = json.loads(bytes(arrays["header"]).decode())
@@ -65,12 +58,8 @@ def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
 
 
 def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
-    """Return the knob values of each configuration by name.
-
-    Args:
-        knobs: the values of each knob, by name.
-        configurations: int64 [C, K], the index of each knob's value.
-    """
+    """Return the knob values of each configuration by name, from each knob's values by name and the
+    indices of these values, int64 [C, K]."""
     named = []
     for row in configurations.tolist():
         pairs = zip(knobs.items(), row, strict=True)
@@ -93,15 +82,11 @@ def log_softmax(scores: Array, mask: Array | None = None) -> Array:
 
 
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
-    """Return the best score inside the mask, among equal ones the fastest: int64 [n].
+    """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n].
 
     Args:
-        scores: [n, C].
-        slow: what expands to it, on any monotone scale of latency, finite inside the mask.
-        mask: bool [n, C], None for everything.
-
-    Raises:
-        ValueError: the mask leaves a request without any configuration.
+        slow: [n, C] or [C], any monotone scale of latency, finite inside the mask.
+        mask: bool [n, C], None for everything; ValueError if it leaves a request nothing.
     """
     if mask is not None:
         if not mask.any(1).all():

@@ -29,7 +29,7 @@ from .arrays import (
 )
 from .guard import Guard
 from .mean_budgets import MeanBudgets
-from .network import Heads, LatencyModel, Normaliser, places_of
+from .network import Heads, LatencyModel, Normaliser
 from .static import Static
 
 FORMAT = "knobwise.NumpyController/3"
@@ -86,9 +86,8 @@ class NumpyController:
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
-        by_knobs = self.header["heads"] == "knobs"
-        places = places_of(self.configurations) if by_knobs else None
-        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
+        network = below(arrays, "network.")
+        self._heads = Heads(network, self.header, self._normaliser, self.configurations)
         self._values = arrays.get("values")
         self._latency = LatencyModel(below(arrays, "latency."))
         # what was calibrated on held-out samples
@@ -102,12 +101,8 @@ class NumpyController:
 
     @classmethod
     def load(cls, path: str | Path) -> NumpyController:
-        """Read a file without executing anything in it.
-
-        Raises:
-            ValueError: `knobwise export` did not write the file.
-            OSError: it cannot be read.
-        """
+        """Read a file without executing anything in it. Raises a ValueError if it is not from
+        `knobwise export`, an OSError if it cannot be read."""
         try:
             return cls(read_arrays(path))
         except Exception as error:
@@ -122,21 +117,18 @@ class NumpyController:
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
         limit = self.header["limit"]
-        budgets = np.ones(1)
-        if self.calibrated is not None:
-            budgets = self.calibrated.budgets_ms
+        budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
         drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
         for index in range(len(self._named)):
             self._latency.single(np.zeros(self._heads.width), index)
         # all features 0, then all missing (NaN), which takes another way through the heads
         for value in (0.0, np.nan):
-            blocks = {}
-            for name, width in self.feature_sizes.items():
-                blocks[name] = np.full((len(budgets), width), value, np.float32)
-            for row, index in enumerate(self.choose(blocks, budgets, None, drift)):
+            request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
+            many = {name: np.tile(block, (len(budgets), 1)) for name, block in request.items()}
+            for index in self.choose(many, budgets, None, drift):
                 self.configuration(index)
-                request = {name: block[row] for name, block in blocks.items()}
-                self.decide(request, float(budgets[row]), drift)
+            for budget in budgets.tolist():
+                self.decide(request, budget, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
@@ -152,10 +144,9 @@ class NumpyController:
     ) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms.
 
-        Raises:
-            ValueError: a block that is read is missing or has another shape, the budget is not
-                positive and finite, a mean budget is not calibrated, the drift has another shape,
-                is not finite, or is for a mean budget.
+        Raises a ValueError if a block that is read is missing or has another shape, the budget is
+        not positive and finite, a mean budget is not calibrated, the drift has another shape, is
+        not finite, or is for a mean budget.
         """
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
@@ -169,19 +160,15 @@ class NumpyController:
     def decide_expected(
         self, features: Arrays, budget_ms: float, drift: Drift | None = None
     ) -> Expected:
-        """Decide for one request, and return the choice with its expected latency.
-
-        Raises:
-            ValueError: as `decide`, and for a mean budget.
-        """
+        """Decide for one request, and return the choice with its expected latency. Raises a
+        ValueError as `decide`, and for a mean budget."""
         if self.header["limit"] != "budget_ms":
             raise ValueError("a controller for mean budgets expects no latency of single answers")
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return self._by_static(fixed)
-        raw = self._joined(features)
         x = np.empty(self._heads.width, np.float32)
-        index = self._heads.single(raw, limit, self._by_value(drift), x)
+        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
         return index, *self._latency.single(x, index)
 
     def expected_of(
@@ -190,18 +177,14 @@ class NumpyController:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        raw = self._joined(features)
-        return index, *self._latency.single(self._normaliser(raw[None])[0], index)
+        x = self._normaliser(self._joined(features)[None])[0]
+        return index, *self._latency.single(x, index)
 
     def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
-        """Return the decision where it needs no features, else None.
-
-        There the guard falls back to budget-aware static, or under a mean budget to the static mix.
-        """
+        """Return the decision where the guard falls back to static or to the static mix, which need
+        no features; else None."""
         fixed, _ = self._planned(budget_ms, drift)
-        if fixed is None:
-            return None
-        return self._by_static(fixed)
+        return None if fixed is None else self._by_static(fixed)
 
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with the latency that static expects of it."""
@@ -210,16 +193,13 @@ class NumpyController:
         return index, float(self.static.log_latency[index]), float(self.static.spread[index])
 
     def _planned(self, budget_ms: float, drift: Drift | None) -> tuple[int | None, float]:
-        """Return the configuration that is chosen for any features, or None; and a limit in ms.
-
-        The network reads this limit: the part of a budget that is planned with, or a worth.
-        """
+        """Return the configuration that is chosen for any features, or None; and the limit in ms
+        that the network reads: the part of a budget that is planned with, or a worth."""
         if not 0 < budget_ms < MOST_MS:
             raise _refused(budget_ms)
         factor = self.factor(drift)
         if self.mean is not None:
-            worth = float(self.mean.worths[self.mean.single(budget_ms)])
-            return self.mean.fall_back(budget_ms), worth
+            return self.mean.single(budget_ms)
         limit = budget_ms * factor
         if self.guard is None:
             return None, limit
@@ -269,27 +249,33 @@ class NumpyController:
         Args:
             features: blocks [n, d] by name.
             limits: budgets [n] in ms.
-            mask: bool [n, C], what may be chosen; None for everything.
-            drift: as in `decide`.
-
-        Raises:
-            ValueError: as `decide`, and if the mask has another shape or leaves a request nothing.
+            mask: bool [n, C], what may be chosen; None for everything. ValueError, as in `decide`,
+                if it has another shape or leaves a request nothing.
         """
         raw, limits, mask = self._checked(features, limits, mask, drift)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            allowed = None if mask is None else mask[part]
-            chosen[part] = self._chosen(raw[part], limits[part], allowed, drift)
+            planned = limits[part]
+            scores = self._scores(raw[part], planned, drift)
+            allowed = None
+            if mask is not None:
+                allowed = mask[part]
+                scores = np.where(allowed, scores, -np.inf)
+            best = scores.argmax(1)
+            if self.mean is not None:
+                best = self.mean.or_mix(best, self.mean.groups(planned), allowed)
+            elif self.static is not None:
+                static = self.static.choose({}, planned, allowed)
+                best = np.where(self.reads_features(planned), best, static)
+            chosen[part] = best
         return chosen
 
     def log_probs(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
     ) -> Array:
-        """Return the policy's log-probabilities [n, C]; −inf outside the mask.
-
-        They ignore where the guard falls back. Arguments and errors as in `choose`.
-        """
+        """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
+        falls back. Arguments and errors as in `choose`."""
         raw, limits, mask = self._checked(features, limits, mask, drift)
         return log_softmax(self._scores(raw, limits, drift), mask)
 
@@ -312,18 +298,6 @@ class NumpyController:
         elif self.guard is not None:
             limits = limits * self.guard.margin[self.guard.groups(limits)]
         return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
-
-    def _chosen(self, raw: Array, limits: Array, mask: Array | None, drift: Drift | None) -> Array:
-        """Return configurations [n] for requests that were checked."""
-        scores = self._scores(raw, limits, drift)
-        if mask is not None:
-            scores = np.where(mask, scores, -np.inf)
-        chosen = scores.argmax(1)
-        if self.mean is not None:
-            return self.mean.or_mix(chosen, self.mean.groups(limits), mask)
-        if self.static is None:
-            return chosen
-        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
 
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift | None

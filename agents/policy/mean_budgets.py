@@ -36,10 +36,7 @@ class MeanBudgets:
     def groups(self, budgets_ms: Array) -> Array:
         """Return the index of the calibrated budget that equals each of these [n], int64 [n].
 
-        Budgets are equal if they differ by at most 0.1 %.
-
-        Raises:
-            ValueError: a budget was not calibrated, so its worth is unknown.
+        Equal ones differ by at most 0.1 %. Raises a ValueError for any that was not calibrated.
         """
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
@@ -51,21 +48,17 @@ class MeanBudgets:
             )
         return group
 
-    def single(self, budget_ms: float) -> int:
-        """Return what `groups` does, for one budget."""
+    def single(self, budget_ms: float) -> tuple[int | None, float]:
+        """Return the configuration of the static mix where it decides, else None; and the worth."""
         group = self._group_of.get(budget_ms)
         if group is None:
-            return int(self.groups(np.array([budget_ms]))[0])
-        return group
-
-    def fall_back(self, budget_ms: float) -> int | None:
-        """Return a configuration of the static mix if the mix decides at this budget, else None."""
-        group = self.single(budget_ms)
+            group = int(self.groups(np.array([budget_ms]))[0])
+        worth = float(self.worths[group])
         if not self.mix or self.deployed[group]:
-            return None
+            return None, worth
         turn = next(self.turns) * GOLDEN % 1
         side = "second" if turn < self.mix["share"][group] else "first"
-        return int(self.mix[side][group])
+        return int(self.mix[side][group]), worth
 
     def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
         """Replace choices [n] where the static mix decides; its two sides take turns.

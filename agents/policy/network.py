@@ -104,8 +104,8 @@ class Heads:
     Args:
         arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
             heads are the last layer; and `encoding.…`.
-        places: float32 [values, C], 1 where a configuration has a knob value; None for one head
-            over the configurations.
+        header: settings, by name.
+        configurations: int64 [C, K].
     """
 
     def __init__(
@@ -113,11 +113,10 @@ class Heads:
         arrays: Arrays,
         header: Mapping[str, Any],
         normaliser: Normaliser,
-        places: Array | None,
+        configurations: Array,
     ) -> None:
         self.normaliser = normaliser
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
-        self.places = places
         self.values = header["drift_values"]
         # SiLU(x) = x·sigmoid(x) = (x/2)·(1 + tanh(x/2)): weights of hidden layers are halved
         self.layers = []
@@ -136,12 +135,14 @@ class Heads:
         self._halves = [np.empty(weight.shape[1], np.float32) for weight in self.layers[:-1]]
         self._logits = np.empty(self.layers[-1].shape[1], np.float32)
         self._scores = self._logits
-        if places is not None:
-            self._scores = np.empty(places.shape[1], np.float32)
+        # which knob values a configuration has; None for one head over the configurations
+        self.places: Array | None = None
+        if header["heads"] == "knobs":
+            self.places = places_of(configurations)
+            self._scores = np.empty(len(configurations), np.float32)
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
-        """Return scores [n, C] for normalised features [n, width], limits [n] and the drift of knob
-        values, [V]."""
+        """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""
         drift = np.zeros((len(x), self.values), np.float32)
         if by_value is not None:
             drift += by_value
@@ -160,12 +161,11 @@ class Heads:
     def single(
         self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
     ) -> int:
-        """Return the best configuration for raw features [d] of one request, under a limit in ms.
+        """Return the best configuration for raw features [d] of one request, under a limit in ms
+        and a drift of knob values [V].
 
-        Args:
-            by_value: the drift of knob values, [V].
-            kept: [width], gets a copy of the normalised features. Other threads overwrite the array
-                that they are computed in.
+        `kept` [width] gets a copy of the normalised features: other threads overwrite the array
+        that they are computed in.
         """
         normaliser = self.normaliser
         with self._lock:
@@ -182,10 +182,7 @@ class Heads:
                 kept[:] = x
             self._limit[:] = self.encoding.single(limit)
             if self.values:
-                if by_value is None:
-                    self._drift[:] = 0.0
-                else:
-                    self._drift[:] = by_value
+                self._drift[:] = 0.0 if by_value is None else by_value
             # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
             for i, half in enumerate(self._halves):
                 np.dot(self._inputs[i], self.layers[i], out=half)
@@ -209,11 +206,9 @@ class Heads:
 class LatencyModel:
     """The expected ln ms of a configuration, linear in the normalised features.
 
-    The tracker compares it with what answers take. It plays no part in decisions.
-
-    Args:
-        arrays: `bias` [C]; `spread` [C], the standard deviation of the residuals; and `weight`
-            [width, C], which may be missing.
+    The tracker compares it with what answers take. It plays no part in decisions. Its arrays are
+    `bias` [C]; `spread` [C], the standard deviation of the residuals; and perhaps `weight`
+    [width, C].
     """
 
     def __init__(self, arrays: Arrays) -> None:

@@ -102,7 +102,7 @@ class FeatureNormaliser(nn.Module):
         Raises:
             InputError: there are not so many components.
         """
-        normaliser = cls({name: block[rows] for name, block in table.features.items()})
+        normaliser = cls(table.blocks(rows))
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))
         if project:
@@ -140,8 +140,7 @@ class FeatureNormaliser(nn.Module):
 
     def of_rows(self, table: ProfileTable, rows: Tensor) -> Tensor:
         """Return the features of these rows of a table (int64 [n]), normalised and projected."""
-        blocks = {name: block[rows] for name, block in table.features.items()}
-        return self(blocks, len(rows))
+        return self(table.blocks(rows), len(rows))
 
     def project(self, x: Tensor) -> Tensor:
         """Project normalised features, or leave them as they are where there is no projection."""

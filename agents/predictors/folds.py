@@ -104,7 +104,7 @@ def rows_of_members(
     """
     if members == 1:
         return [split.train], [split.validation]
-    rows = torch.cat([split.train, split.validation])
+    rows = split.fitted
     folds = folds_of(table, rows, seed, members)
     if len(folds) < members:
         raise InputError(

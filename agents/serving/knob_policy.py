@@ -261,7 +261,7 @@ class KnobPolicy:
         if agent.teacher is None:
             return numbers
         tensors = {name: torch.tensor(block) for name, block in blocks.items()}
-        moments = agent.teacher.moments(agent.controller.features(tensors, len(limits)))
+        moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(limits)))
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:

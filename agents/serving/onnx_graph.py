@@ -64,7 +64,7 @@ class Deployed(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Decide, given the blocks and then the budgets."""
         *blocks, limits = inputs
-        x = self.controller.features(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
+        x = self.controller.normaliser(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
         if self.guard is None:
             return self.controller(x, limits).argmax(1)
         # as `policy.guard` has it: the calibrated budget nearest in ln ms

@@ -33,17 +33,14 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.paired import is_better, standard_error
-from knobwise.agents.predictors.experts import Measured
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import share_in_time
+from knobwise.envs.tables.profile_table import ProfileTable
 
 MARGINS = tuple(0.97**step for step in range(24))
 """Shares of a budget that are tried, from all of it down to half."""
 ROUNDING = 1e-6
 """Tolerance for sums of shares of measurements."""
-WHEN = ("before", "after", "cautious", "static")
-"""The sides of the comparison: the policy with its whole budget, at its margin and at the cautious
-one; static."""
 STATIC = "budget-aware static"
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
@@ -64,22 +61,23 @@ class GuardSettings(NamedTuple):
 
 
 def calibrate(
-    measured: Measured,
-    decide: Decide,
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
     static_choice: Tensor,
+    decide: Decide,
     settings: GuardSettings,
     cost_ms: float = 0.0,
-    first_look_ms: Tensor | None = None,
     margins: Sequence[float] = MARGINS,
 ) -> list[dict[str, Any]]:
     """Find margins and fall-backs on n held-out samples, for B budgets.
 
     Args:
-        measured: the samples and the budgets.
+        rows: int64 [n], the samples.
+        budgets_ms: float [B].
+        static_choice: int64 [n, B], what budget-aware static chooses. It pays for no first look.
         decide: what the policy chooses.
-        static_choice: int64 [B, n], what budget-aware static chooses.
         cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
-        first_look_ms: float [n, C], what static does not pay of the measurements; None for nothing.
         margins: to choose from, the widest first.
 
     Returns:
@@ -87,29 +85,26 @@ def calibrate(
         is `unattainable`, `unshown` or `too_dear`, whether the policy is `better` than static, and
         utilities and shares on time, None if no held-out request was feasible.
     """
-    quickest_ms = measured.latency_ms
-    if first_look_ms is not None:
-        quickest_ms = quickest_ms - first_look_ms
-    rows = []
-    for group, budget in enumerate(measured.budgets_ms):
+    quickest_ms = table.without_first_look.latency_ms[rows]
+    rulings = []
+    for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
         left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
         choices = [decide(margin * left) for margin in margins]
         # [n, M + 1]: the margins, then static
-        columns = torch.stack([*choices, static_choice[group]], 1)
-        cells = torch.arange(len(columns)).unsqueeze(1), columns
+        cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)
         # [n, M + 1, R]; the policy pays for its decision, static not for the first look
-        latency_ms = measured.measurements_ms[cells].double()
+        latency_ms = table.measurements_ms[cells].double()
         latency_ms[:, :-1] += cost_ms
-        if first_look_ms is not None:
-            latency_ms[:, -1] -= first_look_ms.gather(1, columns[:, -1:])
+        if table.first_look_ms is not None:
+            latency_ms[:, -1] -= table.first_look_ms[rows, by_static].unsqueeze(1)
         in_time = share_in_time(latency_ms, budget)
         # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
-        utilities = measured.accuracy[cells].double() * in_time
+        utilities = table.accuracy[cells].double() * in_time
         met = in_time[feasible].sum(0)
         row = _calibrated(utilities, met, int(feasible.sum()), settings, margins)
-        rows.append({"budget_ms": float(budget)} | row)
-    return rows
+        rulings.append({"budget_ms": float(budget)} | row)
+    return rulings
 
 
 def _calibrated(
@@ -145,8 +140,9 @@ def _calibrated(
     deployed = (better and not only_static) or (widest is not None and not static_keeps)
 
     # why the level is not kept; unattainable is without the correction for the number of requests
+    decides = chosen if deployed else -1
     fewest = float(misses.min())
-    late = float(misses[chosen if deployed else -1])
+    late = float(misses[decides])
     unattainable = may_miss >= 0 and fewest > (1 - level) * count + ROUNDING
     too_dear = fewest <= may_miss < late
     row: dict[str, Any] = {
@@ -159,18 +155,13 @@ def _calibrated(
         "deployed": deployed,
         "reason": "",
     }
-    for when, column in zip(WHEN, (0, chosen, cautious, -1), strict=True):
+    shares = {"before": 0, "after": chosen, "cautious": cautious, "static": -1, "deployed": decides}
+    for when, column in shares.items():
         row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
-    row |= {
-        "satisfaction_deployed": row["satisfaction_after" if deployed else "satisfaction_static"],
-        "utility_policy": float(means[chosen]),
-        "utility_unconstrained": float(means[0]),
-        "utility_static": float(means[-1]),
-        "utility_deployed": float(means[chosen if deployed else -1]),
-        "gain": float(gain.mean()),
-        "gain_se": standard_error(gain),
-        "feasible": count,
-    }
+    utilities_of = {"policy": chosen, "unconstrained": 0, "static": -1, "deployed": decides}
+    for side, column in utilities_of.items():
+        row[f"utility_{side}"] = float(means[column])
+    row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
     return row | {"reason": _reason(row, settings)}
 
 

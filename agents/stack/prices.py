@@ -368,7 +368,7 @@ def make_priced_baselines(
         seed: of folds and trees.
         experts: see `make_baselines`.
     """
-    rows = torch.cat([split.train, split.validation])
+    rows = split.fitted
     experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
     measured, normaliser, fitted = experts
 

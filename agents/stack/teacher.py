@@ -25,7 +25,7 @@ from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
-from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
+from knobwise.agents.stack.weights import HeldOut, stack_weights
 from knobwise.envs.configurations.budgets import thinned
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -39,26 +39,36 @@ AT_ONCE = 1024
 
 
 class Mixture(NamedTuple):
-    """The predictions of a teacher's members for n requests, whatever limits these have."""
+    """The predictions of a teacher's members for n requests, whatever limits these have.
 
-    weights: list[float]
-    predictions: list[Prediction]
+    Attributes:
+        weights: of K members, float [K, 1, 1].
+        members: their predictions, [K, n, C].
+        sense: of the budget, see `Controller`.
+    """
+
+    weights: Tensor
+    members: Prediction
     sense: str
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the weighted mean over the members: [K, n, C] → [n, C]."""
+        return (self.weights * values).sum(0)
 
     @property
     def log_latency(self) -> Tensor:
         """The mean of ln ms, [n, C]."""
-        return weighted([p.log_latency for p in self.predictions], self.weights)
+        return self.mean(self.members.log_latency)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the worth of every configuration under limits [n], [n, C].
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
-        score = weighted([p.score(limits, self.sense) for p in self.predictions], self.weights)
+        score = self.mean(self.members.score(limits, self.sense))
         if self.sense != "deadline":
             return score
-        likely = weighted([p.meets(limits) for p in self.predictions], self.weights)
+        likely = self.mean(self.members.meets(limits))
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
         # [n, 1], beside scores [n, C]
@@ -67,19 +77,24 @@ class Mixture(NamedTuple):
 
     def moments(self) -> Prediction:
         """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
-        accuracy = weighted([p.accuracy.clamp(0, 1) for p in self.predictions], self.weights)
-        square = weighted([p.spread**2 + p.log_latency**2 for p in self.predictions], self.weights)
+        accuracy, log_latency, spread = self.members
         mean = self.log_latency
-        return Prediction(accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt())
+        variance = self.mean(spread**2 + log_latency**2) - mean**2
+        return Prediction(self.mean(accuracy.clamp(0, 1)), mean, variance.clamp_min(1e-6).sqrt())
 
     def drifted(self, offset: Tensor) -> Mixture:
         """Return the mixture for a machine where ln ms is off by `offset`, [n, C]."""
-        moved = [p._replace(log_latency=p.log_latency + offset) for p in self.predictions]
-        return self._replace(predictions=moved)
+        log_latency = self.members.log_latency + offset
+        return self._replace(members=self.members._replace(log_latency=log_latency))
 
     def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the best configurations under limits [n] inside the mask, int64 [n]."""
         return pick(self.score(limits, mask), self.log_latency, mask)
+
+
+def concatenated(predictions: Sequence[Prediction]) -> Prediction:
+    """Join predictions along their first axis."""
+    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
 
 
 class Teacher(nn.Module):
@@ -92,7 +107,6 @@ class Teacher(nn.Module):
         experts: beside the network.
         weights: float [1 + experts], the network's first.
         sense: of the budget, see `Controller`.
-        held_out_worth: the mean of what its choices are worth, out of fold.
     """
 
     weights: Tensor
@@ -107,7 +121,6 @@ class Teacher(nn.Module):
         experts: Sequence[Expert] = (),
         weights: Tensor | None = None,
         sense: str = "deadline",
-        held_out_worth: float = float("nan"),
     ) -> None:
         super().__init__()
         self.network = network
@@ -115,7 +128,6 @@ class Teacher(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
         self.sense = sense
-        self.held_out_worth = held_out_worth
         # what was learned after training, see `knobwise update`, [C] each
         count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
@@ -155,15 +167,16 @@ class Teacher(nn.Module):
         predictions = []
         if share > 0:
             # the network's members count alike
-            outcomes = self.network(x.expand(self.members, -1, -1))
-            for member in range(self.members):
-                predictions.append(outcomes.take(member).predicted())
-                weights.append(share / self.members)
+            weights += [share / self.members] * self.members
+            predictions.append(self.network(x.expand(self.members, -1, -1)).predicted())
         for weight, expert in zip(of_experts, self.experts, strict=True):
             if weight > 0:
-                predictions.append(expert(x))
                 weights.append(weight)
-        return Mixture(weights, [self._moved(p) for p in predictions], self.sense)
+                # [n, C] or [C] → [1, n, C]
+                parts = (part.expand(1, len(x), -1) for part in expert(x))
+                predictions.append(Prediction(*parts))
+        members = self._moved(concatenated(predictions))
+        return Mixture(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
 
     def _moved(self, prediction: Prediction) -> Prediction:
         """Return a prediction with what was learned after training."""
@@ -215,8 +228,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
         """Predict the outcomes of every configuration from features [n, width]."""
-        parts = [mixture.moments() for _, mixture in self._mixtures(x)]
-        return Prediction(*map(torch.cat, zip(*parts, strict=True)))
+        return concatenated([mixture.moments() for _, mixture in self._mixtures(x)])
 
     @torch.no_grad()
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
@@ -247,7 +259,6 @@ class Teacher(nn.Module):
             "network": self.network.state_dict(),
             "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
             "weights": self.weights,
-            "held_out_worth": self.held_out_worth,
             "learned": {name: getattr(self, name) for name in LEARNED},
         }
 
@@ -261,9 +272,7 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        weights = plain["weights"]
-        worth = plain["held_out_worth"]
-        teacher = cls(network, normaliser, experts, weights, controller.sense, worth)
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.sense)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -328,9 +337,8 @@ def fit_teacher(
     known = _known(predictions, measured, limits, sense)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
-    worth = known.mean_worth(weighted(known.scores, weights))
     all_experts = [family.expert for family in fitted]
-    teacher = Teacher(network.network, normaliser, all_experts, weights, sense, worth)
+    teacher = Teacher(network.network, normaliser, all_experts, weights, sense)
     # and one for each fold, with the parts that have not seen it
     teachers = []
     for member, of_fold in enumerate(of_folds):
@@ -349,18 +357,15 @@ def _held_out(
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
     for member, held in enumerate(folds):
         unseen_by[held] = member
-    outcomes = teacher.network(x.expand(teacher.members, -1, -1))
-    return outcomes.take((unseen_by, torch.arange(len(rows)))).predicted()
+    predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
+    return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
 def _known(
     predictions: list[Prediction], measured: Measured, limits: Tensor, sense: str
 ) -> HeldOut:
     """Return the expected and the actual worths of held-out samples under limits [B]."""
-    scores = []
-    for prediction in predictions:
-        columns = [prediction.score(limit.expand(len(measured.rows)), sense) for limit in limits]
-        scores.append(torch.stack(columns))
+    scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
     by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
     worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
     if sense == "deadline":
@@ -375,7 +380,7 @@ def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
     for fit, hold in measured.folds:
         of_folds.append(stack_weights(known.take(torch.from_numpy(fit))))
         held = known.take(torch.from_numpy(hold))
-        joined[:, hold] = weighted(held.scores, of_folds[-1]).to(joined.dtype)
+        joined[:, hold] = held.joined(of_folds[-1]).to(joined.dtype)
     # one member may be better than all together
     best = known.better_alone(joined)
     if best is None:
@@ -389,5 +394,5 @@ def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
     alone = copy.deepcopy(network)
     # every parameter has the members first
     for parameter in alone.parameters():
-        parameter.data = parameter.data[member : member + 1].clone()
+        parameter.data = parameter.data[[member]]
     return alone

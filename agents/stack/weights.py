@@ -3,7 +3,6 @@ fitted on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +39,12 @@ class HeldOut(NamedTuple):
         """Return the worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
         chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
         return self.worth.gather(-1, chosen).squeeze(-1).double()
+
+    def joined(self, weights: Tensor) -> Tensor:
+        """Return the scores of all members by these weights [K]: Σ_k w_k·scores_k, [B, n, C]."""
+        # members of weight 0 may expect infinite costs
+        pairs = zip(weights.tolist(), self.scores, strict=True)
+        return torch.stack([weight * score for weight, score in pairs if weight > 0]).sum(0)
 
     def mean_worth(self, score: Tensor) -> float:
         """Return the mean of `worth_of_best`."""
@@ -116,9 +121,3 @@ def _normal(weights: Tensor) -> Tensor:
     if not weights.any():
         weights = torch.ones_like(weights)
     return weights / weights.sum()
-
-
-def weighted(values: Sequence[Tensor], weights: Tensor | Sequence[float]) -> Tensor:
-    """Return Σ_k w_k·values_k; members of weight 0 are left out."""
-    parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
-    return torch.stack(parts).sum(0)

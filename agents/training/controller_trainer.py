@@ -192,7 +192,7 @@ class ControllerTrainer(JudgedTrainer):
         self.fitted = fitted[0]
         self.network_rows = fitted
         if len(fitted) > 1:  # folds, and a last network of all samples
-            self.fitted = torch.cat([self.split.train, self.split.validation])
+            self.fitted = self.split.fitted
             self.network_rows = [*fitted, self.fitted]
         self._note_held_out(held_out)
         # fresh networks, or those of the checkpoint

@@ -58,13 +58,17 @@ class Lessons:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         # each network learns from the teacher that was fitted on the same samples; the last on all
-        teachers = [*zip(fitted.of_folds, fitted.folds, strict=True), (fitted.teacher, None)]
+        teachers = []
+        for teacher, held_out in zip(fitted.of_folds, fitted.folds, strict=True):
+            kept = torch.ones(len(fitted.rows), dtype=torch.bool)
+            kept[held_out] = False
+            teachers.append((teacher, fitted.rows[kept]))
+        teachers.append((fitted.teacher, fitted.rows))
         cells = len(teachers) * LIMITS * table.num_configurations
         count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
         lessons = []
         with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
-            for finished, (teacher, held_out) in enumerate(teachers, 1):
-                rows = _rows_without(fitted.rows, held_out)
+            for finished, (teacher, rows) in enumerate(teachers, 1):
                 x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
                 limits = drawn_limits(judged, (count, LIMITS), generator)
                 offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
@@ -95,16 +99,6 @@ class Lessons:
         return drawn
 
 
-def _rows_without(rows: Tensor, held_out: Tensor | None) -> Tensor:
-    """Return all rows but those at the held-out positions; all rows if none would be left."""
-    kept = torch.ones(len(rows), dtype=torch.bool)
-    if held_out is not None:
-        kept[held_out] = False
-    if kept.any():
-        return rows[kept]
-    return rows
-
-
 def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw limits: a third of them are judged limits, the others lie evenly on a log scale.
 
@@ -131,8 +125,7 @@ def composed_of(
 ) -> Tensor:
     """Return normalised features [count, width] of requests composed of these rows, int64 [n]."""
     # the last block of columns tells which values are missing, if any can be
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    samples = normaliser.normal(blocks, len(rows))
+    samples = normaliser.normal(table.blocks(rows), len(rows))
     widths = list(normaliser.sizes.values())
     indicators = samples.shape[1] - sum(widths)
     if indicators:
@@ -153,34 +146,27 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
         count: the number of requests.
         generator: the source of the draws.
     """
-    first = _mixed(x, widths, count, generator)
-    second = _mixed(x, widths, count, generator)
-    share = _half_or_less(count, generator)
-    return torch.where(_uniform(count, x.shape[1], generator) < share, second, first)
 
+    def uniform(columns: int = 1) -> Tensor:
+        return torch.rand((count, columns), generator=generator)
 
-def _mixed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Return crossed samples; half of them are averaged with a second crossed sample."""
-    share = _half_or_less(count, generator)
-    first = _crossed(x, widths, count, generator)
-    second = _crossed(x, widths, count, generator)
-    return torch.lerp(first, second, share)
+    def half_or_less() -> Tensor:
+        # 0 for half of the requests, and a share of up to a half for the others
+        return 0.5 * uniform() * (uniform() < 0.5)
 
+    def crossed() -> Tensor:
+        rows = torch.randint(len(x), (count, 1), generator=generator).expand(-1, len(widths))
+        others = torch.randint(len(x), (count, len(widths)), generator=generator)
+        rows = torch.where(uniform() < 0.5, others, rows)
+        blocks = [block[rows[:, index]] for index, block in enumerate(x.split(widths, 1))]
+        return torch.cat([x.new_zeros(count, 0), *blocks], 1)
 
-def _crossed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Draw samples; half of them are put together, each block from another sample."""
-    n = len(x)
-    rows = torch.randint(n, (count, 1), generator=generator).expand(-1, len(widths))
-    others = torch.randint(n, (count, len(widths)), generator=generator)
-    rows = torch.where(_uniform(count, 1, generator) < 0.5, others, rows)
-    blocks = [block[rows[:, index]] for index, block in enumerate(x.split(widths, 1))]
-    return torch.cat([x.new_zeros(count, 0), *blocks], 1)
+    def mixed() -> Tensor:
+        share = half_or_less()
+        first = crossed()
+        return torch.lerp(first, crossed(), share)
 
-
-def _half_or_less(count: int, generator: torch.Generator) -> Tensor:
-    """Return 0 for half of the requests, and a share of up to a half for the others: [count, 1]."""
-    return 0.5 * _uniform(count, 1, generator) * (_uniform(count, 1, generator) < 0.5)
-
-
-def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    return torch.rand((rows, columns), generator=generator)
+    first = mixed()
+    second = mixed()
+    share = half_or_less()
+    return torch.where(uniform(x.shape[1]) < share, second, first)

@@ -72,12 +72,11 @@ class JudgedTrainer(Trainer):
             held_out: the rows held out of each fold, int64 [n] each.
         """
         self.judged_rows = torch.cat(held_out)
-        columns = pad_sequence(held_out)
-        lengths = torch.tensor([len(rows) for rows in held_out])
-        real = torch.arange(len(columns)) < lengths.unsqueeze(1)
-        network, position = real.nonzero(as_tuple=True)
+        columns = pad_sequence(held_out, padding_value=-1)
+        network, position = (columns.T >= 0).nonzero(as_tuple=True)
         self.places = position, network
         # the network of all samples is not judged: its column is a filler
+        columns = columns.clamp_min(0)
         self.held_out = functional.pad(columns, (0, self.networks - len(held_out)))
 
     @property
@@ -110,8 +109,8 @@ class JudgedTrainer(Trainer):
     @functools.cached_property
     def seen(self) -> list[str]:
         """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
-        rows = torch.cat([self.split.train, self.split.validation])
-        return list(dict.fromkeys([*self.table.fingerprints(rows), *self.seen_before]))
+        fitted = self.table.fingerprints(self.split.fitted)
+        return list(dict.fromkeys([*fitted, *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the rows that each fold's network is fitted on, and those it is judged on."""
@@ -140,8 +139,7 @@ class JudgedTrainer(Trainer):
         teacher = self.agent.teacher
         rows = self.held_out[:, : teacher.members].T
         predicted = teacher.network(self.all_features[rows]).predicted()
-        limits = limit.to(self.device).expand(*rows.shape, *limit.shape)
-        scores = self.policy.sharpness * predicted.score(limits, self.sense)
+        scores = self.policy.sharpness * predicted.score(limit.to(self.device), self.sense)
         mask = self.table.mask[rows].to(self.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
         return scores[self.places].log_softmax(-1)

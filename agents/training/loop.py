@@ -26,7 +26,6 @@ from torchrl.envs import EnvBase
 
 from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
 from knobwise.agents.judging.evaluation import LOGGED
-from knobwise.agents.training.optimiser import adamw, learning_rate
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Log, Stage, laid_out
@@ -164,7 +163,7 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-        self.optimiser = adamw(self.learned, self.settings.weight_decay)
+        self.optimiser = stages[0].optimiser(self.learned)
         self._random = random_state(self.device)
 
     @abstractmethod
@@ -273,7 +272,7 @@ class Trainer(ABC):
     def _begin(self, stage: Stage) -> None:
         """Begin a stage, with a fresh optimiser."""
         stage.begin()
-        self.optimiser = adamw(self.learned, stage.weight_decay)
+        self.optimiser = stage.optimiser(self.learned)
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
@@ -307,7 +306,7 @@ class Trainer(ABC):
         log."""
         stage = self.stage
         watched = self._watched
-        rate = learning_rate(stage.lr, stage.share(self.iteration), self.settings)
+        rate = stage.learning_rate(self.iteration, self.settings)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         parameters = [*self.learned.parameters()]
@@ -439,8 +438,8 @@ class Trainer(ABC):
         if loaded is None:
             return False
         state = loaded.extra.get("training", {})
-        mine = loaded.profile_digest == self.table.digest
-        if not mine or state.get("identity") != self.identity:
+        belongs_to = loaded.profile_digest, state.get("identity")
+        if belongs_to != (self.table.digest, self.identity):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         for name in self.kept:
             setattr(self, name, state[name])

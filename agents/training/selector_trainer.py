@@ -127,8 +127,11 @@ class SelectorTrainer(Trainer):
             agent = self._actor(start, embeddings).to(device).eval()
             frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
-            settings_of_env = {"reward": reward, "groups": groups, "seed": seed, "device": device}
-            self._env = functools.partial(self._environment, live, **settings_of_env)
+            about: dict[str, Any] = {"unprofiled": "error", "lean": True, "group_size": "all"}
+            about |= {"reward": reward, "groups": groups, "seed": seed, "device": device}
+            if live:
+                about |= {"group_size": self.loss.group_size, "shots": shots}
+            self._env = functools.partial(DemonstrationBandit, table, **about)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
@@ -141,14 +144,6 @@ class SelectorTrainer(Trainer):
         return SelectorActor(
             selector, embeddings, self.table.pool, self.shots, self.loss.group_size
         )
-
-    def _environment(self, live: bool, **settings: Any) -> DemonstrationBandit:
-        """Return an environment of live draws, or of recorded sequences."""
-        if live:
-            settings |= {"group_size": self.loss.group_size, "shots": self.shots}
-        else:
-            settings["group_size"] = "all"
-        return DemonstrationBandit(self.table, unprofiled="error", lean=True, **settings)
 
     def _check(self, stage: str, live: bool, reward_model: RewardModel | None) -> None:
         """Raise InputError for settings that do not go together."""

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.policy import Policy, choices_of, requests_of
-from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import ridge
 from knobwise.agents.stack.deployed import Arrays, DeployedController, Settled
 from knobwise.agents.stack.guard import GuardSettings, calibrate
-from knobwise.agents.stack.prices import StaticMix, compared, worths_for
+from knobwise.agents.stack.prices import StaticMix, compared, outcomes_of, worths_for
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.envs.configurations.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -50,15 +49,10 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
     table = trainer.table
-    rows = trainer.judged_rows
-    measured = Measured.from_table(table, rows, budgets_ms)
     # the static policy that chooses for a fold is fitted on the others
     statics = [static_of(table, fit) for fit in trainer.divide()[0]]
-    static_choice = _choices(trainer, statics, budgets_ms).T
+    judged = table, trainer.judged_rows, budgets_ms, _choices(trainer, statics, budgets_ms)
     settings = GuardSettings(trainer.policy.level)
-    looks = table.first_look_ms
-    if looks is not None:
-        looks = looks[rows]
 
     def decide(limit_ms: float) -> Tensor:
         return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
@@ -67,12 +61,10 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
         return _choices(trainer, trainer.taught_by.of_folds, torch.tensor([limit_ms]))[:, 0]
 
     # once with the cost of a decision charged, once as if it were free
-    by_policy = measured, decide, static_choice, settings
-    settled.guard = calibrate(*by_policy, trainer.cost_ms, looks)
-    settled.guard_if_free = calibrate(*by_policy, 0.0, looks)
+    settled.guard = calibrate(*judged, decide, settings, trainer.cost_ms)
+    settled.guard_if_free = calibrate(*judged, decide, settings)
     if trainer.teaches:
-        by_teacher = measured, teacher_decides, static_choice, settings
-        settled.guard_of_teacher = calibrate(*by_teacher, 0.0, looks, margins=(1.0,))
+        settled.guard_of_teacher = calibrate(*judged, teacher_decides, settings, margins=(1.0,))
     settled.static = static_of(table, trainer.fitted).arrays()
 
 
@@ -128,10 +120,9 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
         mixed = []
         for fit, hold in zip(*trainer.divide(), strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
-        accuracy = table.accuracy[rows].double().gather(1, chosen)
-        spent = table.latency_ms[rows].double().gather(1, chosen) + cost_ms
-        confidence = GuardSettings().confidence
-        settled.guard = compared(accuracy, spent, torch.cat(mixed), budgets_ms, confidence)
+        accuracy, latency_ms = outcomes_of(table, rows, chosen)
+        judged = accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms
+        settled.guard = compared(*judged, GuardSettings().confidence)
         mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, trainer.fitted, budgets_ms)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
+from torch import nn
 
+from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.losses.kl_control import KLControl
 
 
@@ -64,6 +68,27 @@ class Stage:
     def share(self, iteration: int) -> float:
         """Return the share of the stage that is done, 0 … 1."""
         return (iteration - self.start) / max(self.iterations, 1)
+
+    def optimiser(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return a fresh AdamW for the parameters that learn; biases do not decay."""
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": self.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                groups[name.endswith("bias")]["params"].append(parameter)
+        return torch.optim.AdamW(groups, lr=0.0, fused=True)
+
+    def learning_rate(self, iteration: int, settings: OptimiserConfig) -> float:
+        """Return the learning rate in an iteration: a linear rise, then a cosine to 0, as the
+        settings say."""
+        share = self.share(iteration)
+        if settings.schedule == "constant":
+            return self.lr
+        if share + 1e-2 < settings.rise:
+            return self.lr * (share + 1e-2) / settings.rise
+        return self.lr * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def laid_out(stages: list[Stage]) -> int:

@@ -66,7 +66,7 @@ def budget_rows(table: ProfileTable, split: Split) -> Tensor:
     These are all rows, but without the test part if it consists of data sets that nothing was
     fitted on, because their latencies are not known beforehand.
     """
-    fitted = torch.cat([split.train, split.validation])
+    fitted = split.fitted
     names = np.array(table.dataset_names)
     if np.isin(names[split.test.numpy()], names[fitted.numpy()]).any():
         return torch.arange(table.num_samples)

@@ -281,6 +281,10 @@ class ProfileTable:
             return split_fixed(self.parts, groups, train, validation, seed, name)
         return split_groups(groups, train, validation, seed, table=name)
 
+    def blocks(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""
+        return {name: block[rows] for name, block in self.features.items()}
+
     def fingerprints(self, rows: Tensor) -> list[str]:
         """Return a short text for each of these samples (int64 [n]).
 
@@ -290,7 +294,7 @@ class ProfileTable:
         if not self.features:
             datasets = self.datasets or ("",) * self.num_samples
             return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
-        joined = torch.cat([block[rows] for block in self.features.values()], 1).contiguous()
+        joined = torch.cat([*self.blocks(rows).values()], 1).contiguous()
         return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
 
     def save(self, path: str | Path) -> None:

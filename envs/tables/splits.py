@@ -26,6 +26,11 @@ class Split(NamedTuple):
     validation: Tensor
     test: Tensor
 
+    @property
+    def fitted(self) -> Tensor:
+        """All rows but those of the test part: what a deployed policy is fitted and chosen on."""
+        return torch.cat([self.train, self.validation])
+
 
 def split_groups(
     groups: Sequence[Hashable],

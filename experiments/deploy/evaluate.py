@@ -109,7 +109,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     policy = loaded.controller
     check_fits(config.checkpoint, policy, table)
     split = _split_for(loaded, table, config)
-    fitted = torch.cat([split.train, split.validation])
+    fitted = split.fitted
     mean = policy.decider.mean
     with threadpool_limits(config.threads):
         if mean is not None:
@@ -149,7 +149,7 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
             f"{checkpoint}: was trained for {len(network.configurations)} configurations of "
             f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
         )
-    network.features(table.features, table.num_samples)
+    network.normaliser(table.features, table.num_samples)
 
 
 def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:

@@ -69,7 +69,7 @@ class Explained:
         drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[:MOST]
         self.rows = test[drawn.sort().values]
         self.reads = torch.from_numpy(policy.reads_features(self.limits))
-        self.features = {name: block[self.rows] for name, block in table.features.items()}
+        self.features = table.blocks(self.rows)
         self.mask = table.mask[self.rows].numpy()
         self.chosen = self.decided(self.features)
         self.prices: Tensor | None = None

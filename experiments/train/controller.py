@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import torch
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents import policy as policy_package
@@ -74,7 +73,7 @@ class ControllerExperiment(Experiment):
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
-        self.fitted = torch.cat([self.split.train, self.split.validation])
+        self.fitted = self.split.fitted
         self.mean = config.budget.sense == "mean"
         # the budgets to judge at, float [B]
         if self.mean:

@@ -16,7 +16,9 @@ from helpers import (
     equal_states,
     small_beams,
     small_table,
+    some_configurations,
     table_of,
+    trained,
 )
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
@@ -25,7 +27,6 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig
@@ -115,8 +116,7 @@ def decided(agent, budget_ms=9.0):
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
     """What a run deploys, with a teacher, experts and a guard."""
-    trainer = ControllerTrainer(TABLE, TABLE.split(), policy=TAUGHT, optimiser=BRIEF)
-    trainer.run()
+    trainer = trained(TABLE)
     agent = deployed_by(trainer, trainer.limits)
     path = tmp_path_factory.mktemp("taught") / "taught.pt"
     save_checkpoint(path, agent, TABLE, trainer.provenance())
@@ -165,19 +165,10 @@ def test_what_cannot_decide_is_refused_on_loading(taught, tmp_path, place, mutat
 
 # -- training that starts from a checkpoint --------------------------------------------------------
 
-WARM = OptimiserConfig(
-    teacher_iterations=4,
-    warmup_iterations=8,
-    iterations=0,
-    contexts=16,
-    minibatch=16,
-    evaluate_every=4,
-)
-GRPO = replace(WARM, warmup_iterations=0, iterations=8)
+WARM = replace(BRIEF, iterations=0)
+GRPO = replace(BRIEF, warmup_iterations=0, iterations=8)
 POLICIES = {"RCE": PolicyConfig(hidden=16, dropout=0.0), "taught": replace(TAUGHT, experts=())}
 OTHER = small_table(50, seed=5)
-CUT = {name: getattr(TABLE, name)[:, :11] for name in ("accuracy", "latency_ms", "mask")}
-FEWER = replace(TABLE, configurations=TABLE.configurations[:11], **CUT)
 
 
 def trainer(how, table=TABLE, **settings):
@@ -254,7 +245,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
         ({"budget": BudgetConfig(sense="mean")}, "worth_ms"),
         ({"table": small_table(60, features=False)}, "image_features"),
         ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, "knob size"),
-        ({"table": FEWER}, r"\(12, .*\(11, "),
+        ({"table": some_configurations(TABLE, slice(11))}, r"\(12, .*\(11, "),
         ({"init_from": "selector.pt"}, "selector"),
         ({"init_from": "none.pt"}, "no such"),
         ({"init_from": "RCE/last.pt"}, "best.pt"),

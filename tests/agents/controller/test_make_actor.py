@@ -44,7 +44,7 @@ KINDS = ["controller", "several networks", "guarded", "mean budgets"]
 def requests(table, agent, rows=ALL):
     limits = torch.linspace(4, 40, len(rows))
     content = {"row": rows, agent.controller.limit_key: limits, "mask": table.mask[rows]}
-    content |= {name: block[rows] for name, block in table.features.items()}
+    content |= table.blocks(rows)
     return TensorDict(content, [len(rows)])
 
 
@@ -67,7 +67,7 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, how, tmp_path):
     assert out["action_log_prob"].isfinite().all()
     if how == ExplorationType.DETERMINISTIC:
         # the network inside: neither the guard nor calibrated worths play a part
-        x = inner.features(table.features, 60)
+        x = inner.normaliser(table.features, 60)
         greedy = inner(x, data[inner.limit_key], table.mask).argmax(-1)
         assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
     else:
@@ -122,21 +122,6 @@ def test_conditionals_by_hand():
     with set_composite_lp_aggregate(True):
         torch.testing.assert_close(policy.log_prob(draws).exp(), torch.tensor([[0.1, 0.3, 0.6]]))
         assert policy.entropy().tolist() == pytest.approx([entropies[0] + 0.4 * entropies[1]])
-
-
-def test_where_all_is_possible_they_are_the_categoricals_of_the_heads():
-    table, agent = agent_of("controller", 0.0)
-    data = requests(table, agent)
-    dist = make_actor(agent, separate=True).get_dist(data)
-    head = agent.controller.network.head.logits
-    hidden = {}
-    head.register_forward_hook(lambda _module, _inputs, out: hidden.update(logits=out[0]))
-    make_actor(agent).get_dist(data)
-    for knob, logits in zip(table.knobs, hidden["logits"].split(table.knob_sizes, -1), strict=True):
-        torch.testing.assert_close(dist[knob.name].probs, logits.softmax(-1))
-        values = torch.zeros(60, dtype=torch.int64)
-        each = dist.log_prob(TensorDict({k.name: values for k in table.knobs}, [60]))
-        torch.testing.assert_close(each[f"{knob.name}_log_prob"], logits.log_softmax(-1)[:, 0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

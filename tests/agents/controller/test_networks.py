@@ -146,6 +146,7 @@ def test_features_are_cut_into_bins_piecewise_linearly():
 
 SQUARE = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
+FEW = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0]])  # four of nine
 
 
 @st.composite
@@ -210,6 +211,8 @@ KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the s
         (CORNER, KNOBS, [True] * 3, [0.2, 0.6, 0.2]),
         (SQUARE, KNOBS, [True, False, True, True], [0.2, 0.0, 0.2, 0.6]),
         (SQUARE, KNOBS, [False, False, True, True], [0.0, 0.0, 0.25, 0.75]),  # 1 is sure
+        # a logit for each configuration
+        (FEW, [0.0, 0.0, math.log(2), 9.0], [True, True, True, False], [0.25, 0.25, 0.5, 0.0]),
     ],
 )
 def test_a_head_by_hand(configurations, logits, mask, wanted):
@@ -221,15 +224,7 @@ def test_a_head_by_hand(configurations, logits, mask, wanted):
 
 
 def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_configurations():
-    most = torch.tensor([[0, 0], [0, 1], [1, 2], [2, 0], [2, 2]])  # five of nine
-    assert KnobHeads(5, most).by_knobs
-    assert KnobHeads(5, most).logits.weight.shape == (1, 5, 6)  # three and three values
-    few = most[:4]
-    head = KnobHeads(5, few)
-    assert not head.by_knobs
-    assert head.logits.weight.shape == (1, 5, 4)
-    nn.init.zeros_(head.logits.weight)
-    head.logits.bias.data = torch.tensor([0.0, 0.0, math.log(2), 9.0]).reshape(1, 1, -1)
-    mask = torch.tensor([True, True, True, False])
-    log_probs = head(torch.randn(1, 1, 5), mask[None, None])
-    torch.testing.assert_close(log_probs.exp()[0, 0], torch.tensor([0.25, 0.25, 0.5, 0.0]))
+    most = KnobHeads(5, torch.cat([FEW, torch.tensor([[2, 2]])]))  # five of nine
+    assert most.by_knobs
+    assert most.logits.weight.shape == (1, 5, 6)  # three and three values
+    assert not KnobHeads(5, FEW).by_knobs

@@ -1,10 +1,9 @@
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, blocks, driven_apart, member_of, small_table
+from helpers import arrays, driven_apart, member_of, small_table, some_configurations
 from tensordict import TensorDict
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
@@ -21,14 +20,12 @@ def table_with(by_knobs, holes=0.0, features=True):
     table = small_table(holes=holes, features=features)
     if by_knobs:
         return table
-    kept = torch.tensor([0, 3, 5, 6, 9, 10])
-    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
-    cells["mask"][~cells["mask"].any(1), 0] = True
+    # every sample has one of these
+    table.mask[:, 0] = True
     for name in ("accuracy", "latency_ms"):
-        cells[name] = (
-            cells[name].where(cells[name].isfinite(), 1.0).masked_fill(~cells["mask"], math.nan)
-        )
-    return replace(table, configurations=table.configurations[kept], **cells)
+        cells = getattr(table, name)
+        cells[:, 0] = cells[:, 0].nan_to_num(1.0)
+    return some_configurations(table, [0, 3, 5, 6, 9, 10])
 
 
 def small_controller(table, dropout=0.1):
@@ -42,7 +39,7 @@ def contexts(table, count=20, seed=0):
     rows = torch.randint(table.num_samples, (count,), generator=generator)
     budgets = 5 + 20 * torch.rand(count, generator=generator)
     requests = {"row": rows, "budget_ms": budgets, "mask": table.mask[rows]}
-    return TensorDict({**requests, **blocks(table, rows)}, [count])
+    return TensorDict({**requests, **table.blocks(rows)}, [count])
 
 
 def chosen_by(controller, table, data):
@@ -84,7 +81,7 @@ def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_onl
     decisions = [chosen_by(controller, table, data) for _ in range(2)]
     assert torch.equal(*decisions)
     assert all(module.training == training for module in controller.modules())
-    features = controller.features(data, 200)
+    features = controller.normaliser(data, 200)
     log_probs = [controller(features, data["budget_ms"]) for _ in range(2)]
     assert torch.equal(*log_probs) != training
 
@@ -111,7 +108,7 @@ def side_by_side(table, members=2):
 def test_the_last_network_is_the_one_that_decides(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table)
-    features, mask = controller.features(data, 20), data["mask"] if holes else None
+    features, mask = controller.normaliser(data, 20), data["mask"] if holes else None
     request = features, data["budget_ms"], mask
     each = torch.stack([member_of(controller, i)(*request) for i in range(3)])
     torch.testing.assert_close(controller(*request), each[2])
@@ -157,7 +154,7 @@ def test_a_gradient_touches_its_own_network_alone(by_knobs):
 def test_the_forward_pass_takes_any_leading_axes(by_knobs, members, features):
     table = table_with(by_knobs, 0.5, features)
     controller, data = side_by_side(table, members), contexts(table, 6)
-    x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
+    x, limits, mask = controller.normaliser(data, 6), data["budget_ms"], data["mask"]
     flat = controller(x, limits, mask)
     assert flat.shape == (6, table.num_configurations)
     square = controller(*(part.unflatten(0, (2, 3)) for part in (x, limits, mask)))

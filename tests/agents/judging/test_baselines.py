@@ -1,7 +1,6 @@
 """Each rule on tables small enough to work out by hand; the fitted ones on tables where features do
 or do not help."""
 
-import dataclasses
 import functools
 import math
 
@@ -23,7 +22,7 @@ from knobwise.agents.judging.policy import requests_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.tables.profile_table import Split, median_of
+from knobwise.envs.tables.profile_table import Split
 
 NAN = math.nan
 LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -220,8 +219,7 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds():
     repeats = torch.tensor(
         [[[10.0, 11.0, 12.0], [20.0, 22.0, 30.0]], [[5.0, NAN, NAN], [40.0, 41.0, 45.0]]]
     )
-    table = table_of([[0.5, 0.75], [0.25, 1.0]], median_of(repeats).tolist())
-    table = dataclasses.replace(table, repeats_ms=repeats)
+    table = table_of([[0.5, 0.75], [0.25, 1.0]], repeats)
     rows, budgets = torch.arange(2), torch.tensor([11.0, 25.0])
     judged = judge(Always(0), table, rows, budgets)
     torch.testing.assert_close(judged.in_time, torch.tensor([[2 / 3, 1], [1, 1]]))

@@ -12,7 +12,6 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BestStatic, LookupTable, Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.judging.policy import choices_of, reads_features
-from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.stack.guard import GuardSettings, calibrate
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
@@ -92,12 +91,11 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     wanted = judge(static, table, rows, budgets)
     torch.testing.assert_close(judged.latency_ms[:, fallen], wanted.latency_ms[:, fallen])
     # static alone, calibrated by hand: the same with the look as without it
-    choices = torch.full((len(budgets), 80), 11)
+    choices = torch.full((80, len(budgets)), 11)
     utilities = []
     for each in (paid, table):
-        measured = Measured.from_table(each, rows, budgets)
-        about = measured, lambda limit_ms: choices[0], choices, GuardSettings()
-        found = calibrate(*about, first_look_ms=each.first_look_ms)
+        judged = each, rows, budgets, choices
+        found = calibrate(*judged, lambda limit_ms: choices[:, 0], GuardSettings())
         utilities.append([row["utility_static"] for row in found])
     assert utilities[0] == pytest.approx(utilities[1])
     assert max(utilities[0]) > 0

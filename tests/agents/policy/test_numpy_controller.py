@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, portfolio, small_table
+from helpers import arrays, gappy_table, portfolio, small_table, some_configurations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import untrained
@@ -35,40 +35,17 @@ ROUNDING = 1e-4
 """Of log-probabilities in single precision."""
 
 
-@functools.cache
-def gappy():
-    """A table whose features are heavy-tailed in one column and missing in some places."""
-    table = small_table(90)
-    image = table.features["image_features"].clone()
-    image[:, 1] = image[:, 1].mul(3).exp()
-    image[::4, 2] = torch.nan
-    return replace(table, features=table.features | {"image_features": image})
-
-
-@functools.cache
-def far():
-    """A table with a feature far from 0, which single precision hardly tells apart."""
-    table = small_table(90)
-    table.features["image_features"][:, 1] += 1e4
-    return table
-
-
-@functools.cache
-def sparse():
-    """Five of twelve configurations, so that there is one head over them."""
-    table = small_table(90)
-    kept = torch.tensor([0, 3, 5, 6, 11])
-    cells = {name: getattr(table, name)[:, kept] for name in ("accuracy", "latency_ms", "mask")}
-    return replace(table, configurations=table.configurations[kept], **cells)
-
-
+GAPPY = gappy_table()
+FAR = small_table(90)
+FAR.features["image_features"][:, 1] += 1e4  # which single precision hardly tells apart
 TABLES = {
-    "far from 0": far,
-    "gappy": gappy,
-    "sparse": sparse,
-    "holes": functools.cache(lambda: small_table(90, holes=0.4)),
-    "no features": functools.cache(lambda: small_table(90, features=False)),
-    "portfolio": functools.cache(lambda: portfolio(90)),
+    "far from 0": FAR,
+    "gappy": GAPPY,
+    # so few that there is one head over them
+    "five of twelve": some_configurations(small_table(90), [0, 3, 5, 6, 11]),
+    "holes": small_table(90, holes=0.4),
+    "no features": small_table(90, features=False),
+    "portfolio": portfolio(90),
 }
 MARGINS = [1.0, 0.9, 0.5, 0.7, 0.6]
 DEPLOY = [True, False, True, True, False]
@@ -115,7 +92,7 @@ def wanted_of(
         nearest = (planned.clamp_min(1e-9).log().unsqueeze(1) - logs).abs().argmin(1)
         planned = planned * torch.tensor([row["margin"] for row in rows]).double()[nearest]
         deployed = torch.tensor([row["deployed"] for row in rows])[nearest]
-    x = agent.controller.features(table.features, len(limits))
+    x = agent.controller.normaliser(table.features, len(limits))
     with torch.no_grad():
         log_probs = agent.controller(x, planned.float(), mask, drift)
     return log_probs.numpy(), deployed.numpy()
@@ -143,7 +120,7 @@ CONFIGS = st.builds(
 def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
     name, config, guarded, masked, seed
 ):
-    table = TABLES[name]()
+    table = TABLES[name]
     if not table.features:
         config = replace(config, project=0)
     count = len(default_budgets(table))
@@ -185,8 +162,7 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
 
 @functools.cache
 def guarded():
-    table = gappy()
-    return table, untrained(table, None, MARGINS, DEPLOY)
+    return GAPPY, untrained(GAPPY, None, MARGINS, DEPLOY)
 
 
 def test_more_requests_than_are_decided_at_once(monkeypatch):
@@ -203,11 +179,10 @@ def test_more_requests_than_are_decided_at_once(monkeypatch):
 
 
 def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
-    table = gappy()
-    light = untrained(table).decider
+    light = untrained(GAPPY).decider
     # so that what is expected depends on features
-    light._latency._columns = np.ones((12, 9), np.float32)
-    blocks = arrays(table)
+    light._latency.weight = np.ones((12, 9), np.float32)
+    blocks = arrays(GAPPY)
     copied = {name: block.copy() for name, block in blocks.items()}
     limits = np.linspace(5, 40, 90)
 
@@ -515,7 +490,7 @@ def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(tmp_pa
 
 
 def test_a_file_that_is_cut_or_has_a_flipped_bit_is_noticed(tmp_path):
-    agent = untrained(gappy(), PolicyConfig(hidden=64), MARGINS, DEPLOY)
+    agent = untrained(GAPPY, PolicyConfig(hidden=64), MARGINS, DEPLOY)
     light = agent.decider
     path = tmp_path / "c.npz"
     assert agent.export(path).digest == light.digest

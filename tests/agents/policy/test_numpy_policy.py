@@ -161,8 +161,8 @@ def test_turns_by_hand():
     """Multiples of 0.618 modulo 1: .618, .236, .854, .472, .090, .708, .326, .944, .562, .180."""
     wanted = [1, 3, 1, 1, 3, 1, 1, 1, 1, 3]
     alone = mean_budgets()
-    assert [alone.fall_back(12.0) for _ in range(10)] == wanted
-    assert alone.fall_back(9.0) is None
+    assert [alone.single(12.0) for _ in range(10)] == [(choice, 50.0) for choice in wanted]
+    assert alone.single(9.0) == (None, 20.0)
 
 
 def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
@@ -183,7 +183,7 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
 def test_a_mean_budget_must_be_calibrated():
     mean = mean_budgets()
     assert mean.groups(np.array([12.0, 9.0, 9.0089])).tolist() == [1, 0, 0]
-    assert (mean.single(12.0), mean.single(11.989), mean.single(9.0)) == (1, 1, 0)
+    assert [mean.single(budget)[1] for budget in (12.0, 11.989, 9.0)] == [50, 50, 20]
     for decide in (mean.single, lambda budget: mean.groups(np.array([9.0, budget]))):
         with pytest.raises(ValueError, match=r"11: .*9, 12"):
             decide(11.0)

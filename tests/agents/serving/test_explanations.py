@@ -155,7 +155,7 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     budget = float(default_budgets(TABLE)[1])
     explanation = policy.decide(blocks_of(7), budget, explain=True)
     agent = policy.agent
-    x = agent.controller.features({name: block[7:8] for name, block in TABLE.features.items()}, 1)
+    x = agent.controller.normaliser({name: block[7:8] for name, block in TABLE.features.items()}, 1)
     with torch.no_grad():
         probability = agent.controller(x, torch.tensor([0.7 * budget]))[0].exp()
     accuracy, mean, spread = (values[0] for values in agent.teacher.moments(x)[:3])

@@ -1,12 +1,11 @@
 import json
 import sys
-from dataclasses import replace
 
 import onnx
 import onnxruntime
 import pytest
 import torch
-from helpers import arrays, driven_apart, small_table
+from helpers import arrays, driven_apart, gappy_table, small_table
 from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
@@ -17,21 +16,12 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 
 
-def gappy():
-    """A table whose features are heavy-tailed in one column and missing in some places."""
-    table = small_table(90)
-    image = table.features["image_features"].clone()
-    image[:, 1] = image[:, 1].mul(3).exp()
-    image[::4, 2] = torch.nan
-    return replace(table, features=table.features | {"image_features": image})
-
-
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     guarded,
     tmp_path,
 ):
-    table = gappy()
+    table = gappy_table()
     # static decides in two groups
     margins = [1.0, 1.0, 0.7, 1.0, 0.5] if guarded else None
     config = PolicyConfig(hidden=8, members=2, drift=0.3)

@@ -20,7 +20,6 @@ def test_a_loaded_and_an_exported_one_decide_like_the_saved_one(table, tmp_path)
     loaded = load_checkpoint(tmp_path / "c.pt").controller
     assert equal_states(loaded.controller, agent.controller)
     assert equal_states(loaded.teacher, agent.teacher)
-    assert loaded.teacher.held_out_worth == agent.teacher.held_out_worth
     assert loaded.settled.guard == agent.settled.guard
     written = agent.export(tmp_path / "controller.npz")
     exported = NumpyController.load(tmp_path / "controller.npz")

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.policy.guard import Guard
-from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.guard import MARGINS, WHEN, GuardSettings, arrays_of, calibrate
+from knobwise.agents.stack.guard import MARGINS, GuardSettings, arrays_of, calibrate
 
 NAN = math.nan
 BUDGET = 10.0
@@ -28,10 +28,9 @@ def calibrated(
 
     The policy has for each request the configurations by the margin that each is chosen from on,
     the smallest first; or it is a function."""
-    right, latency = torch.tensor(accuracy).float(), torch.tensor(latency_ms).float()
-    n = len(right)
-    cells = right, latency, latency.unsqueeze(-1), ~latency.isnan()
-    measured = Measured(torch.arange(n), *cells, torch.tensor([BUDGET]))
+    n = len(accuracy)
+    table = table_of(torch.tensor(accuracy).float(), torch.tensor(latency_ms).float())
+    judged = table, torch.arange(n), torch.tensor([BUDGET]), torch.full((n, 1), static)
     guard = GuardSettings(**{"level": 0.5, "level_cost": 1.0} | options)
 
     def by_margin(limit_ms):
@@ -42,7 +41,7 @@ def calibrated(
         return torch.tensor(chosen)
 
     decide = by_margin if isinstance(policy, list) else policy
-    (row,) = calibrate(measured, decide, torch.full((1, n), static), guard, cost_ms)
+    (row,) = calibrate(*judged, decide, guard, cost_ms)
     assert row["reason"].startswith("deployed" if row["deployed"] else "fell back")
     return row
 
@@ -181,9 +180,8 @@ def test_what_is_said_of_the_level_agrees_with_the_shares(seed, n, level, level_
     flags = [row[name] for name in FLAGS]
     assert sum(flags) <= 1
     if row["feasible"]:
-        before, after, cautious = (row[f"satisfaction_{when}"] for when in WHEN[:3])
-        deployed = row["satisfaction_deployed"]
-        assert cautious >= max(before, after)
+        cautious, deployed = row["satisfaction_cautious"], row["satisfaction_deployed"]
+        assert cautious >= max(row["satisfaction_before"], row["satisfaction_after"])
         assert not (row["unattainable"] and max(cautious, deployed) >= level)
         misses = row["feasible"] * (1 - deployed)
         assert any(flags) == ((misses + 1) / (row["feasible"] + 1) > 1 - level + 1e-9)
@@ -218,7 +216,8 @@ def test_infeasible_requests_do_not_count_nor_does_what_was_not_profiled():
 )
 def test_deployed_where_better_by_more_than_chance(policy, confidence, deployed):
     n = len(policy)
-    cells = [[0.0, value] for value in policy], [[5.0, 5.0]] * n
+    accuracy = [[max(-value, 0.0), max(value, 0.0)] for value in policy]
+    cells = accuracy, [[5.0, 5.0]] * n
     row = calibrated([{0.0: 1}] * n, *cells, confidence=confidence)
     assert (row["gain"], row["deployed"]) == (sum(policy) / n, deployed)
     assert Guard(arrays_of([row])).single(BUDGET) == (1.0, deployed)
@@ -247,7 +246,7 @@ def test_the_level_holds_over_many_draws():
     requests, at its margin a tenth."""
     generator, level = torch.Generator().manual_seed(0), 0.9
     shares, size = [], torch.arange(1.0, 6.0)
-    budgets_ms, every = torch.tensor([10.0, 60.0]), torch.ones(200, 5, dtype=torch.bool)
+    budgets_ms = torch.tensor([10.0, 60.0])
 
     def choices(mean, limit_ms):
         meets = torch.special.ndtr((math.log(limit_ms) - mean) / 0.3)  # the spread is .63
@@ -257,12 +256,10 @@ def test_the_level_holds_over_many_draws():
         known, hidden = torch.randn(2, 700, 1, generator=generator)
         mean = size + 0.5 * known
         latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5, generator=generator)).exp()
-        cells = every.float(), latency[:200], latency[:200, :, None], every
-        measured = Measured(torch.arange(200), *cells, budgets_ms)
+        table = table_of(torch.ones(200, 5), latency[:200])
+        judged = table, torch.arange(200), budgets_ms, torch.full((200, 2), 4)
         decide = functools.partial(choices, mean[:200])
-        static = torch.full((2, 200), 4)
-        rows = calibrate(measured, decide, static, GuardSettings(level=level, level_cost=1))
-        for row in rows:
+        for row in calibrate(*judged, decide, GuardSettings(level=level, level_cost=1)):
             budget = row["budget_ms"]
             planned = choices(mean[200:], row["margin"] * budget)
             planned = planned if row["deployed"] else torch.full((500,), 4)

@@ -2,11 +2,12 @@
 one."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, arrays, deployed, small_table, table_of
+from helpers import BRIEF, arrays, deployed, small_table, table_of, trained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.prices import (
@@ -19,26 +20,9 @@ from knobwise.agents.stack.prices import (
     outcomes_of,
     worths_for,
 )
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.budgets import worths_range
-from knobwise.envs.configurations.settings import BudgetConfig
-
-SHORT = OptimiserConfig(
-    teacher_iterations=10,
-    warmup_iterations=60,
-    iterations=4,
-    contexts=64,
-    minibatch=64,
-    evaluate_every=4,
-)
-
-
-def fitted_rows(table):
-    split = table.split()
-    return torch.cat([split.train, split.validation])
-
 
 # -- by hand ---------------------------------------------------------------------------------------
 
@@ -108,10 +92,9 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 @pytest.mark.parametrize(("features", "cost_ms"), [(True, 0.5), (False, 0.0)])
 def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
     table = small_table(120, holes=0.2, features=features)
-    budgets_ms = mean_budgets(table, fitted_rows(table))
-    options = {"policy": TAUGHT, "optimiser": SHORT, "budget": BudgetConfig(sense="mean")}
-    trainer = ControllerTrainer(table, table.split(), cost_ms=cost_ms, **options)
-    trainer.run()
+    budgets_ms = mean_budgets(table, table.split().fitted)
+    optimiser = replace(BRIEF, warmup_iterations=60)
+    trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
     agent = deployed_by(trainer, budgets_ms)
     mean, rows = agent.settled.mean, trainer.judged_rows
     worths = torch.from_numpy(mean["worths"]).float()
@@ -126,7 +109,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     assert mean["deployed"].tolist() == [row["deployed"] for row in guard]
     # what decides is the network of all samples at that worth
     result = agent.decider.log_probs(arrays(table), np.full(120, float(budgets_ms[1])))
-    x = agent.controller.features(table.features, 120)
+    x = agent.controller.normaliser(table.features, 120)
     with torch.no_grad():
         wanted = agent.controller(x, worths[1].expand(120))
     np.testing.assert_allclose(result, wanted, atol=1e-4)
@@ -137,16 +120,14 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
 
 def test_a_taught_policy_spends_more_where_it_may():
     table = small_table(300)
-    rows, test = fitted_rows(table), table.split().test
+    split = table.split()
+    rows, test = split.fitted, split.test
     budgets_ms = mean_budgets(table, rows)
     steps = {"teacher_iterations": 30, "warmup_iterations": 150, "evaluate_every": 30}
     optimiser = OptimiserConfig(iterations=0, **steps)
     policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
     agent = deployed(table, policy, budgets_ms, "mean", optimiser=optimiser)
-    policies = [
-        agent.under_mean_budgets(),
-        *make_priced_baselines(table, table.split(), budgets_ms),
-    ]
+    policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
     names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
     assert [policy.name for policy in policies] == ["controller", *names]
     mixed = StaticMix.of_table(table, rows, budgets_ms).expected(table, test)[0]

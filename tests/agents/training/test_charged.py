@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, TAUGHT, small_table, table_of
+from helpers import arrays, controller_trainer, small_table, table_of, trained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import median_of
 
 NAN = torch.nan
@@ -53,8 +52,7 @@ def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table():
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_training_learns_from_what_its_decisions_leave(sense):
     table = small_table(60)
-    settings = {"policy": PolicyConfig(hidden=8), "budget": BudgetConfig(sense=sense)}
-    student = ControllerTrainer(table, table.split(), **settings, optimiser=BRIEF, cost_ms=2.0)
+    student = controller_trainer(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
     learned = student.env.rewards
     torch.testing.assert_close(learned.latency_ms, table.latency_ms + 2)
     assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
@@ -62,8 +60,7 @@ def test_training_learns_from_what_its_decisions_leave(sense):
 
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
     table = small_table(120)
-    trainer = ControllerTrainer(table, table.split(), policy=TAUGHT, optimiser=BRIEF, cost_ms=1e3)
-    trainer.run()
+    trainer = trained(table, cost_ms=1e3)
     deployed = deployed_by(trainer, trainer.limits)
     rows = deployed.settled.guard_of_teacher
     # its own cost makes the policy late at every budget; the teacher pays nothing
@@ -76,7 +73,7 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     rows[1]["deployed"] = True
     teacher = deployed.guarded_teacher
     assert deployed.teacher is not None
-    features = {name: block.numpy() for name, block in table.features.items()}
+    features = arrays(table)
     limits = trainer.limits.double().numpy()
     assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
     static = static_of(table, trainer.fitted)

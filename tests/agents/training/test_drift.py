@@ -5,17 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, TAUGHT, arrays, repeated, small_table
+from helpers import TAUGHT, arrays, controller_trainer, repeated, small_table
 
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.policy.network import LatencyModel
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training import imitation
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.drift import COPIES, drawn_drift, drifted_copies
-from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
@@ -80,10 +78,9 @@ def test_what_heads_are_told_of_it_by_hand():
     assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
 
 
-def trainer(table, **options):
-    settings = {"policy": DRIFTING, "optimiser": BRIEF}
-    settings["loss"] = LossConfig(objective="sampled", group_size=3)
-    return ControllerTrainer(table, table.split(), **settings | options)
+def trainer(table, sense="deadline"):
+    loss = LossConfig(objective="sampled", group_size=3)
+    return controller_trainer(table, DRIFTING, sense, loss=loss)
 
 
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
@@ -143,10 +140,9 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
         still = teacher.mixture(x)
         wanted = []
         for place in range(limits.shape[1]):
-            moved = [
-                p._replace(log_latency=p.log_latency + offsets[:, place]) for p in still.predictions
-            ]
-            wanted.append(still._replace(predictions=moved).score(limits[:, place]))
+            log_latency = still.members.log_latency + offsets[:, place]
+            moved = still.members._replace(log_latency=log_latency)
+            wanted.append(still._replace(members=moved).score(limits[:, place]))
     # but where nothing is likely to be on time
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
@@ -173,7 +169,7 @@ def test_what_is_judged_and_deployed_does_not_drift():
     guard = agent.decider.guard
     under = limits * np.exp(-offset.mean()) * guard.margin[guard.groups(limits)]
     network = agent.controller
-    x = network.features(table.features, 60)
+    x = network.normaliser(table.features, 60)
     with torch.no_grad():
         told = torch.tensor(offset).float().expand(60, -1)
         by_hand = network(x, torch.tensor(under).float(), None, told)
@@ -181,7 +177,7 @@ def test_what_is_judged_and_deployed_does_not_drift():
 
 
 def test_under_a_mean_budget_nothing_drifts():
-    student = trainer(small_table(40), budget=BudgetConfig(sense="mean"))
+    student = trainer(small_table(40), "mean")
     assert student.drift == 0
     assert student.drifted is student.table
 
@@ -196,7 +192,7 @@ def test_answers_as_in_the_profile_show_no_drift(features):
     rows = torch.arange(80)
     normaliser = FeatureNormaliser.fit(table, rows)
     latency = LatencyModel(latency_of(table, rows, normaliser))
-    x = normaliser({name: block[rows] for name, block in table.features.items()}, 80).numpy()
+    x = normaliser(table.features, 80).numpy()
     logs = np.log(skewed.double().numpy())
     expected = np.tile(latency.bias, (80, 1))
     if features:

@@ -4,32 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TAUGHT, small_table
+from helpers import BRIEF, TAUGHT, small_table, trained
 
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.imitation import BEYOND, LIMITS, composed, drawn_limits
-from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.configurations.settings import BudgetConfig
 
-BRIEF = OptimiserConfig(
-    teacher_iterations=10,
-    warmup_iterations=10,
-    iterations=0,
-    contexts=32,
-    minibatch=32,
-    evaluate_every=10,
-)
+TEN = {"teacher_iterations": 10, "warmup_iterations": 10, "evaluate_every": 10}
+IMITATION = replace(BRIEF, iterations=0, **TEN)
 
 
 def generator():
     return torch.Generator().manual_seed(0)
-
-
-def trained(table, sense="deadline", **options):
-    settings = {"policy": TAUGHT, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)}
-    student = ControllerTrainer(table, table.split(), **settings | options)
-    student.run()
-    return student
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -82,7 +66,7 @@ def test_requests_are_composed_of_samples_block_by_block():
 def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
-    student = trained(table, optimiser=replace(BRIEF, contexts=256))
+    student = trained(table, optimiser=replace(IMITATION, contexts=256))
     lessons = student.lessons
     teacher, of_folds, rows, folds = student.taught_by
     x, limits, worths = lessons.parts.values()  # no drift
@@ -123,16 +107,16 @@ def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
     agreed = []
     for iterations in (1, 300):
         changes = {"warmup_iterations": iterations, "evaluate_every": 300, "warmup_lr": 0.01}
-        optimiser = replace(BRIEF, **changes, contexts=64, minibatch=64)
+        optimiser = replace(IMITATION, **changes, contexts=64, minibatch=64)
         policy = replace(TAUGHT, hidden=32)
-        student = trained(small_table(200), sense, policy=policy, optimiser=optimiser)
+        student = trained(small_table(200), policy, sense, optimiser=optimiser)
         agreed.append(agreement(student))
     assert agreed[0] < 0.2
     assert agreed[1] > 0.55  # of twelve configurations, some of which are nearly as good
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
-    student = trained(small_table(60))
+    student = trained(small_table(60), optimiser=IMITATION)
     torch.manual_seed(0)
     x, limits, worths = student.lessons.draw(7).values()
     torch.manual_seed(0)

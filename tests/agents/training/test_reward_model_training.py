@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from commands import ctrl_c, same
+from commands import same, stopped_and_resumed
 from helpers import Lines, equal_states, small_beams
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
@@ -78,21 +77,10 @@ def test_the_learned_reward_teaches_and_the_shuffled_one_does_not():
 def test_a_stop_changes_nothing(stop, tmp_path):
     """Neither in the iteration in which true calls were made, nor between two of them."""
     data = small_beams()
-    whole = trainer(data, folder=tmp_path / "whole")
-    whole.run()
-    stopped = trainer(data, folder=tmp_path / "stopped")
-    with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
-        stopped.run()
-    again = trainer(data, folder=tmp_path / "stopped")
-    assert again.resume(tmp_path / "stopped" / "last.pt")
-    again.run()
-    assert equal_states(whole.agent, again.agent)
-    states = [
-        load_checkpoint(tmp_path / name / "last.pt").extra["training"]
-        for name in ("whole", "stopped")
-    ]
-    assert states[0]["calls"] == states[1]["calls"] == TINY.calls
-    assert same(*(state["reward_model"] for state in states))
+    both = stopped_and_resumed(lambda folder: trainer(data, folder=folder), tmp_path, stop)
+    assert equal_states(*(each.agent for each in both))
+    assert same(*(each.reward_model.state_dict() for each in both))
+    assert [each.calls for each in both] == [TINY.calls] * 2
 
 
 def test_another_learned_reward_is_another_training(tmp_path):

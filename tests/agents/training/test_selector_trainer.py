@@ -163,15 +163,13 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 def test_without_a_scorer_recorded_sequences_judge():
     table, _ = small_beams(60)
     log = Lines()
-    student = SelectorTrainer(
-        "grpo", table, table.split(0.8, 0.1), fresh(table), config=SHORT, log=log
-    )
+    student = trainer("grpo", (table, None), log=log)
     student.run()
     rows = student.split.validation
     highest = student.env.rewards[rows].amax(1).mean()
     assert student.env.rewards[rows].amin(1).mean() < student.best["score"] <= highest + 1e-6
     with pytest.raises(InputError, match="need a scorer"):
-        SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), live=True)
+        trainer("grpo", (table, None), live=True)
 
 
 def test_only_training_queries_are_fitted_on():

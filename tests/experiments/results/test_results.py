@@ -314,7 +314,7 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
     results, decisions = judged(SMALL, [controller], baselines, budgets, charge=False)
     known = decisions.drop_nulls("expected_in_time")
     assert set(known["policy"]) == {"controller"}
-    moments = controller.teacher.moments(controller.controller.features(SMALL.features, 60))
+    moments = controller.teacher.moments(controller.controller.normaliser(SMALL.features, 60))
     # the normal distribution of ln ms, at each choice
     labels = [SMALL.label(c) for c in range(12)]
     chosen = known["choice"].replace_strict(labels, range(12)).to_torch().view(60, -1)
@@ -397,7 +397,7 @@ def test_nothing_depends_on_the_unit():
         torch.manual_seed(0)
         controller = Controller.for_table(table, rows, PolicyConfig(hidden=8), sense="mean")
         worths = scale * torch.linspace(1, 900, 90)
-        start = controller(controller.features(table.features), worths)
+        start = controller(controller.normaliser(table.features), worths)
         of_units.append([start, *(limits / scale for limits in budgets)])
     for first, second in zip(*of_units, strict=True):
         torch.testing.assert_close(first, second, atol=2e-3, rtol=1e-3)
