@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import input_error
-from tiny_models import SCORERS, chat, picture, tiny_model
+from tiny_models import SCORERS, chat, picture, rows, tiny_model
 
 from knobwise.profiling.huggingface.scorer import VLMScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
@@ -44,12 +44,6 @@ def family(request):
 @pytest.fixture(scope="module")
 def llava():
     return tiny_model("llava")
-
-
-def rows(prompts):
-    """The prompts as a scorer takes them: queries [n], demonstrations [n, 4]."""
-    padded = [[*shown, *[-1] * (4 - len(shown))] for _, shown in prompts]
-    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
 
 
 def by_hand(model, processor, text, images, answer):
