@@ -117,7 +117,12 @@ class DemonstrationScorer(PromptedModel):
             after = before + " " * (not before[-1:].isspace()) + answer
         if self.chats:
             after = after.rstrip()
-        tokens = self._ids(before, after)
+        # read in its place, since some tokenizers begin a text with a space; alone where a token
+        # spans the border
+        texts = [before, after, after[len(before) :]]
+        start, whole, tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if whole[: len(start)] == start:
+            tokens = whole[len(start) :]
         for i, token in enumerate(tokens, 1):
             if token in self._end_tokens:
                 return tokens[:i]
@@ -128,14 +133,6 @@ class DemonstrationScorer(PromptedModel):
                 f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary"
             )
         return tokens
-
-    def _ids(self, before: str, after: str) -> list[int]:
-        """Return the tokens that `after` has and `before`, which it begins with, has not."""
-        texts = [before, after, after[len(before) :]]
-        start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        # read in its place, since some tokenizers begin a text with a space; alone where a token
-        # spans the border
-        return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
 
 class VLMScorer(DemonstrationScorer):

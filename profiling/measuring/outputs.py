@@ -212,7 +212,7 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
+def levels(column: NDArray[Any], order: Sequence[Any]) -> list[Any]:
     """Return the values of a knob that occur: numbers in ascending order, names as in `order`.
 
     Names that `order` lacks stay in the order of their first occurrence.
