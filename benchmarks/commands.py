@@ -32,25 +32,17 @@ def run(*words: str) -> None:
 def main() -> None:
     """Time start-up, then the report of a short run."""
     bench = Bench()
-    bench.line(
-        "import knobwise",
-        "s",
-        functools.partial(run, "-c", "import knobwise"),
-        {"import numpy": functools.partial(run, "-c", "import numpy")},
-    )
-    bench.line(
-        "knobwise train --help",
-        "s",
-        functools.partial(run, "-m", "knobwise", "train", "--help"),
-        {"import hydra": functools.partial(run, "-c", "import hydra")},
-    )
-    inspect = ("-m", "knobwise", "inspect", "profile=builtin")
-    bench.line(
-        "knobwise inspect profile=builtin",
-        "s",
-        functools.partial(run, *inspect),
-        {"import torch, polars": functools.partial(run, "-c", "import torch, polars")},
-    )
+    for what, words, libraries in (
+        ("import knobwise", ("-c", "import knobwise"), "import numpy"),
+        ("knobwise train --help", ("-m", "knobwise", "train", "--help"), "import hydra"),
+        (
+            "knobwise inspect profile=builtin",
+            ("-m", "knobwise", "inspect", "profile=builtin"),
+            "import torch, polars",
+        ),
+    ):
+        peers = {libraries: functools.partial(run, "-c", libraries)}
+        bench.line(what, "s", functools.partial(run, *words), peers)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         if knobwise(["train", "experiment=lean", *TINY.split(), "name=tiny"]):

@@ -19,7 +19,7 @@ import itertools
 import logging
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,23 @@ def deployed_on(table: ProfileTable) -> DeployedController:
     hidden = hidden_for(inputs, table.num_configurations, 1e3 * float(budgets_ms.min()))
     torch.manual_seed(0)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=hidden, drift=0.3)).eval()
-    guard = []
-    for budget in budgets_ms.tolist():
-        guard.append({"budget_ms": budget, "margin": 0.97, "deployed": True})
+    guard = [
+        {"budget_ms": budget, "margin": 0.97, "deployed": True} for budget in budgets_ms.tolist()
+    ]
     latency = latency_of(table, rows, controller.normaliser)
     settled = Settled(guard, static=static_of(table, rows).arrays(), latency=latency)
     return DeployedController(controller, None, settled)
 
 
-def in_turn(decide: Callable[[Any, float], object]) -> Callable[[], object]:
+def in_turn(
+    decide: Callable[[Any, float], object], requests: Sequence[Any] = SAMPLES
+) -> Callable[[], object]:
     """Return a function that decides on one request after another."""
     number = itertools.count()
 
     def call() -> object:
         i = next(number)
-        return decide(SAMPLES[i % len(SAMPLES)], BUDGETS_MS[i % len(BUDGETS_MS)])
+        return decide(requests[i % len(requests)], BUDGETS_MS[i % len(BUDGETS_MS)])
 
     return call
 
@@ -149,9 +151,10 @@ class InstantModel:
             KnobSupport(knob.name, knob.values[-1], values=knob.values) for knob in TABLE.knobs
         )
         self.latency_ms = TABLE.latency_ms.tolist()
-        self.columns = {}
-        for column in range(TABLE.num_configurations):
-            self.columns[tuple(TABLE.configuration(column).items())] = column
+        self.columns = {
+            tuple(TABLE.configuration(column).items()): column
+            for column in range(TABLE.num_configurations)
+        }
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         return FirstStage(request, SAMPLES[request.image], None, 0.0, 0.0)
@@ -162,17 +165,6 @@ class InstantModel:
         return [Answer("", ms, ms, 0.0, 1, 1, 1) for ms in times]
 
 
-def requests(answer: Callable[[Request, float], object], count: int) -> Callable[[], object]:
-    """Return a function that answers one request after another, `count` different ones."""
-    number = itertools.count()
-
-    def call() -> object:
-        i = next(number)
-        return answer(Request(i % count, "what?"), BUDGETS_MS[i % len(BUDGETS_MS)])
-
-    return call
-
-
 def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
     """Time requests with and without tracker, log and cache, beside the model alone."""
     configuration = TABLE.configuration(0)
@@ -181,6 +173,7 @@ def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
         return bare.answer([bare.first_stage(request)], configuration)
 
     bare = InstantModel()
+    requests = [Request(row, "what?") for row in range(len(SAMPLES))]
     options: dict[str, dict[str, Any]] = {
         "nothing else": {"tracker": False},
         "a tracker": {},
@@ -193,8 +186,8 @@ def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
             bench.line(
                 f"a request through AdaptiveModel, {name}",
                 "µs",
-                requests(model.answer, len(SAMPLES)),
-                {"the model alone": requests(alone, len(SAMPLES))},
+                in_turn(model.answer, requests),
+                {"the model alone": in_turn(alone, requests)},
                 target="≤ 300 µs" if "log" in chosen else "",
             )
 
@@ -246,5 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -35,22 +35,6 @@ DRAWN = hasattr(TABLE, "repeats_ms")
 """False in early versions, which `compare.py` may time: they replay median latencies alone."""
 
 
-def environment_of(contexts: int, group_size: int | None, repeats: str) -> tuple[Any, Any]:
-    """Return an environment and contexts with drawn actions."""
-    options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
-    if group_size is not None:
-        options["group_size"] = group_size
-    env = ConfigBandit(
-        TABLE,
-        batch_size=contexts,
-        reward=RewardConfig(kind="utility"),
-        lean=True,
-        seed=0,
-        **options,
-    )
-    return env, env.rand_action(env.reset())
-
-
 def step(env: Any, contexts: Any) -> None:
     """Step an environment, and remove the outcome from the contexts."""
     env.step(contexts)
@@ -131,7 +115,12 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
 
     Without drawn measurements (`repeats="median"`), raw indexing must give the same rewards.
     """
-    env, drawn = environment_of(contexts, group_size, repeats)
+    options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
+    if group_size is not None:
+        options["group_size"] = group_size
+    reward = RewardConfig(kind="utility")
+    env = ConfigBandit(TABLE, batch_size=contexts, reward=reward, lean=True, seed=0, **options)
+    drawn = env.rand_action(env.reset())
     actions = drawn["action"].reshape(contexts, group_size or 1, -1)
     peers = {}
     if not bench.ours:
@@ -190,7 +179,6 @@ def time_single(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     BENCH = Bench()
     time_steps(BENCH, 16_384, None, "median")
     time_steps(BENCH, 2_048, 8, "median")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from loss import grpo_loss
 from timing import Bench
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,8 +31,6 @@ from knobwise.losses.settings import LossConfig
 TABLE = builtin_profile()
 POLICY = PolicyConfig(teacher=True, members=5, hidden=64, dropout=0.0, drift=0.3)
 LOSS = LossConfig(objective="sampled", group_size=16)
-BETA = 0.1
-EPSILON = 0.2
 CONTEXTS = 256
 MINIBATCH = 128
 EPOCHS = 2
@@ -93,16 +92,6 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
                 )
 
     return losses
-
-
-def grpo_loss(log_prob: Tensor, old: Tensor, known: Tensor, reward: Tensor) -> Tensor:
-    """Return GRPO's loss with a KL to the reference, [*, G] each."""
-    advantage = reward - reward.mean(-1, keepdim=True)
-    ratio = (log_prob - old).exp()
-    cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    log_ratio = known - log_prob
-    kl = log_ratio.exp() - 1 - log_ratio
-    return (BETA * kl - torch.minimum(ratio * advantage, cut * advantage)).mean()
 
 
 def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
@@ -215,7 +204,6 @@ def time_stage(bench: Bench, stage: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     BENCH = Bench()
     for name in STAGES:

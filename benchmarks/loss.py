@@ -29,30 +29,35 @@ CONTEXTS = 128 * 6
 GROUP_SIZE = 16
 
 
-def sampled(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
-    """Return GRPO's loss over draws, with a KL to the reference."""
-    log_prob = network().gather(-1, batch["configuration"])
-    reward = batch["next", "reward"]
-    advantage = reward - reward.mean(-1, keepdim=True)
-    ratio = (log_prob - batch["action_log_prob"]).exp()
+def surrogate(log_prob: Tensor, old: Tensor, known: Tensor, advantage: Tensor) -> Tensor:
+    """Return the loss of each action, the KL to the reference included, [*] each."""
+    ratio = (log_prob - old).exp()
     cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    log_ratio = batch["reference_log_prob"] - log_prob
+    log_ratio = known - log_prob
     kl = log_ratio.exp() - 1 - log_ratio
-    return (BETA * kl - torch.minimum(ratio * advantage, cut * advantage)).mean()
+    return BETA * kl - torch.minimum(ratio * advantage, cut * advantage)
+
+
+def grpo_loss(log_prob: Tensor, old: Tensor, known: Tensor, reward: Tensor) -> Tensor:
+    """Return GRPO's loss over draws, [*, G] each."""
+    advantage = reward - reward.mean(-1, keepdim=True)
+    return surrogate(log_prob, old, known, advantage).mean()
+
+
+def sampled(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
+    """Return GRPO's loss over draws."""
+    keys = "action_log_prob", "reference_log_prob", ("next", "reward")
+    return grpo_loss(network().gather(-1, batch["configuration"]), *(batch[key] for key in keys))
 
 
 def exact(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
     """Return GRPO's loss in expectation over every configuration."""
-    log_prob = network()
     reward = batch["reward_per_configuration"]
-    weight = batch["behaviour_log_probs"].exp()
+    old = batch["behaviour_log_probs"]
+    weight = old.exp()
     advantage = reward - (weight * reward).sum(-1, keepdim=True)
-    ratio = (log_prob - batch["behaviour_log_probs"]).exp()
-    cut = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    log_ratio = batch["reference_log_probs"] - log_prob
-    kl = log_ratio.exp() - 1 - log_ratio
-    objective = torch.minimum(ratio * advantage, cut * advantage)
-    return (weight * (BETA * kl - objective)).sum(-1).mean()
+    loss = surrogate(network(), old, batch["reference_log_probs"], advantage)
+    return (weight * loss).sum(-1).mean()
 
 
 def batch_of(controller: Controller) -> TensorDict:
@@ -134,5 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

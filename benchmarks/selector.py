@@ -41,7 +41,6 @@ def maximal_marginal_relevance(query: Tensor, pool: Tensor, shots: int) -> Tenso
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     BENCH = Bench()
     torch.manual_seed(0)
     QUERY = torch.randn(1, WIDTH)

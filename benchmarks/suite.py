@@ -42,13 +42,10 @@ def machine() -> str:
     """Return what this machine is: processor, cores, Python and torch."""
     import torch
 
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0].partition(":")[2].strip() if names else processor
+    from knobwise.profiling.measuring.machine import cpu_name
+
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{processor}, {os.cpu_count()} cores, {versions}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
 
 
 def run(script: str, rounds: int) -> Lines:

@@ -76,21 +76,22 @@ def _after(before: Way, way: Way) -> float:
 
 
 class Bench:
-    """The lines of a benchmark, printed as they come.
+    """The lines of a benchmark, printed as they come; options are read from the command line."""
 
-    Args:
-        arguments: of the command line; None for those of this process.
-    """
+    json: bool
+    ours: bool
+    rounds: int
 
-    def __init__(self, arguments: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         parser = argparse.ArgumentParser(description="Time one part of knobwise beside its peers.")
         parser.add_argument("--json", action="store_true", help="a line of JSON for each line")
         parser.add_argument("--ours", action="store_true", help="time nothing else")
         parser.add_argument("--rounds", type=int, default=9)
-        options = parser.parse_args(arguments)
-        self.json: bool = options.json
-        self.ours: bool = options.ours
-        self.rounds: int = options.rounds
+        parser.parse_args(namespace=self)
+        # a script may have imported torch before this file
+        import torch
+
+        torch.set_num_threads(1)
 
     def line(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
@@ -40,12 +39,9 @@ def load_model(
     Raises:
         InputError: a model or questions that cannot be loaded.
     """
-    ours = name in BUILT_IN or ":" in name
-    source = name if ours else source_of(name)
-    # before a large model is loaded
-    items = _items(data, images=ours or not _text_alone(source)) if data else ()
     # models of ours and of the user may bring their questions along
-    if ours:
+    if name in BUILT_IN or ":" in name:
+        items = _items(data, images=True) if data else ()
         model = _own_model(name)
         items = items or getattr(model, "questions", ())
         if not items:
@@ -55,9 +51,14 @@ def load_model(
         return model, items
     if data is None:
         raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
+    # transformers is imported only here, since it takes seconds
     from knobwise.profiling.huggingface.importance import read_importance
+    from knobwise.profiling.huggingface.loading import reads_text_alone
     from knobwise.profiling.huggingface.model import HuggingFaceModel
 
+    # all else before a large model is loaded
+    source = source_of(name)
+    items = _items(data, images=not reads_text_alone(source))
     one_of("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     known = None
     if importance is not None:
@@ -78,14 +79,6 @@ def _items(path: str, images: bool) -> tuple[VQAItem, ...]:
     if read.bank is read.queries:
         return read.queries
     return (*read.queries, *read.bank)
-
-
-def _text_alone(source: str | Path) -> bool:
-    """Return True for a language model; transformers is imported only here, since it takes
-    seconds."""
-    from knobwise.profiling.huggingface.loading import reads_text_alone
-
-    return reads_text_alone(source)
 
 
 def _own_model(name: str) -> AdaptiveVLM:

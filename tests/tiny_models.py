@@ -38,6 +38,8 @@ VISION = {
     "initializer_range": 0.3,
 }  # fmt: skip
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4, "initializer_range": 0.4}
+EIGHT = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+"""Pixels of CLIP's images."""
 WORDS = (
     "Question : ? . Answer with a single word or short phrase How many What "
     "color is it dogs cats 2 1 3 red blue green"
@@ -60,10 +62,23 @@ def picture(seed, height=40, width=64):
     )
 
 
+def rows(prompts):
+    """The prompts as a scorer takes them: queries [n], demonstrations [n, 4]."""
+    padded = [[*shown, *[-1] * (4 - len(shown))] for _, shown in prompts]
+    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
+
+
 def saved(folder, model, processor):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def seeded(kind, config, seed=0):
+    """A new model in eval mode, always with the same weights for a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).eval()
 
 
 def chat(image):
@@ -94,9 +109,7 @@ def tiny_language_model():
     config = transformers.MixtralConfig(
         **TEXT, vocab_size=len(tokenizer), num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return transformers.MixtralForCausalLM(config).eval(), tokenizer
+    return seeded(transformers.MixtralForCausalLM, config), tokenizer
 
 
 def word_tokenizer(*special):
@@ -127,17 +140,12 @@ def tiny_model(family, **text):
         text: settings of the language model's configuration that replace those of the tiny one.
     """
     name, config, processor = globals()[f"_{family}"](TEXT | text)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model = seeded(getattr(transformers, f"{name}ForConditionalGeneration"), config)
     # trained models do not answer with image tokens
-    special = [
+    model.generation_config.suppress_tokens = [
         number
         for number, token in processor.tokenizer.added_tokens_decoder.items()
-        if token.special
-    ]
-    model.generation_config.suppress_tokens = [
-        number for number in special if number != TEXT["eos_token_id"]
+        if token.special and number != TEXT["eos_token_id"]
     ]
     return model, processor
 
@@ -161,16 +169,13 @@ def tiny_clip(folder):
         "bos_token_id": 2,
         "eos_token_id": 3,
     }
-    images = {"image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(
-        text_config=layers | words, vision_config=layers | images, projection_dim=12
+        text_config=layers | words,
+        vision_config=layers | {"image_size": 8, "patch_size": 4},
+        projection_dim=12,
     )
-    pixels = transformers.CLIPImageProcessor(
-        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.CLIPModel(config).eval()
+    pixels = transformers.CLIPImageProcessor(**EIGHT)
+    model = seeded(transformers.CLIPModel, config)
     return saved(folder, model, transformers.CLIPProcessor(pixels, tokenizer))
 
 
@@ -249,27 +254,26 @@ def _llama4(text):
     processor = transformers.Llama4Processor(
         pixels, tokenizer, patch_size=4, chat_template=chat("<|image|>")
     )
-    vision = VISION | {
+    vision = {
         "intermediate_size": 64,
         "image_size": 16,
         "patch_size": 4,
         "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
     }
-    vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
     named = {"image": "patch", "boi": "image_start", "eoi": "image_end"}
-    text = text | {
+    settings = {
+        "vocab_size": len(tokenizer),
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 64,
         "intermediate_size_mlp": 24,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
     }
     config = transformers.Llama4Config(
-        vision_config=vision,
-        text_config={
-            "vocab_size": len(tokenizer),
-            "no_rope_layer_interval": 2,
-            "attention_chunk_size": 64,
-        }
-        | text,
+        vision_config=VISION | vision,
+        text_config=settings | text,
         **numbers_of(
             tokenizer, {f"{name}_token_index": f"<|{mark}|>" for name, mark in named.items()}
         ),
@@ -311,21 +315,20 @@ def _llava_next(text):
         crop_size={"height": 16, "width": 16},
         image_grid_pinpoints=grids,
     )
-    text = {
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "sliding_window": None,
-    } | text
-    model = "LlavaNext", transformers.MixtralConfig
+    routing = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
     return _with_clip(
-        *model, text, tiny_tokenizer("<image>"), pixels, "default", image_grid_pinpoints=grids
+        "LlavaNext",
+        transformers.MixtralConfig,
+        routing | text,
+        tiny_tokenizer("<image>"),
+        pixels,
+        "default",
+        image_grid_pinpoints=grids,
     )
 
 
 def _llava(text):
-    pixels = transformers.CLIPImageProcessor(
-        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
-    )
+    pixels = transformers.CLIPImageProcessor(**EIGHT)
     return _with_clip(
         "Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full"
     )
@@ -407,24 +410,21 @@ def _qwen3_vl_moe(text):
 
 
 def _qwen3_5_moe(text):
-    linear = {
-        "num_key_heads": 2,
-        "num_value_heads": 2,
-        "key_head_dim": 8,
-        "value_head_dim": 8,
-        "conv_kernel_dim": 2,
-    }
-    settings = {f"linear_{name}": value for name, value in linear.items()} | {
+    settings = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 2,
         "num_experts": EXPERTS,
         **ROUTING,
-    }
-    settings |= {
         "shared_expert_intermediate_size": 24,
         "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+        "layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2),
+        **text,
     }
-    settings |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
-    text = {name: value for name, value in text.items() if name != "intermediate_size"}
-    return _qwen("Qwen3_5Moe", settings | text, **QWEN, num_position_embeddings=256)
+    del settings["intermediate_size"]
+    return _qwen("Qwen3_5Moe", settings, **QWEN, num_position_embeddings=256)
 
 
 def _glm4v_moe(text):
@@ -441,16 +441,18 @@ def _glm4v_moe(text):
         transformers.Glm4vVideoProcessor(**pixels),
         chat_template=chat("<|begin_of_image|><|image|><|end_of_image|>"),
     )
-    experts = {
+    settings = {
+        "vocab_size": len(tokenizer),
         "n_routed_experts": EXPERTS,
         **ROUTING,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+        **text,
     }
-    experts |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
-    text = {name: value for name, value in text.items() if name != "head_dim"}
+    del settings["head_dim"]
     config = transformers.Glm4vMoeConfig(
-        text_config={"vocab_size": len(tokenizer), **experts} | text,
+        text_config=settings,
         vision_config={**QWEN, "depth": 1, "image_size": 64},
         **numbers_of(tokenizer, ids),
     )
@@ -473,28 +475,27 @@ def _gemma4(text):
         transformers.Gemma4VideoProcessor(**pixels),
         chat_template=chat("<|image|>"),
     )
-    settings = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
-    settings |= {
+    settings = {
+        "vocab_size": len(tokenizer),
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": EXPERTS,
+        "top_k_experts": TOP_K,
         "moe_intermediate_size": 24,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 8,
         "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2),
     }
-    settings |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
-    vision = VISION | {
+    vision = {
         "head_dim": 8,
         "num_key_value_heads": 2,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
+        **pixels,
+        "position_embedding_size": 2048,
     }
     config = transformers.Gemma4Config(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "use_bidirectional_attention": "vision",
-            **settings,
-        }
-        | text,
-        vision_config=vision | {"position_embedding_size": 2048},
+        text_config=settings | text,
+        vision_config=VISION | vision,
         audio_config=None,
         **numbers_of(tokenizer, {f"{name}_id": token for name, token in named.items()}),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
@@ -515,30 +516,27 @@ def _idefics3_words(text):
 
 
 def _idefics(family, text, tokenizer=tiny_tokenizer, size=16, longest=48, **video):
-    made = {
-        part: getattr(transformers, family + part)
-        for part in ("Processor", "ImageProcessor", "Config")
-    }
+    def new(part, *arguments, **settings):
+        return getattr(transformers, family + part)(*arguments, **settings)
+
     splits = longest > size
-    tiles = (
-        [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-        if splits
-        else []
-    )
-    tokenizer = tokenizer(
-        "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles
-    )
+    marks = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    if splits:
+        marks += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = tokenizer(*marks)
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
-    pixels = made["ImageProcessor"](**sizes, do_image_splitting=splits)
-    processor = made["Processor"](
-        pixels, tokenizer, image_seq_len=4, chat_template=chat("<image>"), **video
+    pixels = new("ImageProcessor", **sizes, do_image_splitting=splits)
+    template = chat("<image>")
+    processor = new(
+        "Processor", pixels, tokenizer, image_seq_len=4, chat_template=template, **video
     )
     vision = VISION | {
         "initializer_range": text["initializer_range"],
         "image_size": size,
         "patch_size": 4,
     }
-    config = made["Config"](
+    config = new(
+        "Config",
         image_token_id=processor.image_token_id,
         vision_config=vision,
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
@@ -552,9 +550,11 @@ def _molmo2(text):
     marks = {
         "image_start_token_id": "<im_start>",
         "low_res_image_start_token_id": "<low_res_im_start>",
+        "image_end_token_id": "<im_end>",
+        "image_patch_id": "<im_patch>",
+        "frame_start_token_id": "<frame_start>",
+        "frame_end_token_id": "<frame_end>",
     }
-    marks |= {"image_end_token_id": "<im_end>", "image_patch_id": "<im_patch>"}
-    marks |= {f"frame_{end}_token_id": f"<frame_{end}>" for end in ("start", "end")}
     tokenizer = tiny_tokenizer("<|image|>", "<|video|>", "<im_col>", "<im_low>", *marks.values())
     pixels = {"patch_size": 4, "size": {"height": 24, "width": 24}}
     processor = transformers.Molmo2Processor(
@@ -563,12 +563,13 @@ def _molmo2(text):
         tokenizer,
         chat_template=chat("<|image|>"),
     )
-    vision = VISION | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "image_size": [24, 24], "patch_size": 4}
     config = transformers.Molmo2Config(
-        vision_config=vision | {"image_size": [24, 24], "patch_size": 4},
+        vision_config=VISION | heads | layers,
         adapter_config={
-            "vision_feature_layer": [1, 0], "hidden_size": 16, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "text_hidden_size": 32,
+            "vision_feature_layer": [1, 0], "hidden_size": 16, "intermediate_size": 24,
+            "text_hidden_size": 32, **heads,
         },
         text_config={"vocab_size": len(tokenizer), "additional_vocab_size": 8} | text,
         **numbers_of(tokenizer, marks),

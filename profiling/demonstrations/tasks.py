@@ -308,7 +308,7 @@ def draw_part(config: LearnerTaskConfig) -> Task:
 
 def part_table(config: LearnerTaskConfig, task: Task, **beams: Any) -> BeamTable:
     """Return the table of a part that was drawn, with embeddings and these beams."""
-    queries, candidates = embeddings_of(*task, builtin_learner())
+    queries, candidates = embeddings_of(*task)
     return BeamTable(
         name=f"canvases, {config.variant} annotators, {config.part}",
         query_ids=tuple(f"{config.part}-{i}" for i in range(len(queries))),
@@ -319,10 +319,10 @@ def part_table(config: LearnerTaskConfig, task: Task, **beams: Any) -> BeamTable
     )
 
 
-def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tensor, Tensor]:
+def embeddings_of(queries: Queries, bank: Bank) -> tuple[Tensor, Tensor]:
     """Compute the embeddings of queries [Q, 77] and of the bank's items [M, 77], float32."""
     # in double precision and then rounded, so that every machine gives the same
-    tower = copy.deepcopy(learner.tower).double()
+    tower = copy.deepcopy(builtin_learner().tower).double()
 
     @torch.no_grad()
     def columns(images: NDArray[np.float32], *others: NDArray[Any]) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from math import ceil, isqrt
 from typing import Any
 
@@ -48,19 +49,19 @@ def image_knob(model: Any, processor: Any) -> ImageKnob:
     family = model.config.model_type
     if processor is not None and not hasattr(processor, "image_processor"):
         note = "a language model takes no images"
-        return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
-    if family not in FAMILIES:
+    elif family in FAMILIES:
+        support, assign = FAMILIES[family](model, processor.image_processor, processor)
+        if not support.available:
+            note = "the processor of this model has no higher cap than one"
+            support = replace(support, sets="", note=note)
+        return support, assign
+    else:
         note = (
             f"how the processor of {family!r} makes crops is not known; known are "
             f"{', '.join(FAMILIES)}. Implement "
             "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
         )
-        return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
-    support, assign = FAMILIES[family](model, processor.image_processor, processor)
-    if not support.available:
-        note = "the processor of this model has no higher cap than one"
-        support = replace(support, sets="", note=note)
-    return support, assign
+    return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
 
 
 def _cap(default: int, most: int, sets: str = _TILES, note: str = "") -> KnobSupport:
@@ -71,16 +72,17 @@ def _takes_effect_at(counts: Iterable[int]) -> str:
     return f"takes effect at {', '.join(map(str, counts))}"
 
 
-def _tiles(name: str) -> Family:
-    """Return a family whose image processor holds the cap in an attribute (Llama4, Molmo2).
+def _count_tiles(sizes: Iterable[Any], side: int) -> dict[tuple[int, ...], int]:
+    """Count the tiles of each size of an image, in pixels."""
+    return {tuple(size): ceil(size[0] / side) * ceil(size[1] / side) for size in sizes}
+
+
+def _tiles(model: Any, image_processor: Any, processor: Any, name: str) -> ImageKnob:
+    """Set the cap where the image processor holds it in an attribute (Llama4, Molmo2).
 
     `name` is that of the attribute."""
-
-    def knob(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
-        most = int(getattr(image_processor, name))
-        return _cap(most, most), lambda value: [(image_processor, name, value)]
-
-    return knob
+    most = int(getattr(image_processor, name))
+    return _cap(most, most), lambda value: [(image_processor, name, value)]
 
 
 def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
@@ -88,12 +90,11 @@ def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     a list of grids each."""
     size = image_processor.crop_size or image_processor.size
     side = int(size["height"] if "height" in size else size["shortest_edge"])
-    tiles = {
-        tuple(grid): ceil(grid[0] / side) * ceil(grid[1] / side)
-        for grid in image_processor.image_grid_pinpoints
-    }
-    # the model finds its features by the same list
-    owners = [image_processor, *_configurations(model, "image_grid_pinpoints")]
+    tiles = _count_tiles(image_processor.image_grid_pinpoints, side)
+    # the model finds its features by the same list; its parts may share a configuration
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    readers = [config for config in configs.values() if "image_grid_pinpoints" in vars(config)]
+    owners = [image_processor, *readers]
 
     def assign(value: int) -> list[Assignment]:
         grids = [list(grid) for grid, count in tiles.items() if count <= value] or [[side, side]]
@@ -113,7 +114,7 @@ def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
         # an odd edge may be rounded up by a pixel, which would begin another row of tiles
         edge = isqrt(value) * side // 2 * 2
         return [
-            (image_processor, "size", _resized(image_processor.size, longest_edge=edge)),
+            (image_processor, "size", replace(image_processor.size, longest_edge=edge)),
             (image_processor, "do_image_splitting", value > 1),
         ]
 
@@ -132,10 +133,7 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     passed = processor.images_kwargs
     side = int(passed.get("max_image_size", image_processor.max_image_size))
     area = (side // ARIA_SIDES[0]) ** 2
-    crops = {
-        tuple(size): ceil(size[0] / side) * ceil(size[1] / side)
-        for size in image_processor.split_resolutions
-    }
+    crops = _count_tiles(image_processor.split_resolutions, side)
 
     def assign(value: int) -> list[Assignment]:
         # whole crops of the usual side that fit under the cap
@@ -162,36 +160,28 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     return _cap(default, most, sets, note), assign
 
 
-def _pixels(frames: bool = False) -> Family:
-    """Return a family that caps the pixels of an image (Qwen-VL, GLM-V).
+def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = False) -> ImageKnob:
+    """Cap the pixels of an image (Qwen-VL, GLM-V).
 
     With `frames` an image counts as all frames of one step in time."""
+    # a vision token is a square of merged patches
+    side = int(image_processor.patch_size) * int(image_processor.merge_size)
+    unit = TOKENS_PER_CROP * side**2
+    sets = (
+        f"pixels of the image, at most, in units of {unit} pixels ({TOKENS_PER_CROP} vision tokens)"
+    )
+    if frames:
+        unit *= int(image_processor.temporal_patch_size)
+    least = int(image_processor.size["shortest_edge"])
 
-    def knob(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
-        # a vision token is a square of merged patches
-        side = int(image_processor.patch_size) * int(image_processor.merge_size)
-        unit = TOKENS_PER_CROP * side**2
-        sets = (
-            f"pixels of the image, at most, in units of {unit} pixels ({TOKENS_PER_CROP} vision "
-            "tokens)"
-        )
-        if frames:
-            unit *= int(image_processor.temporal_patch_size)
-        least = int(image_processor.size["shortest_edge"])
-        most = int(image_processor.size["longest_edge"])
+    def assign(value: int) -> list[Assignment]:
+        cap = value * unit
+        # images below the least are scaled up and rounded up: half the cap leaves room for that
+        size = replace(image_processor.size, shortest_edge=min(least, cap // 2), longest_edge=cap)
+        return [(image_processor, "size", size)]
 
-        def assign(value: int) -> list[Assignment]:
-            cap = value * unit
-            # images below the least are scaled up and rounded up: half the cap leaves room for that
-            size = _resized(
-                image_processor.size, shortest_edge=min(least, cap // 2), longest_edge=cap
-            )
-            return [(image_processor, "size", size)]
-
-        count = max(1, ceil(most / unit))
-        return _cap(count, count, sets), assign
-
-    return knob
+    most = max(1, ceil(int(image_processor.size["longest_edge"]) / unit))
+    return _cap(most, most, sets), assign
 
 
 def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
@@ -210,30 +200,15 @@ def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama4": _tiles("max_patches"),
+    "llama4": partial(_tiles, name="max_patches"),
     "aria": _aria,
     "llava_next": _llava_next,
     "gemma4": _gemma4,
-    "molmo2": _tiles("max_crops"),
+    "molmo2": partial(_tiles, name="max_crops"),
     **dict.fromkeys(("idefics3", "smolvlm"), _idefics3),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _pixels()
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _pixels
     ),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _pixels(frames=True)),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), partial(_pixels, frames=True)),
 }
 """By the model type of the configuration."""
-
-
-def _resized(size: Any, **changed: int) -> Any:
-    """Return a copy of a processor's size, which is a dictionary or transformers' own kind of
-    one."""
-    if isinstance(size, dict):
-        return {**size, **changed}
-    return replace(size, **changed)
-
-
-def _configurations(model: Any, name: str) -> list[Any]:
-    """Return each configuration of a model and its parts that has a setting of this name, once."""
-    # parts may share a configuration
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    return [config for config in configs.values() if name in vars(config)]

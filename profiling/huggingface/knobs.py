@@ -74,7 +74,11 @@ class HuggingFaceKnobs:
         self._leaving = self._order_of_leaving(importance)
         crops, self._assign_crops = image_knob(model, processor)
         self._top_k = self._top_k_owners()
-        self.knobs = (crops, self._top_k_support(), self._blocks_support())
+        self.knobs: tuple[KnobSupport, ...] = (
+            crops,
+            self._top_k_support(),
+            self._blocks_support(),
+        )
         """The three knobs, in the order of `KNOBS`."""
 
     @contextmanager

@@ -4,7 +4,7 @@ code of theirs, and their prompts."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,7 +41,7 @@ do to the logits, such as a repetition penalty, they go on doing."""
 
 
 def load_pretrained(
-    name_or_path: str | Path, dtype: str | torch.dtype, kind: str = "AutoModelForImageTextToText"
+    name_or_path: str | Path, dtype: str | torch.dtype, kind: str
 ) -> tuple[Any, Any]:
     """Load a model, by a class of transformers, and its processor, or of a language model its
     tokenizer; no code that came with them is executed.
@@ -194,18 +194,18 @@ class PromptedModel:
         """Return the turns of a question, with its answer where there is one."""
         if self.chats:
             question += f"\n{INSTRUCTION}"
-        if not self.sees:
-            text_turns = [{"role": "user", "content": question}]
-            if answer is not None:
-                text_turns.append({"role": "assistant", "content": answer})
-            return text_turns
-        # the image comes before the question
-        content = [{"type": "text", "text": question}]
-        if image or not self.chats:
-            content.insert(0, {"type": "image"})
-        turns = [{"role": "user", "content": content}]
-        if answer is not None:
-            turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        contents: list[Any] = [question, answer]
+        if self.sees:
+            contents = [[{"type": "text", "text": text}] for text in contents]
+            # the image comes before the question
+            if image or not self.chats:
+                contents[0].insert(0, {"type": "image"})
+        turns = [
+            {"role": "user", "content": contents[0]},
+            {"role": "assistant", "content": contents[1]},
+        ]
+        if answer is None:
+            return turns[:1]
         return turns
 
     def _prompt(
@@ -243,25 +243,3 @@ class PromptedModel:
             return {name: read[name] for name in ("input_ids", "attention_mask")}
         inputs = self.processor(text=texts, images=images, **options)
         return dict(inputs.to(self.model.device, self.model.dtype))
-
-
-def log_probs_of_answer(model: Any, inputs: Mapping[str, Tensor], answer: Tensor) -> Tensor:
-    """Compute ln P of each token of an answer, int64 [T], after a prompt: float32 [T].
-
-    Prompt and answer are one sequence, without cache or padding. `inputs` is what the processor
-    makes of one prompt.
-    """
-    prompt = inputs["input_ids"]
-    answer = answer.to(prompt.device)
-    # the last token of the answer is predicted, but never fed
-    longer = dict(inputs)
-    for name, value in inputs.items():  # the mask and the kinds of tokens go on as those of text
-        if value.shape == prompt.shape:
-            new = torch.full_like(answer[:-1], name == "attention_mask", dtype=value.dtype)
-            longer[name] = torch.cat([value, new[None]], 1)
-    longer["input_ids"] = torch.cat([prompt, answer[None, :-1]], 1)
-    kept = {}
-    if model._supports_logits_to_keep():  # else they fill the memory with a large vocabulary
-        kept["logits_to_keep"] = len(answer)
-    logits = model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
-    return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device))[:, 0]

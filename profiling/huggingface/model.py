@@ -114,21 +114,20 @@ class HuggingFaceModel(PromptedModel):
             return FirstStage(request, {}, None, 0.0, 0.0)
         start = self._clock()
         self._check([request])
-        if not self.sees:
-            blocks = {"language_features": self._language_features(request)}
-            total = self._clock() - start
-            return FirstStage(request, blocks, None, total, total)
-        with self.set_knobs({"max_crops": self._overview_crops()}):
-            inputs = self.inputs([request])
-        overview = encode_overview(self.model, inputs, self._clock)
-        blocks = {
-            "image_features": overview.pooled().numpy(),
-            "language_features": self._language_features(request),
-        }
+        blocks = {}
+        kept = None
+        reused_ms = 0.0
+        if self.sees:
+            with self.set_knobs({"max_crops": self._overview_crops()}):
+                inputs = self.inputs([request])
+            overview = encode_overview(self.model, inputs, self._clock)
+            blocks["image_features"] = overview.pooled().numpy()
+            if self.model.config.model_type in SAME_AT_EVERY_SETTING:
+                kept = overview
+                reused_ms = overview.ms
+        blocks["language_features"] = self._language_features(request)
         total = self._clock() - start
-        if self.model.config.model_type in SAME_AT_EVERY_SETTING:
-            return FirstStage(request, blocks, overview, total, total - overview.ms)
-        return FirstStage(request, blocks, None, total, total)
+        return FirstStage(request, blocks, kept, total, total - reused_ms)
 
     def _language_features(self, request: Request) -> NDArray[np.float32]:
         """Return the mean embedding of the tokens of a prompt without its image, [d]."""
@@ -283,10 +282,11 @@ class HuggingFaceModel(PromptedModel):
         with ExitStack() as hooks:
             # tower and projector; calls may be nested, so starts are a stack
             for module in self._vision:
-                before = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
-                after = module.register_forward_hook(
+                begin = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
+                end = module.register_forward_hook(
                     lambda *_: spans.append(self._clock() - starts.pop())
                 )
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
+                # a hook is removed at the end of its own context
+                hooks.enter_context(begin)
+                hooks.enter_context(end)
             yield spans

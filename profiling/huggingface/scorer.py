@@ -4,7 +4,7 @@ answers after them."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.profiling.huggingface.loading import PromptedModel, log_probs_of_answer
+from knobwise.profiling.huggingface.loading import PromptedModel
 from knobwise.profiling.measuring.questions import (
     VQAData,
     VQAItem,
@@ -75,6 +75,20 @@ class DemonstrationScorer(PromptedModel):
         pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
         return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
 
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the indices of all prompts, in batches of similar length, which need less
+        padding."""
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+    def _logits(self, count: int, **inputs: Any) -> Tensor:
+        """Compute the logits of the last `count` tokens, [n, count, V], without a cache."""
+        if self.model._supports_logits_to_keep():  # else they fill the memory
+            inputs["logits_to_keep"] = count
+        logits: Tensor = self.model(**inputs, use_cache=False).logits
+        return logits[:, -count:]
+
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
         accuracy."""
@@ -87,6 +101,13 @@ class DemonstrationScorer(PromptedModel):
                 right[i] = float(soft_accuracy(voted, references) == best)
         return right
 
+    def _text(self, query: int, rows: Sequence[int]) -> str:
+        """Return a query with its demonstrations as the model reads them."""
+        turns = []
+        for shot in [self.data.bank[row] for row in rows]:
+            turns += self._turns(shot.question, shot.answer)
+        return self._prompt([*turns, *self._turns(self.data.queries[query].question)])
+
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
         """Return the tokens of an answer as a demonstration shows it, up to and with the one that
         ends it."""
@@ -96,7 +117,12 @@ class DemonstrationScorer(PromptedModel):
             after = before + " " * (not before[-1:].isspace()) + answer
         if self.chats:
             after = after.rstrip()
-        tokens = self._ids(before, after)
+        # read in its place, since some tokenizers begin a text with a space; alone where a token
+        # spans the border
+        texts = [before, after, after[len(before) :]]
+        start, whole, tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if whole[: len(start)] == start:
+            tokens = whole[len(start) :]
         for i, token in enumerate(tokens, 1):
             if token in self._end_tokens:
                 return tokens[:i]
@@ -107,14 +133,6 @@ class DemonstrationScorer(PromptedModel):
                 f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary"
             )
         return tokens
-
-    def _ids(self, before: str, after: str) -> list[int]:
-        """Return the tokens that `after` has and `before`, which it begins with, has not."""
-        texts = [before, after, after[len(before) :]]
-        start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        # read in its place, since some tokenizers begin a text with a space; alone where a token
-        # spans the border
-        return list(whole[len(start) :] if whole[: len(start)] == start else rest)
 
 
 class VLMScorer(DemonstrationScorer):
@@ -169,10 +187,7 @@ class VLMScorer(DemonstrationScorer):
         prompts = self._prompts(queries, demonstrations)
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
-        # prompts of similar length share a batch, which needs less padding
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index][1]))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
+        for batch in self._batches([len(rows) for _, rows in prompts]):
             batch_likelihoods = self.log_likelihoods([prompts[i] for i in batch])
             for i, likelihoods in zip(batch, batch_likelihoods, strict=True):
                 candidates = self._candidates(prompts[i][0])
@@ -205,18 +220,11 @@ class VLMScorer(DemonstrationScorer):
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Process the prompts for the model: padded on the left, on its device."""
-        texts = []
         images = []
         for query, rows in prompts:
-            item = self.data.queries[query]
-            turns = []
-            pictures = []
-            for shot in [self.data.bank[row] for row in rows]:
-                turns += self._turns(shot.question, shot.answer)
-                pictures.append(shot.picture())
-            texts.append(self._prompt([*turns, *self._turns(item.question)]))
-            images.append([*pictures, item.picture()])
-        return self._processed(texts, images)
+            items = [*(self.data.bank[row] for row in rows), self.data.queries[query]]
+            images.append([item.picture() for item in items])
+        return self._processed([self._text(*prompt) for prompt in prompts], images)
 
     def _candidates(self, query: int) -> _Candidates:
         if query not in self._known:
@@ -312,10 +320,20 @@ class VLMScorer(DemonstrationScorer):
         """Compute log-likelihoods [C] after one prompt, prompt and answer as one sequence, without
         cache, batch or padding."""
         inputs = self._inputs([prompt])
-        log_probs = [
-            log_probs_of_answer(self.model, inputs, torch.tensor(answer)) for answer in answers
-        ]
-        return torch.stack([parts.sum() for parts in log_probs]).cpu()
+        ids = inputs["input_ids"]
+        likelihoods = []
+        for answer in answers:
+            tokens = torch.tensor([answer]).to(ids.device)
+            # the last token of the answer is predicted, but never fed
+            fed = tokens[:, :-1]
+            longer = inputs | {"input_ids": torch.cat([ids, fed], 1)}
+            # the mask and the kinds of tokens go on as those of text
+            for name, value in inputs.items():
+                if value.shape == ids.shape and value is not ids:
+                    new = torch.full_like(fed, name == "attention_mask", dtype=value.dtype)
+                    longer[name] = torch.cat([value, new], 1)
+            likelihoods.append(_log_probs(self._logits(len(answer), **longer), tokens))
+        return torch.cat(likelihoods).cpu()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

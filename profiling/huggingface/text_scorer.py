@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ class _Fed(NamedTuple):
     """Tokens up to and with the one that ends the answer."""
     accuracy: float
     """The soft VQA accuracy of the answer."""
-    first: bool
-    """True for the most common answer of the query."""
 
 
 class TextScorer(DemonstrationScorer):
@@ -55,35 +53,27 @@ class TextScorer(DemonstrationScorer):
         prompts = self._prompts(queries, demonstrations)
         rows = []
         for prompt_index, (query, shots) in enumerate(prompts):
-            prompt = self._prompt_tokens(query, shots)
-            for rank, (answer, accuracy) in enumerate(self._right_answers(query)):
-                rows.append(_Fed(prompt_index, prompt, answer, accuracy, rank == 0))
-        # rows of similar length share a batch, which needs less padding
-        rows.sort(key=lambda row: len(row.prompt) + len(row.answer))
-        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        log_prob, of_likeliest, greedy = torch.cat([self._read(batch) for batch in batches], 1)
+            text = self._text(query, shots)
+            prompt = self.tokenizer(text, **self._token_options(text))["input_ids"]
+            for answer, accuracy in self._right_answers(query):
+                rows.append(_Fed(prompt_index, prompt, answer, accuracy))
+        read = torch.empty(3, len(rows))
+        for batch in self._batches([len(row.prompt) + len(row.answer) for row in rows]):
+            read[:, batch] = self._read([rows[i] for i in batch])
+        log_prob, of_likeliest, greedy = read
         # [rows] → [n]: the first answer's numbers, and the best answer that is given
         owner = torch.tensor([row.prompt_index for row in rows])
-        first = torch.tensor([row.first for row in rows])
+        first = torch.searchsorted(owner, torch.arange(len(prompts)))
         accuracy = greedy * torch.tensor([row.accuracy for row in rows])
         nothing = torch.zeros(len(prompts))
-        in_order = owner[first].argsort()
-        right = log_prob[first][in_order]
+        right = log_prob[first]
         return {
             "logprob_score": right,
             "vqa_gt_prob": right.exp(),
             "vqa_acc_score": nothing.scatter_reduce(0, owner, accuracy, "amax"),
             "vqa_correct": nothing.scatter_reduce(0, owner, greedy, "amax"),
-            "vqa_rel_score": (right - of_likeliest[first][in_order]).exp(),
+            "vqa_rel_score": (right - of_likeliest[first]).exp(),
         }
-
-    def _prompt_tokens(self, query: int, shots: Sequence[int]) -> list[int]:
-        """Return the tokens of a query with its demonstrations, tokenised as one text."""
-        turns = []
-        for shot in [self.data.bank[row] for row in shots]:
-            turns += self._turns(shot.question, shot.answer)
-        text = self._prompt([*turns, *self._turns(self.data.queries[query].question)])
-        return list(self.tokenizer(text, **self._token_options(text))["input_ids"])
 
     def _right_answers(self, query: int) -> list[tuple[list[int], float]]:
         """Return the tokens and the soft accuracy of each reference answer, the most common
@@ -105,15 +95,11 @@ class TextScorer(DemonstrationScorer):
         tokens = pad_sequence(fed, True, self.tokenizer.pad_token_id or 0, "left")
         mask = pad_sequence(present, True, 0, "left")
         wanted = pad_sequence(answers, True, -1, "left")  # [n, L]
-        options: dict[str, Any] = {"attention_mask": mask}
+        options = {"input_ids": tokens, "attention_mask": mask}
         if "position_ids" in inspect.signature(self.model.forward).parameters:
             options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
         options = {name: value.to(self.model.device) for name, value in options.items()}
-        length = wanted.shape[1]
-        if self.model._supports_logits_to_keep():  # else they fill the memory
-            options["logits_to_keep"] = length
-        logits = self.model(tokens.to(self.model.device), use_cache=False, **options).logits
-        log_probs = logits[:, -length:].float().log_softmax(-1).cpu()
+        log_probs = self._logits(wanted.shape[1], **options).float().log_softmax(-1).cpu()
         picked = log_probs.gather(-1, wanted.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         likeliest = log_probs.amax(-1)
         inside = wanted >= 0

@@ -129,19 +129,12 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
     """
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
-    comparable = _comparable(choices)
-    texts = list(map(comparable, choices))
-    right: set[int | None] = set()
-    for reference in references:
-        if (plain := comparable(reference)) in texts:
-            right.add(texts.index(plain))
-        else:
-            right.add(_letter(reference, len(choices)))
-    if not right - {None}:
+    right = {_option_alone(reference, choices) for reference in references} - {None}
+    if not right:
         raise InputError(
             f"metric choice: none of the choices {list(choices)} is one of {list(references)}"
         )
-    return float(chosen_option(answer, choices) in right - {None})
+    return float(chosen_option(answer, choices) in right)
 
 
 def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
@@ -158,16 +151,10 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     6. the text of a single option, as whole words, anywhere in the answer; the longest where one
        contains another
     """
-    comparable = _comparable(choices)
-    count = len(choices)
-    texts = list(map(comparable, choices))
-    plain = comparable(answer)
-    if plain in texts:
-        return texts.index(plain)
-    if (letter := _letter(answer, count)) is not None:
-        return letter
+    if (option := _option_alone(answer, choices)) is not None:
+        return option
     # only letters of options that exist
-    last = string.ascii_uppercase[count - 1]
+    last = string.ascii_uppercase[len(choices) - 1]
     capital = f"[A-{last}]"
     either = f"[A-{last}a-{last.lower()}]"
     for pattern in (
@@ -182,12 +169,26 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
             return ord(letters.pop()) - ord("A")
         if letters:
             return None
-    return _option_within(plain, texts)
+    return _option_within(answer, choices)
 
 
-def _option_within(plain: str, texts: Sequence[str]) -> int | None:
+def _option_alone(answer: str, choices: Sequence[str]) -> int | None:
+    """Return the index of the option that an answer states, by its text or else by its letter, and
+    nothing else."""
+    plain, texts = _comparable(answer, choices)
+    if plain in texts:
+        return texts.index(plain)
+    # the letter may stand in brackets or before a mark
+    match = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", answer)
+    if match and (index := ord(match[1].upper()) - ord("A")) < len(choices):
+        return index
+    return None
+
+
+def _option_within(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the single option whose text occurs in an answer; the longest where one
     contains another."""
+    plain, texts = _comparable(answer, choices)
     # whole words only
     within = {index: text for index, text in enumerate(texts) if f" {text} " in f" {plain} "}
     longest = []
@@ -197,26 +198,16 @@ def _option_within(plain: str, texts: Sequence[str]) -> int | None:
     return longest[0] if len(longest) == 1 else None
 
 
-def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
-    """Return the function that simplifies texts for comparison.
+def _comparable(answer: str, choices: Sequence[str]) -> tuple[str, list[str]]:
+    """Simplify an answer and the choices for comparison.
 
-    It keeps no more than it must to tell the choices apart, such as "x > 5" from "x < 5".
+    They keep no more than they must to tell the choices apart, such as "x > 5" from "x < 5".
     """
-    if len(set(map(_signed, choices))) == len(choices):
-        return _signed
-    return lambda text: _lower(text.rstrip(". "))
-
-
-def _letter(text: str, count: int) -> int | None:
-    """Return the index of the option that a text of a single letter names.
-
-    The letter may stand in brackets or before a mark.
-    """
-    match = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
-    if not match:
-        return None
-    index = ord(match[1].upper()) - ord("A")
-    return index if index < count else None
+    texts = list(map(_signed, choices))
+    if len(set(texts)) == len(choices):
+        return _signed(answer), texts
+    answer, *texts = [_lower(text.rstrip(". ")) for text in (answer, *choices)]
+    return answer, texts
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:

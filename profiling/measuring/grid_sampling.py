@@ -48,9 +48,8 @@ def sample_grid(
         raise InputError(
             f"knobs.count={count}: these values make {total} configurations; 0 takes all"
         )
-    if count in (0, total):
-        chosen = np.arange(total)
-    else:
+    chosen = np.arange(total)
+    if count not in (0, total):
         chosen = _latin_hypercube(sizes, count, np.random.default_rng(seed))
     ordered = []
     for knob_values in values.values():
@@ -58,7 +57,7 @@ def sample_grid(
         has_names = any(isinstance(value, str) for value in knob_values)
         ordered.append(knob_values if has_names else sorted(knob_values))
     configurations = list(itertools.product(*ordered))
-    return [dict(zip(values, configurations[i], strict=True)) for i in np.sort(chosen)]
+    return [dict(zip(values, configurations[i], strict=True)) for i in chosen]
 
 
 def _latin_hypercube(sizes: list[int], count: int, rng: np.random.Generator) -> NDArray[np.int64]:

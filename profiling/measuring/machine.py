@@ -30,12 +30,15 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         return
     noted = read_note(path, dict)
     # what differs, by name, in the order of the note
-    keys = [key for key in {**noted, **wanted} if noted.get(key) != wanted.get(key)]
-    if keys:
-        differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)
+    differences = [
+        f"{key}: {noted.get(key)} → {wanted.get(key)}"
+        for key in {**noted, **wanted}
+        if noted.get(key) != wanted.get(key)
+    ]
+    if differences:
         raise InputError(
-            f"{path.parent} holds a run with other settings ({differences}); choose another out "
-            "folder"
+            f"{path.parent} holds a run with other settings ({'; '.join(differences)}); choose "
+            "another out folder"
         )
 
 

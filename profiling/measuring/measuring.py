@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import orjson
@@ -40,6 +40,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.requests import Questions
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 Bools = NDArray[np.bool_]
@@ -82,7 +83,7 @@ class Plan:
     """The measurements that make a profile, and how to take them (see `VLMProfileConfig`)."""
 
     items: tuple[VQAItem, ...]
-    questions: tuple[Any, ...]  # each item's question as the model gets it
+    requests: Questions  # of the items
     contents: tuple[str, ...]  # each item's content key
     configurations: tuple[Configuration, ...]  # each has a value for every knob
     config: VLMProfileConfig
@@ -283,7 +284,7 @@ class _Runner:
         all at once."""
         item = self.plan.items[i]
         configurations = [self.plan.configurations[j] for j in columns]
-        request = Request(item.picture(), self.plan.questions[i])
+        request = self.plan.requests.request(item.id)
         try:
             start_ns = time.thread_time_ns()
             stage = self._first_stage(i, request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,15 @@ CLOCK_NAMES = {
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
 }
 CELL = ("sample", "configuration")
-Judge = Callable[[int, str], float]
-"""The accuracy of an answer to a sample, by its number in the plan."""
 
 
-def records_of(plan: Plan, log: pl.DataFrame, judge: Judge, dataset: str) -> pl.DataFrame:
+def records_of(plan: Plan, log: pl.DataFrame, dataset: str) -> pl.DataFrame:
     """Return what long tables and exp5/exp6 files hold, a row for each measurement; samples
     outermost, then configurations, then repeats.
 
     A row has its own times. The answer, its accuracy and the numbers of tokens are those of the
     first repeat of its sample and configuration, and the first look is the median over them. The
-    log holds all of the plan; `judge` is called once for each different answer to a sample.
+    log holds all of the plan; each different answer to a sample is scored once.
     """
     measured = plan.select(log).sort(*CELL, "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
@@ -57,7 +55,7 @@ def records_of(plan: Plan, log: pl.DataFrame, judge: Judge, dataset: str) -> pl.
         rows = rows.drop("repeat")
     # each different answer is judged once
     answers = rows.select("sample", "pred").unique(maintain_order=True)
-    accuracy = [float(judge(i, answer)) for i, answer in answers.rows()]
+    accuracy = [plan.requests.score(plan.items[i].id, answer) for i, answer in answers.iter_rows()]
     judged = answers.with_columns(pl.Series("accuracy", accuracy, pl.Float64))
     rows = rows.join(judged, on=answers.columns, how="left", maintain_order="left").with_columns(
         num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS)
@@ -107,7 +105,6 @@ def write_vlm_profile(
     out: Path,
     plan: Plan,
     log: pl.DataFrame,
-    judge: Judge,
     knobs: Sequence[KnobSupport],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -118,7 +115,7 @@ def write_vlm_profile(
     of the data set; `config`; and `split`, `model`, `machine` and `command`, which go into the
     exp5/exp6 files too.
     """
-    records = records_of(plan, log, judge, facts["name"])
+    records = records_of(plan, log, facts["name"])
     wanted = ("sample_id", "image_id", "question_type", *plan.knobs, "repeat", "accuracy")
     keys = [c for c in wanted if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
@@ -135,7 +132,6 @@ def write_vlm_profile(
     cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
     latency = cells["latency_ms"].to_numpy().reshape(shape)
     changed = pl.col("text") != pl.col("text").sort_by("repeat").first().over(CELL)
-    files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
     content = {
         **facts,
         "samples": shape[0],
@@ -145,25 +141,25 @@ def write_vlm_profile(
             "latency_ms": f"{CLOCK_NAMES[plan.config.clock]}, as the model reads it",
             "statistic": f"median of {plan.config.repeats}",
             "drift": "left in",
-            "log_spread_of_one_measurement": log_spread(plan, log),
+            "log_spread_of_one_measurement": log_spread(measured),
             "repeats_that_changed_an_answer": measured.filter(changed).height,
         },
         "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
         "cost_s": round(float(measured["total_ms"].sum()) / 1e3, 1),
         "knobs": knob_report(knobs, np.array(plan.settings.rows(), object), latency),
-        "sha256": digests(out, files),
+        "sha256": digests(out, ("table.parquet", "features.safetensors")),
     }
     write_json(out / "profile.json", content)
     return content
 
 
-def log_spread(plan: Plan, log: pl.DataFrame) -> float | None:
+def log_spread(measured: pl.DataFrame) -> float | None:
     """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
     times, averaged over the cells; None with a single repeat."""
-    if plan.config.repeats == 1:
-        return None
-    cells = plan.select(log).group_by(CELL).agg(pl.col("total_ms").clip(1e-6).log().std())
-    return round(float(cells["total_ms"].to_numpy().mean()), 4)
+    cells = measured.group_by(CELL).agg(pl.col("total_ms").clip(1e-6).log().std())
+    # one number has no standard deviation
+    spread: Any = cells["total_ms"].mean()
+    return spread and round(spread, 4)
 
 
 def knob_report(
@@ -216,7 +212,7 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
+def levels(column: NDArray[Any], order: Sequence[Any]) -> list[Any]:
     """Return the values of a knob that occur: numbers in ascending order, names as in `order`.
 
     Names that `order` lacks stay in the order of their first occurrence.

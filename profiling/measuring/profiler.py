@@ -32,7 +32,6 @@ from knobwise.common.progress import progress
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     KnobSupport,
-    Request,
     check_configuration,
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
@@ -93,9 +92,9 @@ def profile_vlm(
     versions = getattr(model, "identity", {})
     identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
     # a change of the prompt changes the content of every sample
-    questions = tuple(question_text(item, config.prompt) for item in items)
+    questions = [question_text(item, config.prompt) for item in items]
     contents = content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
-    plan = Plan(items, questions, tuple(contents), configurations, config)
+    plan = Plan(items, requests, tuple(contents), configurations, config)
     store = _store(out, plan)
     where = machine()
     _claim_folder(state, identity, where, config)
@@ -112,19 +111,16 @@ def profile_vlm(
     # two processes that finish at once write one after the other
     with locked(state):
         _merge_features(out, model, plan)
-        facts = _facts(model, config, {**identity, "machine": where}, requests)
-        profile = write_vlm_profile(
-            out, plan, log, lambda i, text: requests.score(items[i].id, text), model.knobs, facts
-        )
+        facts = _facts(model, plan, {**identity, "machine": where})
+        profile = write_vlm_profile(out, plan, log, model.knobs, facts)
     print(rendered("knobs", **profile))
     return out
 
 
-def _facts(
-    model: AdaptiveVLM, config: VLMProfileConfig, origin: Mapping[str, Any], requests: Questions
-) -> dict[str, Any]:
+def _facts(model: AdaptiveVLM, plan: Plan, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a profile notes about its run; `origin` describes the model and the machine."""
     name = origin.get("class", model.name)
+    config = plan.config
     return {
         "name": config.name or "data",
         "config": asdict(config),
@@ -132,7 +128,7 @@ def _facts(
         "split": SPLIT,
         **origin,
         "shards": config.shards,
-        "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
+        "metrics": dict(sorted(Counter(plan.requests.metrics.values()).items())),
     }
 
 
@@ -166,9 +162,8 @@ def chosen_configurations(
                 f"knob {knob.name!r}: is the name of a measurement in a profile; rename it"
             )
     # each source overrides those before it
-    values: dict[str, Sequence[Any]] = {knob.name: (knob.default,) for knob in knobs}
-    values |= usual
-    values |= config.chosen_values()
+    defaults = {knob.name: (knob.default,) for knob in knobs}
+    values = {**defaults, **usual, **config.chosen_values()}
     for name, knob_values in values.items():
         for value in knob_values:
             check_configuration(knobs, {name: value})
@@ -228,8 +223,9 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
     samples = {key: i for i, key in enumerate(plan.contents) if key in wanted}
     with progress("features", len(samples), quiet_s=5) as tick:
         for done, (key, i) in enumerate(samples.items(), 1):
-            request = Request(plan.items[i].picture(), plan.questions[i])
-            store.add(key, model.first_stage(request).features, plan.items[i].id)
+            sample_id = plan.items[i].id
+            stage = model.first_stage(plan.requests.request(sample_id))
+            store.add(key, stage.features, sample_id)
             tick(done, "")
     store.flush()
 

@@ -218,16 +218,12 @@ def _rows(path: Path) -> Rows:
     if path.suffix != ".json":
         lines = [line for line in text.split("\n") if line.strip()]
         return [_json(line, f"{path}, row {row}") for row, line in enumerate(lines, 1)]
-    # a list serves as queries and as bank
-    content = _json(text, str(path))
-    parts = content
-    if isinstance(content, list):
-        parts = {"queries": content, "bank": content}
-    if not (isinstance(parts, dict) and set(parts) == {"queries", "bank"}) or not all(
-        isinstance(part, list) for part in parts.values()
-    ):
-        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-    return content
+    match content := _json(text, str(path)):
+        case list():
+            return content
+        case {"queries": list(), "bank": list(), **others} if not others:
+            return content
+    raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
 
 
 def _json(text: str, where: str) -> Any:

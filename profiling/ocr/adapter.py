@@ -174,19 +174,19 @@ class RapidOCRModel(KeepsConfiguration):
             outlines = shapes(boxes)
             order = reading_order(question, outlines).tolist()
             # the text of each box that is read, and whether the box stands upside down
-            read = {
-                i: self._read(steps, pixels, boxes, i) for i in order[: self.configuration["boxes"]]
-            }
+            read: dict[int, tuple[str, bool]] = {}
+
+            def read_box(i: int) -> str:
+                read[i] = self._read(steps, pixels, boxes, i)
+                return read[i][0]
+
+            for i in order[: self.configuration["boxes"]]:
+                read_box(i)
             # a picture is upside down if most of its boxes are
             if sum(turned for _, turned in read.values()) > len(read) / 2:
                 outlines[:, :2] *= -1
             lines = [Line(i, read.get(i, (None,))[0], *outlines[i, :4]) for i in order]
-
-            def read_too(i: int) -> str:
-                read[i] = self._read(steps, pixels, boxes, i)
-                return read[i][0]
-
-            text = find_answer(question, lines, read_too)
+            text = find_answer(question, lines, read_box)
             total_ms = clock_ms() - start + steps.reused_ms
         return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
 

@@ -133,14 +133,17 @@ def _neighbour(
         if rest and len(texts[best]) > len(name) + 2:  # one box holds both
             return rest
         # the nearest to the right in the same row
-        row = [n for n in candidates if abs(n.y - anchor.y) < 0.6 * anchor.height]
-        right = [n for n in row if n.x > anchor.x]
+        right = [
+            n for n in candidates if abs(n.y - anchor.y) < 0.6 * anchor.height and n.x > anchor.x
+        ]
         line = min(right, key=lambda n: n.x, default=None)
     else:
         # the nearest below that begins at the same margin
         margin = anchor.x - anchor.width / 2
-        column = [n for n in candidates if abs(n.x - n.width / 2 - margin) < anchor.width]
-        below = [n for n in column if n.y > anchor.y + 0.5 * anchor.height]
+        edge = anchor.y + 0.5 * anchor.height
+        below = [
+            n for n in candidates if abs(n.x - n.width / 2 - margin) < anchor.width and n.y > edge
+        ]
         line = min(below, key=lambda n: n.y, default=None)
     if line is None:
         return ""

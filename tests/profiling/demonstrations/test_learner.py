@@ -140,19 +140,21 @@ def test_votes_by_hand():
     values = np.array([[5, 0, 0], [4, 5, 0], [4, 5, 0], [0, 0, 0]])
     queries = Queries(QUERIES.images[:4], values, asked, QUERIES.labels[:4])
     cases = [
-        (0, [1, -1, -1, -1], 1), (0, [0, -1, -1, -1], 0),
-        (0, [0, 1, -1, -1], 0),  # a tie: the first
-        (0, [1, 0, -1, -1], 1), (0, [0, 1, 2, -1], 1),
+        (0, [1], 1), (0, [0], 0),
+        (0, [0, 1], 0),  # a tie: the first
+        (0, [1, 0], 1), (0, [0, 1, 2], 1),
         (0, [1, 0, 3, 2], 1),  # two each: the first
-        (0, [5, 4, 1, -1], 1),  # of another question: no votes
-        (0, [4, 5, -1, -1], 0),  # nobody votes
-        (0, [-1, -1, -1, -1], 0), (1, [0, 5, -1, -1], 1),
-        (1, [0, 4, -1, -1], 0),  # one of its two questions is wrong
-        (1, [0, 3, -1, -1], 0),  # nobody votes on the second
-        (1, [4, 0, 5, 3], 0), (2, [5, 4, 3, -1], 1), (3, [0, 1, 2, 3], 0),
+        (0, [5, 4, 1], 1),  # of another question: no votes
+        (0, [4, 5], 0),  # nobody votes
+        (0, [], 0), (1, [0, 5], 1),
+        (1, [0, 4], 0),  # one of its two questions is wrong
+        (1, [0, 3], 0),  # nobody votes on the second
+        (1, [4, 0, 5, 3], 0), (2, [5, 4, 3], 1), (3, [0, 1, 2, 3], 0),
     ]  # fmt: skip
-    rows, shown, right = (torch.tensor(x) for x in zip(*cases, strict=True))
-    assert torch.equal(LearnerScorer(LEARNER, queries, bank).vote(rows, shown), right.float())
+    rows, shown, right = zip(*cases, strict=True)
+    padded = torch.tensor([[*places, -1, -1, -1, -1][:4] for places in shown])
+    votes = LearnerScorer(LEARNER, queries, bank).vote(torch.tensor(rows), padded)
+    assert votes.tolist() == list(right)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,6 @@ def test_a_block_that_is_left_out_does_not_count(model):
     assert texts(model, REQUESTS, num_active_blocks=3) == texts(smaller, REQUESTS)
 
 
-def test_it_is_loaded_as_what_it_is(model, tmp_path):
-    for part in tiny_language_model():
-        part.save_pretrained(tmp_path)
-    loaded = HuggingFaceModel.load(tmp_path, device="cpu", max_new_tokens=5)
-    assert not loaded.sees
-    assert texts(loaded, REQUESTS) == texts(model, REQUESTS)
-
-
 def test_a_question_must_be_a_text(model):
     with pytest.raises(InputError, match="text"):
         model.first_stage(Request(None, 3))

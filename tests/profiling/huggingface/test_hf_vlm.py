@@ -340,13 +340,6 @@ def test_half_precision(name):
     assert (answer.extra["reused_ms"] > 0) == (name in GOING_ON)
 
 
-def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
-    folder = saved(tmp_path / "tiny-llava", llava.model, llava.processor)
-    loaded = HuggingFaceModel.load(folder, device="cpu", max_new_tokens=5)
-    assert (loaded.name, llava.name, loaded.knobs) == ("tiny-llava", "llava_next", llava.knobs)
-    assert answered(loaded).text == answered(llava).text
-
-
 def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     def refused(fault="cannot be loaded"):
         with input_error(fault):

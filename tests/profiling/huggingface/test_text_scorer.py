@@ -1,19 +1,18 @@
 """The scorer of language models, on a tiny random Llama made here without any download."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
-from tiny_models import tiny_tokenizer
+from commands import main, mistake, refused
+from tiny_models import rows, seeded, tiny_tokenizer
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.experiments.command_line.main import main
-from knobwise.profiling.huggingface.loading import reads_text_alone
 from knobwise.profiling.huggingface.text_scorer import TextScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem, read_vqa_data
 
@@ -47,23 +46,15 @@ def tiny_llama(seed=0):
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(config).eval()
-        # random weights of the usual size make all tokens equally likely
-        model.lm_head.weight.data *= 20
+    model = seeded(transformers.LlamaForCausalLM, config, seed)
+    # random weights of the usual size make all tokens equally likely
+    model.lm_head.weight.data *= 20
     return model, tokenizer
 
 
 @pytest.fixture(scope="module")
 def llama():
     return tiny_llama()
-
-
-def rows(prompts):
-    """The prompts as a scorer takes them: queries [n], demonstrations [n, 2]."""
-    padded = [[*shown, *[-1] * (2 - len(shown))] for _, shown in prompts]
-    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
 
 
 def by_hand(model, tokenizer, text, answer):
@@ -144,41 +135,6 @@ def test_a_model_that_chats_ends_its_answer_by_the_template(llama):
     torch.testing.assert_close(plain, same)
 
 
-def test_beams_of_a_language_model_end_to_end(llama, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for part in llama:
-        part.save_pretrained("model")
-    assert reads_text_alone("model")
-    names = ["zero", "one", "two", "three", "four", "five"]
-    lines = []
-    for number, name in enumerate(names):
-        question = f"{name} plus zero?"
-        lines.append(json.dumps({"id": name, "question": question, "answers": [str(number)]}))
-    (tmp_path / "items.jsonl").write_text("\n".join(lines))
-    embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    save_file({"embeddings": embeddings}, "e.safetensors")
-    words = "model=model vlm.data=items.jsonl vlm.embeddings=e.safetensors vlm.device=cpu"
-    options = "pool.size=4 beams.width=2 beams.random=2 beams.retrieved=1 beams.json=false out=out"
-    assert main(["profile", *words.split(), *options.split()]) == 0, capsys.readouterr().err
-    table = BeamTable.load("out/beams.safetensors")
-    assert table.query_ids == tuple(names)
-    assert all(row not in pool for row, pool in enumerate(table.pool.tolist()))
-    # a recorded score is the scorer's
-    data = VQAData(*[tuple(item(n, f"{n} plus zero?", str(i)) for i, n in enumerate(names))] * 2)
-    shown = table.pool[0][table.sequences[0, :1]]
-    score = TextScorer(*llama, data)(torch.tensor([0]), shown)["logprob_score"]
-    torch.testing.assert_close(table.fields["logprob_score"][0, :1], score, rtol=0, atol=1e-3)
-    # these items name no kinds
-    capsys.readouterr()
-    assert main(["profile", *words.split(), "beams.same_kind=2", "out=other"]) == 2
-    assert "beams.same_kind" in capsys.readouterr().err
-    # no image is needed, but a question is, and pictures need embeddings
-    (tmp_path / "items.jsonl").write_text('{"id": "x", "answers": ["1"]}')
-    assert main(["profile", *words.split(), "out=other"]) == 2
-    assert "question" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
-
-
 def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
     llama, tmp_path, monkeypatch, capsys
 ):
@@ -206,7 +162,11 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
         assert {kinds[1][table.pool[query, place]] for place in places} == {kinds[0][query]}
     assert (table.found_by == METHODS.index("sample")).any()
     assert table.queries.shape == table.candidates.shape
-    capsys.readouterr()
+    # a recorded score is the scorer's
+    shown = table.pool[0][table.sequences[0, :1]]
+    score = TextScorer(*llama, data)(torch.tensor([0]), shown)["logprob_score"]
+    torch.testing.assert_close(table.fields["logprob_score"][0, :1], score, rtol=0, atol=1e-3)
+    assert not Path("out/beams.json").exists()
     train = """train experiment=selector_language beams=files beams.path=out/beams.safetensors
         beams.model=model beams.vlm.data=items.csv beams.vlm.device=cpu selector.width=16 seeds=[0]
         jobs=1 sft.epochs=1 rce.epochs=1 grpo.epochs=1 judged_shots=[1,2] tracking=disabled
@@ -229,18 +189,17 @@ def test_a_selector_learns_from_answers_of_the_model_that_was_recorded(
     assert judged == 15 - len(fitted)
     # another model than the one that was recorded is refused
     tiny_llama(seed=1)[0].save_pretrained("model")
-    capsys.readouterr()
-    assert main([*train.split(), "name=other"]) == 2
-    assert "beams.model" in capsys.readouterr().err
-    for wrong in ("beams.model=null", "beams.vlm.embeddings=e.npz", "imitated=some"):
-        assert main([*train.split(), wrong, "name=other"]) == 2
-        assert wrong.partition("=")[0].replace("beams.model", "beams.vlm") in (
-            capsys.readouterr().err
-        )
+    other = [*train.split(), "name=other"]
+    assert "beams.model" in mistake(other, capsys)
+    for wrong, fault in {
+        "beams.model=null": "beams.vlm",
+        "beams.vlm.embeddings=e.npz": "beams.vlm.embeddings",
+        "imitated=some": "imitated",
+    }.items():
+        assert fault in mistake([*other, wrong], capsys)
     # items of other queries are refused
     (tmp_path / "items.csv").write_text("\n".join([*lines, "x,more?,1,zero,query"]))
-    assert main([*train.split(), "name=other"]) == 2
-    assert "beams.vlm.data" in capsys.readouterr().err
+    assert "beams.vlm.data" in mistake(other, capsys)
 
 
 def test_a_file_may_hold_queries_and_demonstrations(tmp_path):
@@ -304,9 +263,6 @@ def test_a_scorer_of_your_own_is_recorded(tmp_path, monkeypatch, capsys):
     assert main([*words, "model=scorers_of_a_test:Even", "beams.shots=1", "out=single"]) == 0
     table = BeamTable.load("single/beams.safetensors")
     assert (table.fields["vqa_correct"][table.beam_mask] == 0).all()
-    capsys.readouterr()
     # its items may have images, unless it says that it sees none
     for name, fault in (("Silent", "image"), ("Gone", "Gone")):
-        assert main([*words, f"model=scorers_of_a_test:{name}", "out=other"]) == 2
-        assert fault in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
+        assert fault in refused([*words, f"model=scorers_of_a_test:{name}", "out=other"], capsys)

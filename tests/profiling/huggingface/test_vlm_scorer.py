@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import input_error
-from tiny_models import SCORERS, chat, picture, tiny_model
+from tiny_models import SCORERS, chat, picture, rows, tiny_model
 
 from knobwise.profiling.huggingface.scorer import VLMScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
@@ -44,12 +44,6 @@ def family(request):
 @pytest.fixture(scope="module")
 def llava():
     return tiny_model("llava")
-
-
-def rows(prompts):
-    """The prompts as a scorer takes them: queries [n], demonstrations [n, 4]."""
-    padded = [[*shown, *[-1] * (4 - len(shown))] for _, shown in prompts]
-    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
 
 
 def by_hand(model, processor, text, images, answer):
@@ -101,11 +95,11 @@ def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
     torch.testing.assert_close(alone, whole, rtol=0, atol=1e-4)
 
 
-def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family):
-    family[0].train()
-    scores = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
-    assert not family[0].training
-    pairs = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
+def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(llava):
+    llava[0].train()
+    scores = VLMScorer(*llava, DATA, batch_size=1)(*rows(MIXED))
+    assert not llava[0].training
+    pairs = VLMScorer(*llava, DATA, batch_size=2)(*rows(MIXED[::-1]))
     for field, values in scores.items():
         assert (values.shape, values.dtype, values.requires_grad) == ((5,), torch.float32, False)
         torch.testing.assert_close(pairs[field].flip(0), values, rtol=1e-4, atol=1e-4)

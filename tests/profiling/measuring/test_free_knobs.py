@@ -162,15 +162,6 @@ def controller_of(names):
     )
 
 
-def test_a_controller_of_any_knobs_decides_for_the_model():
-    model = AdaptiveModel(Bright(), controller_of(KNOBS))
-    first, second = (model.answer(Request(ARRAYS[2], "How bright?"), 9.0) for _ in range(2))
-    assert first.configuration == {"side": 1, "mode": "fast", "share": 0.5}
-    assert (first.answer.text, second.answer.text) == ("0", "3")
-    with input_error("mode=slow"):
-        AdaptiveModel(Bright(), controller_of(KNOBS | {"mode": ("slow", "exact")}))
-
-
 @pytest.mark.parametrize(("clock", "counted"), [("wall", True), ("cpu", False)])
 def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
     model = AdaptiveModel(Bright("sleep"), controller_of(KNOBS), clock=clock)
@@ -185,8 +176,11 @@ def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
             model.answer(requests[0], 9.0, arrived)
         with input_error("arrivals"):
             model.generate(requests, 9.0, [arrived] * 3)
+    assert {result.configuration["share"] for result in slow} == {1}
     with input_error("clock=sun"):
         AdaptiveModel(Bright(), controller_of(KNOBS), clock="sun")
+    with input_error("mode=slow"):
+        AdaptiveModel(Bright(), controller_of(KNOBS | {"mode": ("slow", "exact")}))
 
 
 # -- grids -----------------------------------------------------------------------------------------

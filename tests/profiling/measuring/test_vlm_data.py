@@ -123,13 +123,13 @@ def test_what_is_wrong_with_a_file_is_said_with_its_row(folder, rows, fault):
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        ("gone.jsonl", ""),
-        ("gone.parquet", ""),
-        ("broken.jsonl", ", row 2"),
-        ("broken.json", ""),
-        ("broken.txt", ""),
-    ],
+    {
+        "gone.jsonl": "",
+        "gone.parquet": "",
+        "broken.jsonl": ", row 2",
+        "broken.json": "",
+        "broken.txt": "",
+    }.items(),
 )
 def test_files_that_cannot_be_read(folder, name, fault):
     if "broken" in name:

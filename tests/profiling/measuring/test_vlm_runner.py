@@ -91,12 +91,17 @@ CELLS = 6 * 4
 
 def measured(out, config=TWICE, model=None, items=ITEMS, **identity):
     """Profile; return the model, which knows what it was asked."""
-    profile_vlm(out, model := model or Blurred(), items, config, identity)
+    model = model or Blurred()
+    profile_vlm(out, model, items, config, identity)
     return model
 
 
 def table_of(out):
     return pl.read_parquet(out / "table.parquet")
+
+
+def facts_of(out):
+    return json.loads((out / "profile.json").read_text())
 
 
 def features_of(out):
@@ -110,13 +115,13 @@ def out(tmp_path_factory):
 
 def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time(out):
     table = table_of(out)
-    assert len(table) == table.select("sample_id", *KNOBS, "repeat").n_unique() == 2 * CELLS
-    assert table.select("sample_id", *KNOBS).n_unique() == CELLS
+    keys = ["sample_id", *KNOBS, "repeat"]
+    assert len(table) == table.select(keys).n_unique() == 2 * CELLS
+    assert table.select(keys[:-1]).n_unique() == CELLS
     assert set(table["sample_id"]) == set(IDS)
     assert set(table.select("dataset", "top_k").rows()) == {("colours", 0)}
     assert set(table.select("max_crops", "accuracy").rows()) == {(8, 1), (1, 0)}
     assert set(table.filter(max_crops=1)["pred"]) == {"blue"}
-    keys = ["sample_id", *KNOBS, "repeat"]
     log, rows = (frame.sort(keys) for frame in (read_logs(out / "state"), table))
     for column, wanted in {
         "latency_ms": pl.col("total_ms"),
@@ -147,13 +152,17 @@ def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
 
 
 def test_the_description_says_what_was_measured_where_and_what_knobs_do(out, capsys):
-    facts = json.loads((out / "profile.json").read_text())
+    facts = facts_of(out)
     wanted = {"samples": 6, "configurations": 4, "metrics": {"exact": 6}, "model": "blurred"}
     assert facts.items() >= (wanted | {"weights": 1}).items()
     assert facts["machine"]["torch"] == torch.__version__
     assert facts["clock"]["repeats_that_changed_an_answer"] == 0
-    assert [knob["measured"] for knob in facts["knobs"]] == [[1, 8], [0], [1, 3]]
-    assert [knob["available"] for knob in facts["knobs"]] == [True, False, True]
+    # two times of a cell, a and b: √½ |ln a − ln b|
+    cell = table_of(out).group_by("sample_id", *KNOBS).agg(pl.col("latency_ms").log().diff().last())
+    spread = cell["latency_ms"].abs().mean() * 0.5**0.5
+    assert facts["clock"]["log_spread_of_one_measurement"] == pytest.approx(spread, abs=1e-4)
+    knobs = [(knob["measured"], knob["available"]) for knob in facts["knobs"]]
+    assert knobs == [([1, 8], True), ([0], False), ([1, 3], True)]
     assert not [*out.rglob(".*")]
     # a finished profile is not measured again
     before = (out / "table.parquet").read_bytes()
@@ -342,8 +351,7 @@ def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
     metrics = [metric_of(item) for item in (choice, three, ITEMS[0])]
     assert [*metrics, metric_of(three, "anls")] == ["choice", "vqa", "exact", "anls"]
     measured(tmp_path, replace(CONFIG, name="both"), items=(choice, replace(three, id="2")))
-    facts = json.loads((tmp_path / "profile.json").read_text())
-    assert facts["metrics"] == {"choice": 1, "vqa": 1}
+    assert facts_of(tmp_path)["metrics"] == {"choice": 1, "vqa": 1}
     accuracy = table_of(tmp_path).filter(max_crops=8)["accuracy"]
     assert sorted({*accuracy}) == pytest.approx([(0.5 + 0.5 + 1) / 3, 1])
 
