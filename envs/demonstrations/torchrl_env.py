@@ -268,13 +268,14 @@ class DemonstrationBandit(SingleStepEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         rows = self._new_rows()
         correct = self.observation_spec["vqa_correct"].zero()
-        return self._context(self.observe(rows) | {"vqa_correct": correct})
+        return self._with_end(self.observe(rows) | {"vqa_correct": correct}, ended=False)
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
         outcome = self.decide(rows, tensordict["action"])
         correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
-        return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
+        changed = {"vqa_correct": correct, "reward": outcome.reward}
+        return self._with_end(self.observe(rows) | changed, ended=True)
 
     def _new_rows(self) -> Tensor:
         """Draw the next queries, int64 [P]."""
