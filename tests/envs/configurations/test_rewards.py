@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import repeated, small_table, table_of
+from helpers import identical, input_error, repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.reward import (
     RewardTable,
     complexity,
@@ -62,7 +61,7 @@ def test_formulas_by_hand(config, latency, wanted):
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(InputError, match=r"reward\.kind"):
+    with input_error(r"reward\.kind"):
         RewardConfig(kind="sparse")
 
 
@@ -142,7 +141,7 @@ def test_the_median_is_rewarded_like_a_single_measurement():
     rows = torch.arange(60)
     once = RewardTable(replace(table, repeats_ms=None), UTILITY).all(rows, rows + 1.0)
     median = RewardTable(table, UTILITY, repeats="median").all(rows, rows + 1.0)
-    torch.testing.assert_close(median, once, rtol=0, atol=0, equal_nan=True)
+    identical(median, once)
 
 
 # -- functions of the user's -----------------------------------------------------------------------
@@ -201,7 +200,7 @@ def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
 )
 def test_a_function_that_cannot_be_used_is_refused_in_a_line(returned, before, fault, written):
     config = written(returned, before)
-    with pytest.raises(InputError, match=fault) as refused:
+    with input_error(fault) as refused:
         RewardTable(TABLE, config)
     assert str(refused.value).startswith(f"reward.function={config.function}: ")
     assert "\n" not in str(refused.value)
@@ -210,5 +209,5 @@ def test_a_function_that_cannot_be_used_is_refused_in_a_line(returned, before, f
 def test_what_shows_only_later_is_refused_where_it_shows(written):
     rewards = RewardTable(TABLE, written("accuracy / (budget_ms != 17)"))
     assert rewards.all(ROWS[:1], torch.tensor([16.0])).isfinite().all()
-    with pytest.raises(InputError, match="inf in 7 of 7"):
+    with input_error("inf in 7 of 7"):
         rewards.all(ROWS[:1], torch.tensor([17.0]))

@@ -3,11 +3,11 @@ the control."""
 
 import pytest
 import torch
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cosine_similarity
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
     demonstration_reward,
@@ -195,7 +195,7 @@ def test_every_permutation_is_as_likely():
     ],
 )
 def test_settings_that_make_no_sense(config, field):
-    with pytest.raises(InputError, match=field):
+    with input_error(field):
         DemonstrationRewardConfig(**config)
 
 

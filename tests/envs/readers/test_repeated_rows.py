@@ -4,12 +4,11 @@ import json
 
 import polars as pl
 import pytest
-from helpers import repeated, small_table
+from helpers import input_error, repeated, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import knobwise
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import (
     long_frame,
@@ -80,12 +79,12 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
     ],
 )
 def test_copies_are_refused(columns, fault):
-    with pytest.raises(InputError, match=rf"^t\.csv: .*{fault}"):
+    with input_error(rf"^t\.csv: .*{fault}"):
         table(**columns)
 
 
 def test_repeat_is_never_a_knob():
-    with pytest.raises(InputError, match="repeat"):
+    with input_error("repeat"):
         table_from_frame(frame(repeat=[0, 1, 0, 2]), name="t", knobs=["top_k", "repeat"])
 
 
@@ -153,7 +152,7 @@ def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
 
 def test_rows_with_several_images_are_no_measurements_of_one_cell(tmp_path):
     rows = [times((0, 1.0 + image))[0] | {"image_id": image} for image in range(2)]
-    with pytest.raises(InputError, match=r"exp6_latency_crops2.*2 × sample_id 0"):
+    with input_error(r"exp6_latency_crops2.*2 × sample_id 0"):
         read_pair(tmp_path, [0], rows)
 
 
