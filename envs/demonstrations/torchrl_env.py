@@ -282,9 +282,9 @@ class DemonstrationBandit(SingleStepEnv):
         self._rows = self.contexts().to(self.device)
         return self._rows
 
-    def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
+    def _rows_of(self, tensordict: TensorDictBase) -> Tensor:
         """Return the queries that a step is for, int64 [P]."""
-        if tensordict is not None and "row" in tensordict:
+        if "row" in tensordict:
             return tensordict["row"].long()
         return self._new_rows() if self._rows is None else self._rows
 
@@ -308,9 +308,9 @@ class DemonstrationBandit(SingleStepEnv):
 
         The pool is for environments with a scorer.
         """
-        rows = self._rows_of(tensordict)
         if tensordict is None:
             tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
+        rows = self._rows_of(tensordict)
         shape = (len(rows), self.group_size)
         if self.scorer is None:
             sizes = self.group_mask[rows].sum(1, keepdim=True)

@@ -93,7 +93,7 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
 
 
 def _block(name: str, values: np.ndarray, n: int) -> Tensor:
-    """Return a block as float32 [n, d]. Raises InputError, with its name, if it is something else."""
+    """Return a block as float32 [n, d]. Raises InputError, with its name, for anything else."""
     if values.dtype.kind not in "biuf":
         raise InputError(f"{name} are not numbers")
     if values.ndim not in (1, 2) or len(values) != n:

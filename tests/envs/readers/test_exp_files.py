@@ -36,18 +36,23 @@ def stem(setting, rank=None):
     return "crops{}_topk{}_blocks{}{}.json".format(*setting, suffix)
 
 
-def put_exp5(root, setting, scores, rank=None, dataset="text-vqa", **changes):
+def put_rows(root, kind, key, setting, rows, rank=None, dataset="text-vqa", **changes):
+    """Write the file of one configuration."""
+    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0}}
+    content = {"summary": [summary], key: rows, **changes}
+    folder = f"{kind}_{dataset}" if dataset else ""
+    return put(root / kind[:4] / folder / f"{kind}_{stem(setting, rank)}", content)
+
+
+def put_exp5(root, setting, scores, **options):
     """Write an accuracy file; scores: id → score, or rows."""
     rows = scores
     if isinstance(scores, dict):
         rows = [{"sample_id": i, "score": score} for i, score in scores.items()]
-    summary = {**named(setting), "num_total_blocks": 16, "num_samples": len(rows)}
-    content = {"summary": [summary], "all_samples": rows, "config": {"split": "val"}, **changes}
-    folder = f"exp5_accuracy_{dataset}" if dataset else ""
-    return put(root / "exp5" / folder / f"exp5_accuracy_results_{stem(setting, rank)}", content)
+    return put_rows(root, "exp5_accuracy", "all_samples", setting, rows, **options)
 
 
-def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
+def put_exp6(root, setting, times, **options):
     """Write a latency file; times: id → total ms, or rows, in the profiler's spelling."""
     rows = times
     if isinstance(times, dict):
@@ -56,10 +61,7 @@ def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
             | {"sample_id": i, "T_total_ms": t, "T_prefill_ms": t * 0.25, "T_decode_ms": t * 0.5}
             for i, t in times.items()
         ]
-    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0}}
-    content = {"summary": [summary], "per_sample_latencies": rows, **changes}
-    folder = f"exp6_latency_{dataset}" if dataset else ""
-    return put(root / "exp6" / folder / f"exp6_latency_{stem(setting, rank)}", content)
+    return put_rows(root, "exp6_latency", "per_sample_latencies", setting, rows, **options)
 
 
 def read(root, dataset="text_vqa", **choices):

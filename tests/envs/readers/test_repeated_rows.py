@@ -96,6 +96,20 @@ def test_a_repeat_column_of_cells_measured_once_costs_nothing():
     assert numbered.digest == once.digest
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_first_look_is_added_to_times_and_written_apart_again(once, tmp_path):
+    data = frame(sample_id=list("aaab"), first_look_ms=[1.5, 1.5, 0.0, 2.0])[once:]
+    made = table_from_frame(data, name="t")
+    assert made.first_look_ms.tolist() == [[1.5, 0.0], [2.0, 0.0]]  # 0 where not profiled
+    first = 11.5 if once else 12.5
+    assert made.latency_ms.nan_to_num(-1).tolist() == [[first, 20.0], [16.0, -1.0]]
+    written = long_frame(made)
+    assert sorted(written["latency_ms"]) == sorted(data["latency_ms"])
+    assert sorted(written["first_look_ms"]) == sorted(data["first_look_ms"])
+    write_long_table(made, tmp_path / "t.parquet")
+    assert read_long_table(tmp_path / "t.parquet").digest == made.digest
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 2**16),
