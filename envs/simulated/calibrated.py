@@ -148,9 +148,7 @@ class _Sizes(NamedTuple):
     """[n, C], the vision tokens of a record."""
 
 
-def _draw(
-    config: SimulatedConfig, dataset: str
-) -> tuple[Array, Array, dict[str, torch.Tensor]]:
+def _draw(config: SimulatedConfig, dataset: str) -> tuple[Array, Array, dict[str, torch.Tensor]]:
     """Draw accuracies [n, C], latencies [n, C] and features of one data set."""
     published = DATA_SETS[dataset]
     # a stream for each quantity, so that the widths of features change nothing else
@@ -291,9 +289,7 @@ def _vision(known: SimpleNamespace, text_effect: float, nominal: Array) -> Array
     return np.interp(nominal, [-1, 2, 6, 12], curve)
 
 
-def _mean_accuracy(
-    known: SimpleNamespace, crops: Array, top_k: Array, blocks: Array
-) -> Array:
+def _mean_accuracy(known: SimpleNamespace, crops: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the mean accuracy of each configuration, [C]."""
     # blocks that cost least are removed first
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
