@@ -88,7 +88,7 @@ class ContextSampler:
         if rows is None:
             rows = torch.arange(table.num_samples)
         if isinstance(rows, Tensor) or not len(rows) or not isinstance(rows[0], Tensor):
-            rows = [rows]
+            rows = [torch.as_tensor(rows)]
         lists = [torch.as_tensor(part, dtype=torch.long) for part in rows]
         self.counts = torch.tensor([len(part) for part in lists])
         if not self.counts.all():

@@ -220,7 +220,7 @@ def _draw_decode(
     # a few records have a length of their own; the others have that of their sample
     new = for_lengths.random(shape) < ANSWERS.new_lengths
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
-    tokens = _lengths(*published.tokens, quantile)
+    tokens = _lengths(quantile, *published.tokens)
     return np.asarray((tokens - 1) * step)
 
 
@@ -309,7 +309,7 @@ def _mean_accuracy(known: SimpleNamespace, crops: Array, top_k: Array, blocks: A
     )
 
 
-def _lengths(mean: float, least: int, most: int, quantile: Array) -> Array:
+def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:
     """Compute quantiles of a geometric distribution with this mean.
 
     Its values begin at `least` and end at `most`.

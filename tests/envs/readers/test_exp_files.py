@@ -566,3 +566,35 @@ def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
     put_exp5(pair, LARGE, rows)
     with input_error("question_type"):
         read(pair)
+
+
+def times(*pairs):
+    return [named(SMALL) | {"sample_id": sample, "T_total_ms": ms} for sample, ms in pairs]
+
+
+def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
+    put_exp5(tmp_path, SMALL, {0: 0.5, 1: 0.5})
+    put_exp6(tmp_path, SMALL, times((0, 9.0), (0, 8.0), (1, 5.0), (0, 6.0), (7, 1.0), (7, 2.0)))
+    made = read(tmp_path)
+    assert made.repeats_ms.nan_to_num(-1).tolist() == [[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]
+    assert made.accuracy.tolist() == [[0.5], [0.5]]
+    assert "1 cells of 1 samples" in made.notes[0]
+    assert "1 cells occur up to 3 times" in made.notes[1]
+
+
+def test_rows_with_several_images_are_no_measurements_of_one_cell(pair):
+    one, other = times((0, 1.0), (0, 2.0))
+    put_exp6(pair, SMALL, [one | {"image_id": 1}, other | {"image_id": 2}])
+    with input_error(r"exp6_latency_crops2.*2 × sample_id 0"):
+        read(pair)
+
+
+def test_core_exp_files_may_repeat_a_sample(tmp_path):
+    rows = [
+        {"sample_id": 0, "accuracy": accuracy, "T_total": ms, "repeat": repeat}
+        for repeat, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])
+    ]
+    put_core(tmp_path, "high", {}, per_sample_results=rows)
+    made = read_core(tmp_path)
+    assert made.repeats_ms.tolist() == [[[4.0, 3.0, 3.0]]]
+    assert made.accuracy.item() == pytest.approx(2 / 3)
