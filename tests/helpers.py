@@ -354,6 +354,13 @@ def input_error(fault=""):
     return pytest.raises(InputError, match=fault)
 
 
+def close(result, wanted, within=None):
+    """Compare a tensor with another one or a list, as torch does or within a distance; NaN is
+    itself."""
+    tolerances = {} if within is None else {"rtol": 0, "atol": within}
+    torch.testing.assert_close(result, torch.as_tensor(wanted), equal_nan=True, **tolerances)
+
+
 def identical(result, wanted):
     """Compare tensors, or TensorDicts, to the last bit; NaN is itself."""
     if isinstance(result, TensorDictBase):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import identical, input_error, repeated, small_table, table_of
+from helpers import close, identical, input_error, repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -126,7 +126,7 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind):
     assert torch.equal(out["next", "reward"], wanted)
     every = out["reward_per_configuration"]
     assert (every.isnan() == ~out["mask"]).all()
-    torch.testing.assert_close(every.gather(1, chosen), wanted)
+    close(every.gather(1, chosen), wanted)
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled():
@@ -136,7 +136,7 @@ def test_random_actions_are_drawn_evenly_among_what_was_profiled():
         action = env.rand_action(env.reset().set("row", torch.tensor([row])))["action"]
         share = table.find(action).flatten().bincount(minlength=12) / 8_000
         wanted = table.mask[row] / table.mask[row].sum()
-        torch.testing.assert_close(share, wanted, rtol=0, atol=0.02)
+        close(share, wanted, within=0.02)
         assert torch.equal(share > 0, table.mask[row])
 
 

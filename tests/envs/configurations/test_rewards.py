@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import identical, input_error, repeated, small_table, table_of
+from helpers import close, identical, input_error, repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,16 +97,16 @@ def test_a_knob_without_a_size_counts_nothing(values):
 def test_share_in_time_and_utility_by_hand():
     limits = BUDGETS.unsqueeze(1)
     share = share_in_time(TABLE.measurements_ms, limits)
-    torch.testing.assert_close(share, torch.tensor([[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]]))
+    close(share, [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
     gained = expected_utility(TABLE.accuracy, TABLE.measurements_ms, limits)
-    torch.testing.assert_close(gained, torch.tensor([[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]]))
+    close(gained, [[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]])
 
 
 def test_rewards_by_hand():
     rewards = RewardTable(TABLE, replace(UTILITY, alpha=1.0))
     # in time 2 of 3, 1 of 3 and 1 of 1 times; 2 of 2 and 1 of 3 times
     wanted = torch.tensor([[0.4 - 0.1, 1 / 3 - 0.2, 0.2], [0.5, NAN, 0.3 - 0.2]])
-    torch.testing.assert_close(rewards.all(ROWS, BUDGETS), wanted, equal_nan=True)
+    close(rewards.all(ROWS, BUDGETS), wanted)
     chosen = torch.tensor([[0, 1, 1], [0, 2, 2]])
     repeats = torch.tensor([[1, 1, 3], [3, 0, 2]])
     # numbers beyond the last measurement count from the first again
@@ -115,7 +115,7 @@ def test_rewards_by_hand():
     assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
     found = rewards.reward_of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
-    torch.testing.assert_close(found, wanted)
+    close(found, wanted)
     medians = [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]
     assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
 
@@ -133,7 +133,7 @@ def test_rewards_are_means_over_measurements(seed, kind):
     for number in range(6):
         drawn = rewards.outcome(rows, every, torch.full((9, 12), number))
         total += rewards.reward_of(*drawn, budgets.unsqueeze(1), every)
-    torch.testing.assert_close(total / 6, rewards.all(rows, budgets), equal_nan=True)
+    close(total / 6, rewards.all(rows, budgets))
 
 
 def test_the_median_is_rewarded_like_a_single_measurement():
@@ -169,12 +169,12 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written):
     rewards = RewardTable(table, written("accuracy - latency_ms / budget_ms + 10 * knobs['size']"))
     budgets = torch.tensor([10.0, 20.0])
     wanted = torch.tensor([[0.6 - 0.2, 1.0 - 0.3 + 10], [0.5 - 0.3, NAN]])
-    torch.testing.assert_close(rewards.all(ROWS, budgets), wanted, equal_nan=True)
+    close(rewards.all(ROWS, budgets), wanted)
     chosen = torch.tensor([[1, 0], [0, 0]])
     repeats = torch.tensor([[0, 1], [1, 0]])
     each = torch.tensor([[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
     drawn = rewards.outcome(ROWS, chosen, repeats)
-    torch.testing.assert_close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
+    close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):

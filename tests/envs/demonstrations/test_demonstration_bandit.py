@@ -7,7 +7,7 @@ from itertools import permutations, takewhile
 
 import pytest
 import torch
-from helpers import five_beams, identical, input_error, small_table
+from helpers import close, five_beams, identical, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.collectors import Collector
@@ -118,7 +118,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order):
     wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
     assert torch.equal(out["next", "reward"], wanted[rows][:, order])
     correct = table.fields["vqa_correct"][rows][:, order]
-    torch.testing.assert_close(out["next", "vqa_correct"], correct, equal_nan=True)
+    close(out["next", "vqa_correct"], correct)
     assert torch.equal(out["next", "row"], rows)
 
 
@@ -371,7 +371,7 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
     assert torch.equal(again.reward, outcome.reward[:, [0, 0, 0]])
     scored = CountingScorer()(torch.tensor([4, 4]), torch.tensor([[0, X], [6, 0]]))
     wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
-    torch.testing.assert_close(outcome.reward[0, [0, 2]], wanted, rtol=0, atol=1e-6)
+    close(outcome.reward[0, [0, 2]], wanted, within=1e-6)
     assert torch.equal(outcome.correct[0, [0, 2]], scored["vqa_correct"])
     assert outcome.reward[0, 1] == 0
     assert outcome.correct[0, 1].isnan()
@@ -385,7 +385,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once():
         reward = env.step(context)["next", "reward"].squeeze(1)
         bank = bank_rows(five_beams().pool[rows], action)
         shown, nothing = (CountingScorer()(rows, x)["vqa_gt_prob"] for x in (bank, bank * 0 - 1))
-        torch.testing.assert_close(reward, (shown - nothing).where(action[:, 0] >= 0, 0.0))
+        close(reward, (shown - nothing).where(action[:, 0] >= 0, 0.0))
     zero_shot = [asked for asked in env.scorer.asked if asked[1:] == (X, X, X)]
     assert sorted(zero_shot) == [(q, X, X, X) for q in range(5)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from helpers import Harmful, identical, input_error, small_table, table_of
+from helpers import Harmful, close, identical, input_error, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -109,7 +109,7 @@ def test_columns_of_a_table_file(tmp_path):
     assert blocks["features"].nan_to_num(-1).tolist() == [[640, 1], [-1, 0]]
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
     again = read_features(tmp_path / "f.csv").blocks["features"]
-    torch.testing.assert_close(again, blocks["features"], equal_nan=True)
+    close(again, blocks["features"])
 
 
 IDS = ["0", "1"]
@@ -303,7 +303,7 @@ def test_several_files_are_one_profile(tmp_path):
     joint = read_profile(JointProfile(paths=paths[:2], features=[None, paths[2]]))
     assert cells(joint) == cells(first) | cells(second)
     language = joint.features["language_features"][20:]
-    torch.testing.assert_close(language, second.features["language_features"])
+    close(language, second.features["language_features"])
     filled = read_profile(JointProfile(paths=paths[:2], missing_blocks=True))
     assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20
     with input_error("1 files for 2 paths"):
