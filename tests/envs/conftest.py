@@ -5,7 +5,7 @@ import pytest
 from knobwise.common import files
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _without_waiting_for_disks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "sync", lambda path: None)
