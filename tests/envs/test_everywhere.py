@@ -128,7 +128,12 @@ def policy_of(agent, table):
 
 def environment(case):
     env, change = FORMS[case.form](TABLES[case.table]()), TRANSFORMS[case.transform]()
-    return env if change is None else TransformedEnv(env, change)
+    if change is None:
+        return env
+    # the wrapper of a vector environment has a transform already
+    if isinstance(env, TransformedEnv):
+        return env.append_transform(change)
+    return TransformedEnv(env, change)
 
 
 def check(case, batch):
