@@ -35,25 +35,11 @@ class SingleStepEnv(EnvBase):
     def group_size(self) -> int:
         return self.reward_spec.shape[-1]
 
-    def _context(self, observation: dict[str, Tensor]) -> TensorDict:
-        """What `_reset` returns."""
-        # no episode has ended before its step
-        done = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
-        content = {**observation, "done": done, "terminated": done}
-        return TensorDict(content, batch_size=self.batch_size, device=self.device)
-
-    def _outcome(
-        self,
-        before: Mapping[str, Tensor] | TensorDictBase,
-        reward: Tensor,
-        observation: dict[str, Tensor],
-    ) -> TensorDictBase:
-        """What `_step` returns: the observation before the step with what changed in it."""
-        # every episode ends with its step
-        done = torch.ones_like(reward[:, :1], dtype=torch.bool)
-        # what was observed before the step, and over it what has changed
-        content = {key: before[key] for key in self.observation_keys if key in before}
-        content |= {**observation, "reward": reward, "done": done, "terminated": done}
+    def _with_end(self, content: dict[str, Tensor], ended: bool) -> TensorDict:
+        """Return what `_reset` or `_step` is to return; every episode ends with its step."""
+        shape = (*self.batch_size, 1)
+        done = torch.full(shape, ended, dtype=torch.bool, device=self.device)
+        content = {**content, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:

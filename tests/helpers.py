@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
@@ -22,7 +23,7 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.profiling.demonstrations import builtin
 
 
-def small_table(samples=60, seed=0, holes=0.0, features=True):
+def small_table(samples=60, seed=0, holes=0.0, features=True, **changes):
     """3 × 2 × 2 configurations; accuracy and latency depend on two hidden traits that the features
     show."""
     generator = torch.Generator().manual_seed(seed)
@@ -39,8 +40,8 @@ def small_table(samples=60, seed=0, holes=0.0, features=True):
     ).float()
     mask = torch.rand(samples, len(grid), generator=generator) >= holes
     mask[torch.arange(samples), torch.arange(samples) % len(grid)] = True
-    blocks = {}
-    if features:
+    blocks = features or {}
+    if features is True:
         noise = torch.randn(samples, 3, generator=generator)
         blocks = {
             "image_features": torch.cat([large, noise], 1),
@@ -51,8 +52,9 @@ def small_table(samples=60, seed=0, holes=0.0, features=True):
         Knob("top_k", (4, 8)),
         Knob("num_active_blocks", (12, 16)),
     )
-    cells = table_of(accuracy.masked_fill(~mask, torch.nan), latency.masked_fill(~mask, torch.nan))
-    return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
+    fields = {"name": "small", "knobs": knobs, "configurations": grid, "features": blocks}
+    cells = (values.masked_fill(~mask, torch.nan) for values in (accuracy, latency))
+    return table_of(*cells, **fields | changes)
 
 
 def gappy_table():
@@ -67,24 +69,27 @@ def gappy_table():
 Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 
-def table_of(accuracy, latency_ms, features=None):
+def table_of(accuracy, latency_ms, features=None, **changes):
     """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not
     profiled."""
     a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
     repeats = ms if ms.ndim == 3 else None
     ms = ms if repeats is None else median_of(repeats)
     n, c = a.shape
-    return ProfileTable(
-        name="by hand",
-        knobs=(Knob("size", tuple(range(c))),),
-        configurations=torch.arange(c).unsqueeze(1),
-        accuracy=a,
-        latency_ms=ms,
-        mask=~a.isnan(),
-        sample_ids=tuple(str(i) for i in range(n)),
-        features={} if features is None else {"x": features},
-        repeats_ms=repeats,
-    )
+    if not isinstance(features, dict):
+        features = {} if features is None else {"x": features}
+    fields = {
+        "name": "by hand",
+        "knobs": (Knob("size", tuple(range(c))),),
+        "configurations": torch.arange(c).unsqueeze(1),
+        "accuracy": a,
+        "latency_ms": ms,
+        "mask": ~a.isnan(),
+        "sample_ids": tuple(str(i) for i in range(n)),
+        "features": features,
+        "repeats_ms": repeats,
+    }
+    return ProfileTable(**fields | changes)
 
 
 def repeated(table, most=4, seed=0, jitter=0.1):
@@ -360,6 +365,21 @@ def equal_states(first, second):
 def input_error(fault=""):
     """A block in which a mistake of a user is refused, and what is at fault named."""
     return pytest.raises(InputError, match=fault)
+
+
+def close(result, wanted, within=None):
+    """Compare a tensor with another one or a list, as torch does or within a distance; NaN is
+    itself."""
+    tolerances = {} if within is None else {"rtol": 0, "atol": within}
+    torch.testing.assert_close(result, torch.as_tensor(wanted), equal_nan=True, **tolerances)
+
+
+def identical(result, wanted):
+    """Compare tensors, or TensorDicts, to the last bit; NaN is itself."""
+    if isinstance(result, TensorDictBase):
+        result = result.to_dict()
+        wanted = wanted.to_dict()
+    torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 class Harmful:

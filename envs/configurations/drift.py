@@ -72,7 +72,7 @@ def drifted_copies(
         offsets of latencies, in ln ms, float [N·(1 + copies), C]. Without drift the table itself
         and None.
     """
-    count = min(COPIES, MOST_CELLS // max(table.latency_ms.numel(), 1) - 1)
+    count = min(COPIES, MOST_CELLS // table.latency_ms.numel() - 1)
     if not size or count < 1:
         return table, None
     generator = torch.Generator().manual_seed(seed)

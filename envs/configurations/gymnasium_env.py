@@ -155,9 +155,13 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         # what is added from here on is for people
         key = self._batch.limit_key
         mask = observation["mask"].astype(bool)
-        info = {"action_mask": self._action_mask(mask)} | info
-        info |= {key: observation[key].item(), "mask": mask}
-        info["sample_id"] = self.table.sample_ids[info["row"]]
+        info = {
+            "action_mask": self._action_mask(mask),
+            **info,
+            "sample_id": self.table.sample_ids[info["row"]],
+            key: observation[key].item(),
+            "mask": mask,
+        }
         for name in info.keys() & {"configuration", "oracle_configuration"}:
             values = zip(self.table.knobs, info[name], strict=True)
             info[name] = {knob.name: knob.values[value] for knob, value in values}

@@ -183,7 +183,7 @@ class ConfigBandit(SingleStepEnv):
             rows = rows.where(wanted, self.current["row"])
             limits = limits.where(wanted, self.current[self.limit_key])
         self._set_contexts(rows, limits)
-        return self._context(self.current | self._described())
+        return self._with_end(self.current | self._described(), ended=False)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -237,11 +237,11 @@ class ConfigBandit(SingleStepEnv):
         action = self.replay.grouped(actions, *self.decisions)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
-        changed = self._described()
+        content = self.current | self._described() | {"reward": replayed.reward}
         if not self.lean:
             for name in OUTCOMES:
-                changed[name] = getattr(replayed, name).view(self.outcome_shape)
-        return self._outcome(self.current, replayed.reward, changed)
+                content[name] = getattr(replayed, name).view(self.outcome_shape)
+        return self._with_end(content, ended=True)
 
     def _described(self) -> dict[str, Tensor]:
         """Return the features, masks and outcomes (still 0) of the current contexts.

@@ -115,10 +115,10 @@ def _table(
     # if the embeddings are equal, queries are items of the bank: where one side lacks the image of
     # an item, it takes that of the other
     same_items = torch.equal(features, bank)
-    if same_items and not images:
-        known = {query.id: query.image for query in queries}
-        images = tuple(known.get(item, "") for item in range(len(bank)))
     if same_items:
+        if not images:
+            known = {query.id: query.image for query in queries}
+            images = tuple(known.get(item, "") for item in range(len(bank)))
         queries = [query._replace(image=query.image or images[query.id]) for query in queries]
     queries = [_without_leaks(query, images, same_items, counts) for query in queries]
     _count(queries, images, counts)

@@ -23,13 +23,7 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import (
-    check_axes,
-    read_table,
-    with_axes,
-    with_prefix,
-    write_tensors,
-)
+from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 POLICY = METHODS.index("policy")
 """The index of draws of a policy in `METHODS`."""
@@ -49,6 +43,7 @@ AXES = {
     "query_ids": "Q",
     "query_images": "Q",
     "candidate_images": "M",
+    "fields": "QB",
 }
 """A letter for each axis of a field."""
 PADDING = {"sequences": -1, "found_by": -1, "round": 0}
@@ -109,13 +104,12 @@ class BeamTable:
 
     def _check_shapes(self, table: str) -> None:
         """Raise InputError if shapes, types or names do not fit."""
-        parts = with_axes(self, AXES)
-        parts |= {f"fields[{name}]": (values, "QB") for name, values in self.fields.items()}
         # every axis has one length
-        lengths = check_axes(table, parts)
-        for what, (values, _) in parts.items():
+        lengths = check_axes(table, self, AXES)
+        tensors = {name: getattr(self, name) for name in (*INTEGERS, *EMBEDDINGS)}
+        for what, values in (tensors | self.fields).items():
             wanted = torch.int64 if what in INTEGERS else torch.float32
-            if isinstance(values, Tensor) and values.dtype != wanted:
+            if values.dtype != wanted:
                 raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
         # names of outcomes, queries, and columns
         if unknown := sorted(set(self.fields) - set(FIELDS)):
@@ -328,8 +322,8 @@ class BeamTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, integers in the smallest type that holds them."""
-        head = {"format": "knobwise.BeamTable/1", "name": self.name, "blocks": self.blocks}
-        head |= {k: list(getattr(self, k)) for k in WORDS}
+        head = {"format": "knobwise.BeamTable/1"}
+        head |= {name: getattr(self, name) for name in ("name", "blocks", *WORDS)}
         tensors = {f"fields.{name}": values for name, values in self.fields.items()}
         tensors |= {name: _narrow(getattr(self, name)) for name in INTEGERS}
         write_tensors(path, head, tensors | {name: getattr(self, name) for name in EMBEDDINGS})

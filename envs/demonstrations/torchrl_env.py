@@ -268,22 +268,23 @@ class DemonstrationBandit(SingleStepEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         rows = self._new_rows()
         correct = self.observation_spec["vqa_correct"].zero()
-        return self._context(self.observe(rows) | {"vqa_correct": correct})
+        return self._with_end(self.observe(rows) | {"vqa_correct": correct}, ended=False)
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
         outcome = self.decide(rows, tensordict["action"])
         correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
-        return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
+        changed = {"vqa_correct": correct, "reward": outcome.reward}
+        return self._with_end(self.observe(rows) | changed, ended=True)
 
     def _new_rows(self) -> Tensor:
         """Draw the next queries, int64 [P]."""
         self._rows = self.contexts().to(self.device)
         return self._rows
 
-    def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
+    def _rows_of(self, tensordict: TensorDictBase) -> Tensor:
         """Return the queries that a step is for, int64 [P]."""
-        if tensordict is not None and "row" in tensordict:
+        if "row" in tensordict:
             return tensordict["row"].long()
         return self._new_rows() if self._rows is None else self._rows
 
@@ -307,9 +308,9 @@ class DemonstrationBandit(SingleStepEnv):
 
         The pool is for environments with a scorer.
         """
-        rows = self._rows_of(tensordict)
         if tensordict is None:
             tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
+        rows = self._rows_of(tensordict)
         shape = (len(rows), self.group_size)
         if self.scorer is None:
             sizes = self.group_mask[rows].sum(1, keepdim=True)

@@ -75,7 +75,7 @@ def read_configurations(
                 # a folder with the data set's name is trusted more than what its files say
                 if folder == root:
                     continue
-            sizes = [len(_load(part, setting, keys)[1]) for part in parts if part != path]
+            sizes = [len(_load(part, setting, keys)[1]) for part in parts]
             _check_merge(path, len(rows), sizes)
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(n for n in counts if isinstance(n, int)) > len(rows) > 0
@@ -130,9 +130,10 @@ def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
     ranks: dict[Path, list[Path]] = {}
     for path in paths:
         merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
-        parts = ranks.setdefault(merge if merge in paths else path, [])
-        if merge != path:
-            parts.append(path)
+        if merge in paths and merge != path:
+            ranks.setdefault(merge, []).append(path)
+        else:
+            ranks.setdefault(path, [])
     return ranks
 
 
@@ -363,11 +364,10 @@ def keyed(
     without id, and for a pair that occurs more than once without latencies, in several files or
     with several images.
     """
-    if all(side["question_id"].null_count() == 0 for side in sides):
-        key = "question_id"
-    else:
-        key = "sample_id"
-    if key == "sample_id" and any(side["question_id"].is_not_null().any() for side in sides):
+    question_ids = pl.concat([side["question_id"] for side in sides])
+    missing = question_ids.null_count()
+    key = "sample_id" if missing else "question_id"
+    if 0 < missing < len(question_ids):
         notes.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
     with_ids = []
     for side in sides:

@@ -48,16 +48,7 @@ def read_features(path: str | Path) -> Features:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     with _unreadable(str(path)):
-        return _features_from(_read_arrays(path), str(path))
-
-
-def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
-    """Return ids and named blocks from arrays by name, as `read_features` finds them in a file.
-
-    Raises InputError, with the name `source`, as `read_features`.
-    """
-    with _unreadable(source):
-        return _features_from(content, source)
+        return features_from(_read_arrays(path), str(path))
 
 
 @contextmanager
@@ -72,46 +63,49 @@ def _unreadable(source: str) -> Iterator[None]:
         raise InputError(f"{source}: cannot be read as features ({error})") from error
 
 
-def _features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
-    """Check ids and blocks. Raises InputError with the name `source`."""
-    # ids first: they say how many rows a block must have
-    arrays = {key: np.asarray(values) for key, values in content.items()}
-    ids: dict[str, np.ndarray] = {}
-    for name in ("dataset", "sample_id"):
-        if name in arrays:
-            values = arrays.pop(name)
-            # text in NumPy files may be bytes
-            ids[name] = values.astype(str) if values.dtype.kind == "S" else values
-    if "sample_id" not in ids or not arrays:
-        raise InputError(
-            f"{source}: features need sample_id [n] and at least one block [n, d]; has "
-            f"{[*ids, *arrays]}"
-        )
-    names = {key: tuple(name_column(pl.Series(key, values), source)) for key, values in ids.items()}
-    n = len(names["sample_id"])
-    blocks = {}
-    for key, values in arrays.items():
-        if values.dtype.kind not in "biuf":
-            raise InputError(f"{source}: features {key!r} are not numbers")
-        if values.ndim not in (1, 2) or len(values) != n:
+def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+    """Return ids and named blocks from arrays by name, as `read_features` finds them in a file.
+
+    Raises InputError, with the name `source`, as `read_features`.
+    """
+    with _unreadable(source):
+        arrays = {key: np.asarray(values) for key, values in content.items()}
+        # ids first: they say how many rows a block must have
+        names: dict[str, tuple[str, ...]] = {}
+        for key in ("dataset", "sample_id"):
+            if key in arrays:
+                values = arrays.pop(key)
+                # text in NumPy files may be bytes
+                values = values.astype(str) if values.dtype.kind == "S" else values
+                names[key] = tuple(name_column(pl.Series(key, values), source))
+        if "sample_id" not in names or not arrays:
             raise InputError(
-                f"{source}: features {key!r} have shape {values.shape}, but there are {n} sample_id"
+                f"{source}: features need sample_id [n] and at least one block [n, d]; has "
+                f"{[*names, *arrays]}"
             )
-        if not values.size:
-            raise InputError(f"{source}: features {key!r} are empty: their shape is {values.shape}")
-        # a float64 beyond float32 becomes infinite, and is refused below
-        with np.errstate(over="ignore"):
-            block = values.reshape(n, -1).astype(np.float32)
-        if np.isinf(block).any():
-            raise InputError(
-                f"{source}: features {key!r} hold infinite values; write NaN for what is missing"
-            )
-        blocks[key] = torch.from_numpy(block)
+        n = len(names["sample_id"])
+        blocks = {key: _block(f"{source}: features {key!r}", x, n) for key, x in arrays.items()}
     if twice := n - len(set(zip(*names.values(), strict=True))):
         raise InputError(
             f"{source}: {twice} ids occur more than once; keep one row of features for each sample"
         )
     return Features(names["sample_id"], blocks, names.get("dataset", ()))
+
+
+def _block(name: str, values: np.ndarray, n: int) -> Tensor:
+    """Return a block as float32 [n, d]. Raises InputError, with its name, for anything else."""
+    if values.dtype.kind not in "biuf":
+        raise InputError(f"{name} are not numbers")
+    if values.ndim not in (1, 2) or len(values) != n:
+        raise InputError(f"{name} have shape {values.shape}, but there are {n} sample_id")
+    if not values.size:
+        raise InputError(f"{name} are empty: their shape is {values.shape}")
+    # a float64 beyond float32 becomes infinite, and is refused
+    with np.errstate(over="ignore"):
+        block = values.reshape(n, -1).astype(np.float32)
+    if np.isinf(block).any():
+        raise InputError(f"{name} hold infinite values; write NaN for what is missing")
+    return torch.from_numpy(block)
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
@@ -124,16 +118,14 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
     if not isinstance(features, Features):
         source = str(features)
         features = read_features(features)
-    datasets = features.datasets
-    keys: list[tuple[str, ...]]
-    known: list[tuple[str, ...]]
+    wanted = [table.sample_ids]
+    names = [features.sample_ids]
     # data sets only count where both sides name them
-    if datasets and (table.datasets or table.name in datasets):
-        keys = list(zip(table.dataset_names, table.sample_ids, strict=True))
-        known = list(zip(datasets, features.sample_ids, strict=True))
-    else:
-        keys = [(i,) for i in table.sample_ids]
-        known = [(i,) for i in features.sample_ids]
+    if features.datasets and (table.datasets or table.name in features.datasets):
+        wanted.insert(0, table.dataset_names)
+        names.insert(0, features.datasets)
+    keys = list(zip(*wanted, strict=True))
+    known = list(zip(*names, strict=True))
     for whose, ids in (("profile", keys), ("features", known)):
         if len(set(ids)) < len(ids):
             raise InputError(
@@ -236,28 +228,27 @@ def _read_columns(path: Path) -> dict[str, ArrayLike]:
         # other keys than these two are no features, and not needed
         if column.name in ("sample_id", "dataset"):
             arrays[column.name] = name_column(column, str(path)).to_numpy()
-        elif column.name in KEYS:
-            continue
-        elif isinstance(column.dtype, (pl.List, pl.Array)):
-            if isinstance(column.dtype, pl.List):
-                lengths = column.list.len()
-            else:
-                lengths = column.arr.len()
-            if lengths.n_unique() > 1:
+        elif column.name not in KEYS:
+            if isinstance(column.dtype, pl.Array):
+                column = column.arr.to_list()
+            lists = column.dtype == pl.List
+            if lists and column.list.len().n_unique() > 1:
                 raise InputError(
                     f"{path}: rows of features {column.name!r} have different lengths, or are "
                     "missing"
                 )
             # all lists, one after the other
-            values = number_column(column.explode(), str(path)).fill_null(np.nan)
-            arrays[column.name] = values.to_numpy().reshape(len(column), -1)
-        else:
-            scalars.append(number_column(column, str(path)).fill_null(np.nan).to_numpy())
-    if scalars and "features" in arrays:
-        raise InputError(
-            f"{path}: the scalar columns form a block `features`, but the file already has one; "
-            "rename it"
-        )
+            numbers = column.explode() if lists else column
+            values = number_column(numbers, str(path)).fill_null(np.nan).to_numpy()
+            if lists:
+                arrays[column.name] = values.reshape(len(column), -1)
+            else:
+                scalars.append(values)
     if scalars:
+        if "features" in arrays:
+            raise InputError(
+                f"{path}: the scalar columns form a block `features`, but the file already has "
+                "one; rename it"
+            )
         arrays["features"] = np.stack(scalars, 1)
     return arrays

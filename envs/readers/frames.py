@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections import defaultdict
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +236,14 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]
-    # tiers have an order of their own, all else sorts
-    values = tuple(sorted(set(read), key=TIERS.index if set(read) <= set(TIERS) else None))
-    index = {value: i for i, value in enumerate(values)}
+    knob = knob_of(series.name, set(read))
     # several spellings may have the same value, such as 1 and 1.0
+    index = {value: i for i, value in enumerate(knob.values)}
     codes = series.replace_strict(written, [index[value] for value in read], return_dtype=pl.UInt32)
-    return Knob(series.name, values), codes
+    return knob, codes
+
+
+def knob_of(name: str, values: Set[KnobValue]) -> Knob:
+    """Return a knob with these values in order: tiers have their own, all else sorts."""
+    order = TIERS.index if values <= {*TIERS} else None
+    return Knob(name, tuple(sorted(values, key=order)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import TIERS
+from knobwise.envs.readers.frames import knob_of
 from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
 
 DATASET = "dataset"
@@ -161,23 +161,17 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
                 f"knob {name!r} is a number in one profile and a name in another; give it the "
                 "same values"
             )
-        if values <= set(TIERS):
-            order = TIERS.index
-        else:
-            order = None
-        knobs.append(Knob(name, tuple(sorted(values, key=order))))
+        knobs.append(knob_of(name, values))
     return tuple(knobs)
 
 
 def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
     """Return the table's configurations as indices of the joined knobs' values, int64 [C, K]."""
-    names = [knob.name for knob in table.knobs]
+    settings = [table.configuration(i) for i in range(table.num_configurations)]
     columns = []
     for knob in knobs:
-        k = names.index(knob.name)
-        joined_index = torch.tensor([knob.values.index(value) for value in table.knobs[k].values])
-        columns.append(joined_index[table.configurations[:, k]])
-    return torch.stack(columns, 1)
+        columns.append([knob.values.index(setting[knob.name]) for setting in settings])
+    return torch.tensor(columns).T
 
 
 def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str, Tensor]:

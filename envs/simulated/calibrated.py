@@ -35,7 +35,6 @@ from __future__ import annotations
 import math
 import tomllib
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,8 +49,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
-Floats = NDArray[np.float64]
-
+Array = NDArray[Any]
 
 _NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PREFILL = SimpleNamespace(**_NUMBERS["prefill"])
@@ -62,20 +60,9 @@ GRIDS: dict[str, tuple[Knob, ...]] = {}
 for _grid, _values in _NUMBERS["grids"].items():
     GRIDS[_grid] = tuple(Knob(name, tuple(values)) for name, values in _values.items())
 DATA_SETS = {name: SimpleNamespace(**known) for name, known in _NUMBERS["data_sets"].items()}
-BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
+BLOCK_LOSS: Array = np.array(_NUMBERS["block_loss"])
 """Accuracy lost by removing one block."""
 TOTAL_BLOCKS = len(BLOCK_LOSS)
-
-
-class Records(NamedTuple):
-    """The records of one data set."""
-
-    accuracy: Floats
-    """[n, C]."""
-    latency_ms: Floats
-    """[n, C], the time that the budget limits."""
-    features: dict[str, torch.Tensor]
-    """Float32 [n, width] each."""
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
@@ -122,7 +109,7 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
-def _full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
+def _full_grid(knobs: tuple[Knob, ...]) -> Array:
     """Return all combinations of the knobs' values as value indices, int64 [C, K].
 
     The last knob runs fastest.
@@ -149,20 +136,20 @@ def _check(config: SimulatedConfig) -> None:
 class _Sizes(NamedTuple):
     """The sizes that times and accuracies depend on, for n samples and C configurations."""
 
-    nominal: Floats
+    nominal: Array
     """[C], the mean number of crops."""
-    top_k: NDArray[Any]
+    top_k: Array
     """[C], experts per token."""
-    blocks: NDArray[Any]
+    blocks: Array
     """[C], active blocks."""
-    crops: Floats
+    crops: Array
     """[n, C], the number of crops of a record."""
-    vision_tokens: NDArray[np.int64]
+    vision_tokens: Array
     """[n, C], the vision tokens of a record."""
 
 
-def _draw(config: SimulatedConfig, dataset: str) -> Records:
-    """Draw the records of one data set."""
+def _draw(config: SimulatedConfig, dataset: str) -> tuple[Array, Array, dict[str, torch.Tensor]]:
+    """Draw accuracies [n, C], latencies [n, C] and features of one data set."""
     published = DATA_SETS[dataset]
     # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
@@ -170,7 +157,7 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
     z = latents.standard_normal((config.samples, 7))
     sizes = _sizes(config, z)
     text_effect = PREFILL.text_effect[config.grid]
-    vision = _vision(published, text_effect)(sizes.nominal) * (sizes.crops + 1)
+    vision = _vision(published, text_effect, sizes.nominal) * (sizes.crops + 1)
     vision = vision / (sizes.nominal + 1)
     prefill = _draw_prefill(sizes, z, text_effect, for_prefill)
     decode = _draw_decode(published, sizes, z, for_steps, for_lengths)
@@ -181,10 +168,10 @@ def _draw(config: SimulatedConfig, dataset: str) -> Records:
     }
     accuracy = _draw_accuracy(published, sizes, z, for_answers)
     features = _features(config, dataset, z, for_features)
-    return Records(accuracy, stages[config.latency], features)
+    return accuracy, stages[config.latency], features
 
 
-def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:
+def _sizes(config: SimulatedConfig, z: Array) -> _Sizes:
     """Return the knob values of the configurations, and the crops and vision tokens of records."""
     knobs = GRIDS[config.grid]
     first, top_k, blocks = (
@@ -206,8 +193,8 @@ def _sizes(config: SimulatedConfig, z: Floats) -> _Sizes:
 
 
 def _draw_prefill(
-    sizes: _Sizes, z: Floats, text_effect: float, generator: np.random.Generator
-) -> Floats:
+    sizes: _Sizes, z: Array, text_effect: float, generator: np.random.Generator
+) -> Array:
     """Draw prefill times in ms, [n, C]: they depend on all tokens and have noise and stalls."""
     shape = sizes.crops.shape
     reference = PREFILL.reference["text"]
@@ -222,10 +209,10 @@ def _draw_prefill(
 def _draw_decode(
     published: SimpleNamespace,
     sizes: _Sizes,
-    z: Floats,
+    z: Array,
     for_steps: np.random.Generator,
     for_lengths: np.random.Generator,
-) -> Floats:
+) -> Array:
     """Draw decoding times in ms, [n, C]: the steps after the first token."""
     shape = sizes.crops.shape
     noise = ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
@@ -233,13 +220,13 @@ def _draw_decode(
     # a few records have a length of their own; the others have that of their sample
     new = for_lengths.random(shape) < ANSWERS.new_lengths
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
-    tokens = _lengths(*published.tokens)(quantile)
+    tokens = _lengths(quantile, *published.tokens)
     return np.asarray((tokens - 1) * step)
 
 
 def _draw_accuracy(
-    published: SimpleNamespace, sizes: _Sizes, z: Floats, generator: np.random.Generator
-) -> Floats:
+    published: SimpleNamespace, sizes: _Sizes, z: Array, generator: np.random.Generator
+) -> Array:
     """Draw accuracies, [n, C]: 0, or the score that annotators agree on for the sample."""
     nominal, top_k, blocks = sizes[:3]
     # each knob is scaled to −1 … 1; how much it matters depends on the sample
@@ -262,7 +249,7 @@ def _draw_accuracy(
     return np.asarray((margin > 0) * generator.choice(scores, (len(z), 1), p=shares))
 
 
-def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
+def _prefill(vision_tokens: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the prefill time in ms at the reference text length."""
     inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
     factors = [
@@ -271,7 +258,7 @@ def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[A
     return np.asarray(math.prod(factors, start=PREFILL.ms))
 
 
-def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
+def _step(top_k: Array, blocks: Array) -> Array:
     """Compute the mean ms of a decoding step.
 
     It is 36 at the smallest values of both knobs, and 48 at the largest.
@@ -279,8 +266,8 @@ def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
     return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
 
 
-def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Floats]:
-    """Return the mean vision time in ms as a function of the number of crops.
+def _vision(known: SimpleNamespace, text_effect: float, nominal: Array) -> Array:
+    """Compute the mean vision time in ms for each number of crops, [C].
 
     At 2 crops and at those of the best tier, it is what prefill and decoding leave of the published
     total. The other tier takes a published share of the best one's time. Without an image the time
@@ -299,12 +286,10 @@ def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Fl
     best = left(known.best[1], crops[known.best_tier], 8, TOTAL_BLOCKS)
     times = {tier: best * (1 if tier == known.best_tier else known.other_vision) for tier in crops}
     curve = [0.0, left(known.worst[1], 2, 4, 12), times["medium"], times["high"]]
-    return lambda nominal: np.interp(nominal, [-1, 2, 6, 12], curve)
+    return np.interp(nominal, [-1, 2, 6, 12], curve)
 
 
-def _mean_accuracy(
-    known: SimpleNamespace, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]
-) -> Floats:
+def _mean_accuracy(known: SimpleNamespace, crops: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the mean accuracy of each configuration, [C]."""
     # blocks that cost least are removed first
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
@@ -324,8 +309,8 @@ def _mean_accuracy(
     )
 
 
-def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[np.int64]]:
-    """Return the quantile function of a geometric distribution with this mean.
+def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:
+    """Compute quantiles of a geometric distribution with this mean.
 
     Its values begin at `least` and end at `most`.
     """
@@ -341,11 +326,11 @@ def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[n
         else:
             high = ratio
     edges = chances.cumsum()[:-1]
-    return lambda quantile: least + np.searchsorted(edges, quantile, side="right")
+    return least + np.searchsorted(edges, quantile, side="right")
 
 
 def _features(
-    config: SimulatedConfig, dataset: str, z: Floats, generator: np.random.Generator
+    config: SimulatedConfig, dataset: str, z: Array, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
     """Draw the feature blocks, float32 [n, width] each.
 

@@ -21,13 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
-from knobwise.envs.tables.tensor_file import (
-    check_axes,
-    read_table,
-    with_axes,
-    with_prefix,
-    write_tensors,
-)
+from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 __all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
 
@@ -70,6 +64,7 @@ class ProfileTable:
         "knobs": "K",
         "configurations": "CK",
         "repeats_ms": "NCR",
+        "features": "N_",
     }
     """A letter for each axis of a field."""
     name: str
@@ -130,9 +125,7 @@ class ProfileTable:
     def _check_shapes(self) -> None:
         """Raise InputError if lengths disagree, or the table is empty."""
         # every axis has one length
-        parts = with_axes(self, self.AXES)
-        parts |= {f"features[{name}]": (block, "N_") for name, block in self.features.items()}
-        check_axes(f"profile {self.name!r}", parts)
+        check_axes(f"profile {self.name!r}", self, self.AXES)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
@@ -245,9 +238,8 @@ class ProfileTable:
         """
         sha = hashlib.sha256()
         # names first, then tensors
-        names = [[k.name, list(k.values)] for k in self.knobs]
         text: list[Any] = [
-            names,
+            [(knob.name, knob.values) for knob in self.knobs],
             self.sample_ids,
             self.datasets,
             self.image_ids,
@@ -299,13 +291,11 @@ class ProfileTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
+        fields = ("name", "unit", "features_ms", "sample_ids", *self.WORDS, "notes")
         head = {
             "format": "knobwise.ProfileTable/1",
-            "name": self.name,
-            "unit": self.unit,
-            "features_ms": self.features_ms,
-            "knobs": [[k.name, list(k.values)] for k in self.knobs],
-            **{key: list(getattr(self, key)) for key in ("sample_ids", *self.WORDS, "notes")},
+            "knobs": [(knob.name, knob.values) for knob in self.knobs],
+            **{name: getattr(self, name) for name in fields},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
         tensors |= self._optional()

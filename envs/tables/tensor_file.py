@@ -26,42 +26,38 @@ DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
 
-def with_axes(table: object, axes: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Return the fields of a table with a letter for each axis, without None and empty tuples."""
-    fields = {}
-    for name, letters in axes.items():
-        value = getattr(table, name)
-        if isinstance(value, Tensor) or value:
-            fields[name] = (value, letters)
-    return fields
-
-
-def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
-    """Return the length of each axis, by its letter.
+def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str, int]:
+    """Return the length of each axis of a table, by its letter.
 
     Args:
-        table: the name of the table in errors.
-        parts: tensors or sequences by name, with a letter for each axis; `_` may have any length.
+        name: of the table in errors.
+        table: the object whose fields are tensors, sequences, or dictionaries of tensors; None and
+            what is empty have no axes.
+        axes_of: a letter for each axis of a field; `_` may have any length.
 
     Raises:
-        InputError: if a part has other axes, or an axis has another length than in the parts before
-            it.
+        InputError: if a field has other axes, or an axis has another length than in the fields
+            before it.
     """
     lengths: dict[str, int] = {}
-    for what, (part, axes) in parts.items():
-        if isinstance(part, Tensor):
-            shape = tuple(part.shape)
-        else:
-            shape = (len(part),)
+    parts = []
+    for field, axes in axes_of.items():
+        value = getattr(table, field)
+        if isinstance(value, dict):
+            parts += [(f"{field}[{key}]", block, axes) for key, block in value.items()]
+        elif isinstance(value, Tensor) or value:
+            parts.append((field, value, axes))
+    for what, part, axes in parts:
+        shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
         if len(shape) != len(axes):
-            raise InputError(f"{table}: {what} has shape {shape}, expected [{', '.join(axes)}]")
+            raise InputError(f"{name}: {what} has shape {shape}, expected [{', '.join(axes)}]")
         # the first part with an axis decides its length
         expected = tuple(
             n if axis == "_" else lengths.setdefault(axis, n)
             for n, axis in zip(shape, axes, strict=True)
         )
         if shape != expected:
-            raise InputError(f"{table}: {what} has shape {shape}, expected {expected}")
+            raise InputError(f"{name}: {what} has shape {shape}, expected {expected}")
     return lengths
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import repeated, small_table, table_of
+from helpers import close, identical, input_error, repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -32,7 +32,6 @@ from torchrl.envs import (
     check_env_specs,
 )
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import TRAINING_REWARD, RewardConfig
@@ -127,7 +126,7 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind):
     assert torch.equal(out["next", "reward"], wanted)
     every = out["reward_per_configuration"]
     assert (every.isnan() == ~out["mask"]).all()
-    torch.testing.assert_close(every.gather(1, chosen), wanted)
+    close(every.gather(1, chosen), wanted)
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled():
@@ -137,7 +136,7 @@ def test_random_actions_are_drawn_evenly_among_what_was_profiled():
         action = env.rand_action(env.reset().set("row", torch.tensor([row])))["action"]
         share = table.find(action).flatten().bincount(minlength=12) / 8_000
         wanted = table.mask[row] / table.mask[row].sum()
-        torch.testing.assert_close(share, wanted, rtol=0, atol=0.02)
+        close(share, wanted, within=0.02)
         assert torch.equal(share > 0, table.mask[row])
 
 
@@ -267,8 +266,8 @@ def test_what_is_missing_is_as_in_the_last_reset(form):
     for _ in range(5):
         alone = env.rand_action()
         assert not {"row", "budget_ms"} & set(alone.keys())
-        full = env.step(context.clone().update(alone))["next"].to_dict()
-        torch.testing.assert_close(env.step(alone)["next"].to_dict(), full, rtol=0, atol=0)
+        full = env.step(context.clone().update(alone))["next"]
+        identical(env.step(alone)["next"], full)
 
 
 def test_a_partial_reset_leaves_the_other_contexts():
@@ -351,7 +350,7 @@ def test_limits_that_a_transform_hides_are_never_guessed(hides):
     context = env.reset()
     env.rand_step(context)
     env.reset()  # another loop in between
-    with pytest.raises(InputError, match=r"row: .* budget_ms"):
+    with input_error(r"row: .* budget_ms"):
         env.rand_step(context.exclude("next"))
 
 
@@ -370,7 +369,7 @@ def test_two_loops_may_share_an_environment_whose_limits_no_transform_changes():
 def test_every_kind_of_action_gets_what_knobs_get(group):
     env = make(group_size=group, seed=0)
     out = env.rand_action(env.reset())
-    wanted = env.step(out.clone())["next"].to_dict()
+    wanted = env.step(out.clone())["next"]
     action = out["action"]
     by_name = dict(zip([knob.name for knob in SPARSE.knobs], action.unbind(-1), strict=True))
     separate = make(group_size=group, **KEYS)
@@ -381,8 +380,8 @@ def test_every_kind_of_action_gets_what_knobs_get(group):
         (whole, {"action": SPARSE.find(action)}),
         (env, {"action": action.int()}),
     ):
-        result = other.step(out.clone().update(changed))["next"].to_dict()
-        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+        result = other.step(out.clone().update(changed))["next"]
+        identical(result, wanted)
 
 
 @every_form
@@ -396,11 +395,11 @@ def test_the_group_axis_of_one_decision_may_be_missing(form):
         action = context[key]
         changed[key] = action.unsqueeze(1) if group is None else action[:, 0]
     if group == 3:
-        with pytest.raises(InputError, match="action: is"):
+        with input_error("action: is"):
             env.step(context.clone().update(changed))
     else:
         assert torch.equal(env.step(context.clone().update(changed))["next", "reward"], wanted)
-    with pytest.raises(InputError, match="float32"):
+    with input_error("float32"):
         env.step(context.update({key: context[key].float() for key in env.action_keys}))
 
 
@@ -418,11 +417,11 @@ def test_the_mask_keeps_random_policies_to_profiled_configurations():
 @pytest.mark.parametrize("wrong", [-1, 2, 12])
 def test_actions_outside_their_range_are_refused(unprofiled, wrong):
     knobs = make(unprofiled=unprofiled)
-    with pytest.raises(InputError, match=f"top_k has no index {wrong}; .* 0 to 1"):
+    with input_error(f"top_k has no index {wrong}; .* 0 to 1"):
         knobs.step(TensorDict({"action": torch.tensor([[0, wrong, 0]]).expand(4, 3)}, [4]))
     if wrong != 2:
         whole = make(unprofiled=unprofiled, action="configuration")
-        with pytest.raises(InputError, match=f"has no index {wrong}; .* 0 to 11"):
+        with input_error(f"has no index {wrong}; .* 0 to 11"):
             whole.step(TensorDict({"action": torch.tensor([0, wrong, 0, 0])}, [4]))
 
 
@@ -433,11 +432,11 @@ def test_settings_that_cannot_be_are_refused():
         {"repeats": "mean"},
         {"unprofiled": "guess"},
     ):
-        with pytest.raises(InputError, match=f"^{next(iter(options))}"):
+        with input_error(f"^{next(iter(options))}"):
             make(**options)
     named = replace(FULL, knobs=(replace(FULL.knobs[0], name="mask"), *FULL.knobs[1:]))
     assert ConfigBandit(named).action_keys == ["action"]
-    with pytest.raises(InputError, match="knob mask"):
+    with input_error("knob mask"):
         ConfigBandit(named, **KEYS)
 
 
@@ -460,7 +459,7 @@ def test_each_answer_to_an_unprofiled_action_by_hand():
         assert out.reward.tolist() == [pytest.approx(rewards)]
         assert out.accuracy.tolist() == [pytest.approx(accuracies)]
         assert out.latency_ms.tolist() == [[1.0, 1.0, 4.0, 4.0]]
-    with pytest.raises(InputError, match=r"2 of the actions.*sample '0' of 'by hand'"):
+    with input_error(r"2 of the actions.*sample '0' of 'by hand'"):
         Replay(table, unprofiled="error")(rows, action, limits)
 
 

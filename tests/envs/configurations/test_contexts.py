@@ -1,15 +1,13 @@
 """Budgets, how they are encoded, and the contexts that are drawn with them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import close, input_error, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations import budgets
 from knobwise.envs.configurations.budgets import (
     LEAST_LATENCY_MS,
@@ -99,7 +97,7 @@ def test_worths_are_drawn_evenly_in_logarithm():
     drawn = draw(table, ZEROS, sense="mean").log()
     ends = math.log(4), math.log(30 * 98)
     quarters = torch.histc(drawn, 4, *ends) / len(drawn)
-    torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
+    close(quarters, torch.full((4,), 0.25), within=0.02)
     assert quarters.sum() == 1  # none is beyond the ends
 
 
@@ -115,7 +113,7 @@ def test_worths_are_drawn_evenly_in_logarithm():
     ],
 )
 def test_numbers_that_cannot_be_used_are_refused(settings, fault):
-    with pytest.raises(InputError, match=fault):
+    with input_error(fault):
         BudgetSampler(small_table(), BudgetConfig(**settings))
 
 
@@ -177,11 +175,11 @@ def test_default_budgets_are_distinct_feasible_and_below_time_outs(
 
 def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit():
     nothing = torch.tensor([math.log(LEAST_LATENCY_MS), 0.0, 1.0])
-    torch.testing.assert_close(log_ms(torch.tensor([0.0, 1.0, math.e])), nothing)
+    close(log_ms(torch.tensor([0.0, 1.0, math.e])), nothing)
     for unit in (1.0, 1e-5, 1e4):
         measured = unit * torch.tensor([0.0, 2.0, 20.0, math.nan])
         wanted = math.log(unit) + torch.tensor([0.2, 2.0, 20.0, math.nan]).log()
-        torch.testing.assert_close(log_measured(measured), wanted, equal_nan=True)
+        close(log_measured(measured), wanted)
     assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
 
 
@@ -197,7 +195,7 @@ def test_encodings_by_hand(width, wanted):
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), width)  # ln: 0 and 2, so μ = σ = 1
     result = encoding(torch.tensor([[math.e**2, 1e9]]))  # z = 1, and 4 at most
     assert result.shape == (1, 2, width)
-    torch.testing.assert_close(result[0, 0], torch.tensor(wanted), atol=1e-6, rtol=0)
+    close(result[0, 0], wanted, within=1e-6)
     if width == 1:
         assert result[0, 1].item() == 4
 
@@ -205,7 +203,7 @@ def test_encodings_by_hand(width, wanted):
 def test_sixteen_pairs_divide_seven_octaves_evenly():
     frequencies = BudgetEncoding(small_table().latency_ms.flatten(), 32).frequencies
     wanted = math.pi / 4 * 2 ** torch.linspace(0, 7, 16)
-    torch.testing.assert_close(frequencies, wanted)
+    close(frequencies, wanted)
 
 
 def test_encoding_survives_latencies_that_never_vary_and_zeros():
@@ -231,26 +229,26 @@ def test_balanced_groups_are_drawn_as_often_as_each_other():
     # a, a, a, b, and another a that is not drawn from; each list is balanced by the sizes of both
     # together
     names = {"datasets": ("a", "a", "a", "b", "a"), "question_types": tuple("xyyyx")}
-    table = replace(small_table(5), **names)
+    table = small_table(5, **names)
     for by, rows, expected in (
         ("dataset", [[0, 1, 2, 3]], [[1 / 6, 1 / 6, 1 / 6, 1 / 2, 0]]),
         # of 1/1, 1/3, 1/3
         ("question_type", [[0, 1, 2], [3]], [[3 / 5, 1 / 5, 1 / 5, 0, 0], [0, 0, 0, 1, 0]]),
     ):
         shares = shares_drawn(table, by, list(map(torch.tensor, rows)))
-        torch.testing.assert_close(shares, torch.tensor(expected), atol=0.025, rtol=0)
+        close(shares, expected, within=0.025)
 
 
 def test_samples_with_rare_configurations_are_drawn_more_often():
     nan = math.nan
     table = of_latencies(torch.tensor([[1.0, 2.0], [1.0, nan], [1.0, nan]]))
     shares = shares_drawn(table, "configuration", [torch.arange(3)])  # of 1/3 + 1, 1/3, 1/3
-    torch.testing.assert_close(shares, torch.tensor([[2 / 3, 1 / 6, 1 / 6]]), atol=0.025, rtol=0)
+    close(shares, [[2 / 3, 1 / 6, 1 / 6]], within=0.025)
 
 
 @pytest.mark.parametrize("by", ["dataset", "question_type"])
 def test_nothing_to_balance_is_refused(by):
-    with pytest.raises(InputError, match=f"balance.by={by}: .*'small' have fewer than two"):
+    with input_error(f"balance.by={by}: .*'small' have fewer than two"):
         ContextSampler(small_table(), BudgetConfig(), None, 0, by)
 
 
@@ -264,7 +262,7 @@ def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each(lists)
         drawn = rows[number :: len(lists)]
         assert set(drawn.tolist()) == set(own.tolist())
         shares = drawn.bincount(minlength=60)[own] / len(drawn)
-        torch.testing.assert_close(shares, torch.full((len(own),), 1 / len(own)), atol=0.03, rtol=0)
+        close(shares, torch.full((len(own),), 1 / len(own)), within=0.03)
 
 
 def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
@@ -283,7 +281,7 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
 @pytest.mark.parametrize("balance", ["none", "question_type"])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
 def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):
-    table = replace(small_table(holes=0.3), question_types=("x", "y", "y") * 20)
+    table = small_table(holes=0.3, question_types=("x", "y", "y") * 20)
     budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
     one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
@@ -300,5 +298,5 @@ def test_equal_seeds_draw_what_they_always_drew():
 
 def test_nothing_to_draw_from_is_refused():
     for rows in (torch.arange(0), [], [torch.arange(3), torch.arange(0)]):
-        with pytest.raises(InputError, match="no samples to draw from"):
+        with input_error("no samples to draw from"):
             sampler(rows)

@@ -4,13 +4,12 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
-from helpers import small_table
+from helpers import input_error, small_table
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 import knobwise  # noqa: F401  (registers the environment)
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations import rendering
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
 from knobwise.envs.configurations.settings import BudgetConfig
@@ -132,7 +131,7 @@ def test_without_a_mode_there_is_nothing_to_see():
     env = ConfigBanditEnv(TABLE)
     env.reset(seed=0)
     assert env.render() is None
-    with pytest.raises(InputError, match="render_mode"):
+    with input_error("render_mode"):
         ConfigBanditEnv(TABLE, render_mode="video")
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 import gymnasium
 import numpy as np
 import pytest
-from helpers import small_table
+from helpers import input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.envs import GymWrapper
 
 import knobwise  # noqa: F401  (registers the environment)
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
 from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv
 from knobwise.envs.configurations.settings import BudgetConfig
@@ -61,7 +60,7 @@ def test_under_a_mean_budget_the_worth_is_chosen():
     assert info["worth_ms"] == 40
     _, reward, *_, info = env.step([0, 0, 0])
     assert reward == pytest.approx(info["accuracy"] - info["latency_ms"] / 40)
-    with pytest.raises(InputError, match="budget_ms"):
+    with input_error("budget_ms"):
         env.reset(options={"budget_ms": 40})
 
 
@@ -83,7 +82,7 @@ def test_under_a_mean_budget_the_worth_is_chosen():
 )
 def test_what_cannot_be_chosen_is_refused(options, fault):
     env = ConfigBanditEnv(TWO_SETS)
-    with pytest.raises(InputError, match=f"^reset options: .*{fault}"):
+    with input_error(f"^reset options: .*{fault}"):
         env.reset(options=options)
     _, info = env.reset(options={"sample_id": "7", "dataset": "b"})
     assert info["row"] == 37
@@ -98,7 +97,7 @@ def test_many_at_once_take_a_single_value_or_each_their_own():
     observations, infos = env.reset(options=sample)
     assert infos["row"].tolist() == [37, 37, 37]
     assert observations["budget_ms"].tolist() == [1.0, 2.5, 3.0]
-    with pytest.raises(InputError, match="row="):
+    with input_error("row="):
         env.reset(options={"row": [1, 2]})
     _, infos = env.reset(options={"row": [7, 8, 9], "reset_mask": np.array([True, False, True])})
     assert infos["row"].tolist() == [7, 37, 9]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import repeated, small_table, table_of
+from helpers import close, identical, input_error, repeated, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.reward import (
     RewardTable,
     complexity,
@@ -62,7 +61,7 @@ def test_formulas_by_hand(config, latency, wanted):
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(InputError, match=r"reward\.kind"):
+    with input_error(r"reward\.kind"):
         RewardConfig(kind="sparse")
 
 
@@ -98,16 +97,16 @@ def test_a_knob_without_a_size_counts_nothing(values):
 def test_share_in_time_and_utility_by_hand():
     limits = BUDGETS.unsqueeze(1)
     share = share_in_time(TABLE.measurements_ms, limits)
-    torch.testing.assert_close(share, torch.tensor([[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]]))
+    close(share, [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
     gained = expected_utility(TABLE.accuracy, TABLE.measurements_ms, limits)
-    torch.testing.assert_close(gained, torch.tensor([[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]]))
+    close(gained, [[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]])
 
 
 def test_rewards_by_hand():
     rewards = RewardTable(TABLE, replace(UTILITY, alpha=1.0))
     # in time 2 of 3, 1 of 3 and 1 of 1 times; 2 of 2 and 1 of 3 times
     wanted = torch.tensor([[0.4 - 0.1, 1 / 3 - 0.2, 0.2], [0.5, NAN, 0.3 - 0.2]])
-    torch.testing.assert_close(rewards.all(ROWS, BUDGETS), wanted, equal_nan=True)
+    close(rewards.all(ROWS, BUDGETS), wanted)
     chosen = torch.tensor([[0, 1, 1], [0, 2, 2]])
     repeats = torch.tensor([[1, 1, 3], [3, 0, 2]])
     # numbers beyond the last measurement count from the first again
@@ -116,7 +115,7 @@ def test_rewards_by_hand():
     assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
     found = rewards.reward_of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
-    torch.testing.assert_close(found, wanted)
+    close(found, wanted)
     medians = [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]
     assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
 
@@ -134,7 +133,7 @@ def test_rewards_are_means_over_measurements(seed, kind):
     for number in range(6):
         drawn = rewards.outcome(rows, every, torch.full((9, 12), number))
         total += rewards.reward_of(*drawn, budgets.unsqueeze(1), every)
-    torch.testing.assert_close(total / 6, rewards.all(rows, budgets), equal_nan=True)
+    close(total / 6, rewards.all(rows, budgets))
 
 
 def test_the_median_is_rewarded_like_a_single_measurement():
@@ -142,7 +141,7 @@ def test_the_median_is_rewarded_like_a_single_measurement():
     rows = torch.arange(60)
     once = RewardTable(replace(table, repeats_ms=None), UTILITY).all(rows, rows + 1.0)
     median = RewardTable(table, UTILITY, repeats="median").all(rows, rows + 1.0)
-    torch.testing.assert_close(median, once, rtol=0, atol=0, equal_nan=True)
+    identical(median, once)
 
 
 # -- functions of the user's -----------------------------------------------------------------------
@@ -170,12 +169,12 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written):
     rewards = RewardTable(table, written("accuracy - latency_ms / budget_ms + 10 * knobs['size']"))
     budgets = torch.tensor([10.0, 20.0])
     wanted = torch.tensor([[0.6 - 0.2, 1.0 - 0.3 + 10], [0.5 - 0.3, NAN]])
-    torch.testing.assert_close(rewards.all(ROWS, budgets), wanted, equal_nan=True)
+    close(rewards.all(ROWS, budgets), wanted)
     chosen = torch.tensor([[1, 0], [0, 0]])
     repeats = torch.tensor([[0, 1], [1, 0]])
     each = torch.tensor([[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
     drawn = rewards.outcome(ROWS, chosen, repeats)
-    torch.testing.assert_close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
+    close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
@@ -201,7 +200,7 @@ def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
 )
 def test_a_function_that_cannot_be_used_is_refused_in_a_line(returned, before, fault, written):
     config = written(returned, before)
-    with pytest.raises(InputError, match=fault) as refused:
+    with input_error(fault) as refused:
         RewardTable(TABLE, config)
     assert str(refused.value).startswith(f"reward.function={config.function}: ")
     assert "\n" not in str(refused.value)
@@ -210,5 +209,5 @@ def test_a_function_that_cannot_be_used_is_refused_in_a_line(returned, before, f
 def test_what_shows_only_later_is_refused_where_it_shows(written):
     rewards = RewardTable(TABLE, written("accuracy / (budget_ms != 17)"))
     assert rewards.all(ROWS[:1], torch.tensor([16.0])).isfinite().all()
-    with pytest.raises(InputError, match="inf in 7 of 7"):
+    with input_error("inf in 7 of 7"):
         rewards.all(ROWS[:1], torch.tensor([17.0]))

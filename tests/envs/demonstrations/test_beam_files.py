@@ -9,12 +9,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from helpers import Harmful
+from helpers import Harmful, input_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data, read_embeddings, write_rl_data
 from knobwise.envs.demonstrations.settings import METHODS
 
@@ -165,7 +164,7 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path):
     ],
 )
 def test_images_that_do_not_fit(tmp_path, suffix, images):
-    with pytest.raises(InputError, match=rf"i\.{suffix}: "):
+    with input_error(rf"i\.{suffix}: "):
         read(tmp_path, rl(row([7])), candidate_images=written(tmp_path, images, f"i.{suffix}"))
 
 
@@ -206,7 +205,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_th
         pools[query] = [i for i in seen if i not in leaks]
     files = (written(tmp_path, content), ASKED, None if shared else BANK[:10])
     if not any(left.values()):
-        with pytest.raises(InputError, match="no beam"):
+        with input_error("no beam"):
             read_beam_data(*files, candidate_images=images)
         return
     table = read_beam_data(*files, candidate_images=images)
@@ -280,7 +279,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_th
     ],
 )
 def test_broken_files(tmp_path, content, place):
-    with pytest.raises(InputError, match=rf"beams\.json: .*{place}"):
+    with input_error(rf"beams\.json: .*{place}"):
         read(tmp_path, content)
 
 
@@ -317,12 +316,12 @@ def test_paths_and_widths(tmp_path):
     (tmp_path / "readme.txt").touch()
     table = read_beam_data(tmp_path, BANK, ASKED)
     assert (table.digest, table.name) == (same.digest, "beams")
-    with pytest.raises(InputError, match="candidates has shape"):
+    with input_error("candidates has shape"):
         read_beam_data(tmp_path, BANK, torch.ones(10, 3))
-    with pytest.raises(InputError, match=r"none\.json"):
+    with input_error(r"none\.json"):
         read_beam_data(tmp_path / "none.json", BANK)
     (tmp_path / "more.json").touch()
-    with pytest.raises(InputError, match="2 JSON files"):
+    with input_error("2 JSON files"):
         read_beam_data(tmp_path, BANK, ASKED)
 
 
@@ -342,9 +341,9 @@ def test_what_is_written_by_hand(tmp_path):
             "pointer_candidates": [first, second],
         },
     }
-    with pytest.raises(InputError, match="'a7'"):
+    with input_error("'a7'"):
         write_rl_data(replace(table, query_ids=("a7",)), tmp_path / "u.json")
-    with pytest.raises(InputError, match="metadata"):
+    with input_error("metadata"):
         write_rl_data(table, tmp_path / "u.json", {"when": NAN})
     assert not (tmp_path / "u.json").exists()
 
@@ -385,7 +384,7 @@ def test_embeddings_of_every_kind(tmp_path, name):
 )
 def test_embeddings_that_are_none(tmp_path, capsys, content):
     torch.save(content, tmp_path / "e.pt")
-    with pytest.raises(InputError, match=r"e\.pt: "):
+    with input_error(r"e\.pt: "):
         read_embeddings(tmp_path / "e.pt")
     assert not capsys.readouterr().out
 
@@ -395,5 +394,5 @@ def test_files_of_embeddings_of_an_unknown_kind(tmp_path):
     (tmp_path / "e.safetensors").write_text("hello")
     (tmp_path / "e.csv").write_text("1,2")
     for name in ("e.npz", "e.safetensors", "e.csv", "none.pt"):
-        with pytest.raises(InputError, match=name):
+        with input_error(name):
             read_embeddings(tmp_path / name)

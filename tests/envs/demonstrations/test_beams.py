@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import input_error
 from safetensors.torch import load_file, save_file
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
 NAN = float("nan")
@@ -88,7 +88,7 @@ def test_a_table_without_any_beam_yet(shape):
     ],
 )
 def test_what_is_refused(changes, what):
-    with pytest.raises(InputError, match=f"'tiny'.*{what}"):
+    with input_error(f"'tiny'.*{what}"):
         replace(TINY, **changes)
 
 
@@ -113,7 +113,7 @@ def test_what_is_refused(changes, what):
     ],
 )
 def test_entries_that_are_refused(name, place, value, what):
-    with pytest.raises(InputError, match=f"'tiny'.*{what}"):
+    with input_error(f"'tiny'.*{what}"):
         changed(name, place, value)
 
 
@@ -130,7 +130,7 @@ def test_select_keeps_order_shape_and_candidates():
         assert torch.equal(getattr(chosen, name), getattr(table, name)[[2, 0]])
     assert chosen.fields["beam_score"][1].tolist() == [0.5, 0.25]
     assert chosen.candidates is table.candidates
-    with pytest.raises(InputError, match="empty"):
+    with input_error("empty"):
         table.select(torch.tensor([], dtype=torch.int64))
 
 
@@ -211,10 +211,10 @@ def test_a_saved_table_loads_the_same(tmp_path):
 def test_files_that_are_no_saved_beam_table(tmp_path):
     path = tmp_path / "t.safetensors"
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(InputError, match="not a beam table"):
+    with input_error("not a beam table"):
         BeamTable.load(path)
     TINY.save(path)
     tensors = load_file(path)
     save_file(tensors | {"pool": tensors["pool"] + 1}, path)
-    with pytest.raises(InputError, match="beyond"):
+    with input_error("beyond"):
         BeamTable.load(path)

@@ -7,7 +7,7 @@ from itertools import permutations, takewhile
 
 import pytest
 import torch
-from helpers import five_beams, small_table
+from helpers import close, five_beams, identical, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.collectors import Collector
@@ -21,7 +21,6 @@ from torchrl.envs import (
     check_env_specs,
 )
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.envs.demonstrations.settings import (
@@ -48,11 +47,6 @@ class CountingScorer:
         scale = torch.tensor([1.0, 3.0, 7.0])[: demonstrations.shape[1]]
         probability = torch.sigmoid(((demonstrations + 1) * scale).sum(1).sin() + queries)
         return dict.fromkeys(FIELDS[1:], probability) | {"vqa_correct": (probability > 0.7).float()}
-
-
-def same(result, wanted):
-    """The same numbers under the same keys."""
-    torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 SOFT = DemonstrationRewardConfig("legacy", information="vqa_acc_score")
@@ -105,9 +99,9 @@ def test_what_all_bandits_keep(kind):
     context = one.rand_action(before.clone())
     stepped, following = one.step_and_maybe_reset(context.clone())
     for env in (named, reseeded):
-        same(env.reset(), before)
-        same(env.step(context.clone()), stepped)
-        same(env.reset(), following)
+        identical(env.reset(), before)
+        identical(env.step(context.clone()), stepped)
+        identical(env.reset(), following)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 3, 0, 3]])
@@ -124,7 +118,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order):
     wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
     assert torch.equal(out["next", "reward"], wanted[rows][:, order])
     correct = table.fields["vqa_correct"][rows][:, order]
-    torch.testing.assert_close(out["next", "vqa_correct"], correct, equal_nan=True)
+    close(out["next", "vqa_correct"], correct)
     assert torch.equal(out["next", "row"], rows)
 
 
@@ -140,7 +134,7 @@ def test_what_was_never_recorded_or_does_not_exist_is_refused_with_its_query(liv
     env = bandit(live, group_size=4, rows=torch.tensor([row]), unprofiled="error")
     action = SEQUENCES[[row]].clone()
     action[0, 1] = torch.tensor(wrong)
-    with pytest.raises(InputError, match=f"1 of .*query {'abcde'[row]}"):
+    with input_error(f"1 of .*query {'abcde'[row]}"):
         env.step(env.reset().set("action", action))
 
 
@@ -165,7 +159,7 @@ def test_the_environment_makes_its_observation_itself(live, words):
     assert whole["reward"].shape == (*env.batch_size, words.get("group_size", 1))
     # without `row` the queries are those of the last reset
     for kept in (["row", "action"], ["action"]):
-        same(env.step(context.clone().set("action", action).select(*kept))["next"], whole)
+        identical(env.step(context.clone().set("action", action).select(*kept))["next"], whole)
     assert torch.equal(env.rand_step()["next", "row"], context["row"])
     check_env_specs(env, return_contiguous=False)
 
@@ -257,7 +251,7 @@ def test_an_action_may_be_the_index_of_a_recorded_sequence():
     assert torch.equal(out["reward"], env.rewards[context["row"]])  # 0 beyond the recorded ones
     drawn = env.rand_action(context)["action"]
     assert context["group_mask"].gather(1, drawn)[context["group_mask"].any(1)].all()
-    with pytest.raises(InputError, match="0 to 3"):
+    with input_error("0 to 3"):
         env.step(context.set("action", places + 1))
 
 
@@ -270,10 +264,10 @@ def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else(group_size
     if group_size != 2:
         for shape in [(5, 3), (5, 1, 3)]:
             context["action"] = context["action"].view(shape)
-            same(env.step(context.clone())["next"], wanted)
+            identical(env.step(context.clone())["next"], wanted)
     for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):
         context["action"] = torch.zeros(shape, dtype=torch.int64)
-        with pytest.raises(InputError, match="the action"):
+        with input_error("the action"):
             env.step(context)
 
 
@@ -289,7 +283,7 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode):
             (absent, f"7 of .* {name}, .*{mode} needs.*query a"),
             (absent | {name: hole}, f"1 of .* {name}, .*query e"),
         ):
-            with pytest.raises(InputError, match=place):
+            with input_error(place):
                 DemonstrationBandit(replace(table, fields=fields), reward=config)
 
 
@@ -328,16 +322,16 @@ def test_groups(groups, shots, kept):
             if name == "sequences":
                 wanted = wanted[:, : table.shots]
             result = table.beams[name][query, : len(beams)]
-            torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+            identical(result, wanted)
     env = DemonstrationBandit(whole, batch_size=5, groups=GroupConfig(**groups), shots=shots)
     assert torch.equal(env.sequences, table.sequences)
 
 
 @pytest.mark.parametrize("methods", ["magic", (), ["beam", "magic"], "beam"])
 def test_groups_that_make_no_sense(methods):
-    with pytest.raises(InputError, match=r"groups\.methods"):
+    with input_error(r"groups\.methods"):
         GroupConfig(methods)
-    with pytest.raises(InputError, match=r"groups\.rounds"):
+    with input_error(r"groups\.rounds"):
         GroupConfig(rounds=0)
 
 
@@ -353,7 +347,7 @@ def test_groups_that_make_no_sense(methods):
     ],
 )
 def test_settings_that_make_no_sense(live, options, field):
-    with pytest.raises(InputError, match=field):
+    with input_error(field):
         bandit(live, **options)
 
 
@@ -363,7 +357,7 @@ def test_a_scorer_needs_candidates_and_no_recorded_sequence():
     table = replace(five_beams(), **nothing)
     options = {"batch_size": 3, "group_size": 2, "shots": 2, "scorer": CountingScorer()}
     check_env_specs(DemonstrationBandit(table, **options), seed=0)
-    with pytest.raises(InputError, match="pools"):
+    with input_error("pools"):
         DemonstrationBandit(replace(table, pool=none), **options)
 
 
@@ -377,7 +371,7 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
     assert torch.equal(again.reward, outcome.reward[:, [0, 0, 0]])
     scored = CountingScorer()(torch.tensor([4, 4]), torch.tensor([[0, X], [6, 0]]))
     wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
-    torch.testing.assert_close(outcome.reward[0, [0, 2]], wanted, rtol=0, atol=1e-6)
+    close(outcome.reward[0, [0, 2]], wanted, within=1e-6)
     assert torch.equal(outcome.correct[0, [0, 2]], scored["vqa_correct"])
     assert outcome.reward[0, 1] == 0
     assert outcome.correct[0, 1].isnan()
@@ -391,7 +385,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once():
         reward = env.step(context)["next", "reward"].squeeze(1)
         bank = bank_rows(five_beams().pool[rows], action)
         shown, nothing = (CountingScorer()(rows, x)["vqa_gt_prob"] for x in (bank, bank * 0 - 1))
-        torch.testing.assert_close(reward, (shown - nothing).where(action[:, 0] >= 0, 0.0))
+        close(reward, (shown - nothing).where(action[:, 0] >= 0, 0.0))
     zero_shot = [asked for asked in env.scorer.asked if asked[1:] == (X, X, X)]
     assert sorted(zero_shot) == [(q, X, X, X) for q in range(5)]
 
@@ -419,7 +413,7 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of():
     def env(reward):
         return DemonstrationBandit(five_beams(), rows=ROW, scorer=probability, reward=reward)
 
-    with pytest.raises(InputError, match="vqa_correct"):
+    with input_error("vqa_correct"):
         env(DemonstrationRewardConfig()).rollout(1)
     legacy = env(DemonstrationRewardConfig("legacy"))
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()

@@ -3,11 +3,11 @@ the control."""
 
 import pytest
 import torch
+from helpers import close, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cosine_similarity
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
     demonstration_reward,
@@ -66,7 +66,7 @@ def rewards(fields=SIGNALS, mask=MASK, **settings):
 def test_every_mode_by_hand(config, wanted):
     reward = rewards(**config)
     assert reward.dtype == torch.float32
-    torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
+    close(reward, [*wanted, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode, adaptive):
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
     reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
     # nothing to compare with: the weights stay
-    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])
+    close(reward[0, 0], rewards(mode=mode)[0])
     assert not reward.flatten()[1:].any()
 
 
@@ -131,7 +131,7 @@ def test_adaptive_weights_by_hand(correct, accuracy, config, wanted):
     }
     mask = torch.tensor([True] * len(correct) + [False])
     reward = rewards(fields, mask, mode="hard_plus_soft", adaptive=True, **config)
-    torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
+    close(reward, [*wanted, 0.0])
 
 
 def test_coherence_and_diversity_of_few_and_of_zeros():
@@ -139,8 +139,8 @@ def test_coherence_and_diversity_of_few_and_of_zeros():
     with_zeros = [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]  # zeros are like nothing
     embeddings = torch.tensor([similar, similar, similar, with_zeros])
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([2, 1, 0, 3]))
-    torch.testing.assert_close(coherence, torch.tensor([0.6, 0.0, 0.0, 0.5]))
-    torch.testing.assert_close(diversity, torch.tensor([0.4, 0.0, 0.0, 2 / 3]))
+    close(coherence, [0.6, 0.0, 0.0, 0.5])
+    close(diversity, [0.4, 0.0, 0.0, 2 / 3])
 
 
 @given(length=st.integers(2, 5), seed=st.integers(0, 99))
@@ -150,9 +150,9 @@ def test_coherence_and_diversity_are_those_of_the_pairs(length, seed):
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor(length))
     shown = embeddings[:length]
     cosines = cosine_similarity(shown[:, None], shown[None], dim=-1)
-    torch.testing.assert_close(coherence, cosines.diagonal(1).mean())
+    close(coherence, cosines.diagonal(1).mean())
     pairs = torch.triu_indices(length, length, 1)
-    torch.testing.assert_close(diversity, 1 - cosines[pairs[0], pairs[1]].mean())
+    close(diversity, 1 - cosines[pairs[0], pairs[1]].mean())
 
 
 @given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
@@ -195,7 +195,7 @@ def test_every_permutation_is_as_likely():
     ],
 )
 def test_settings_that_make_no_sense(config, field):
-    with pytest.raises(InputError, match=field):
+    with input_error(field):
         DemonstrationRewardConfig(**config)
 
 

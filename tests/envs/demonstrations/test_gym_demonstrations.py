@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from helpers import five_beams, small_table
+from helpers import five_beams, input_error, small_table
 from torchrl.envs import GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environments)
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
@@ -143,7 +142,7 @@ def test_a_person_chooses_the_query():
     assert [env.reset()[1]["row"] for _ in range(2)] == rows[1:]
     wrong = ({"row": 5}, {"row": -1}, {"row": 1.0}, {"query_id": "q"}, {"budget_ms": 2.0})
     for options in (*wrong, {"row": 1, "query_id": "b"}):
-        with pytest.raises(InputError, match="options"):
+        with input_error("options"):
             env.reset(options=options)
 
 

@@ -9,10 +9,10 @@ import shutil
 import polars as pl
 import pytest
 import torch
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
@@ -36,18 +36,23 @@ def stem(setting, rank=None):
     return "crops{}_topk{}_blocks{}{}.json".format(*setting, suffix)
 
 
-def put_exp5(root, setting, scores, rank=None, dataset="text-vqa", **changes):
+def put_rows(root, kind, key, setting, rows, rank=None, dataset="text-vqa", **changes):
+    """Write the file of one configuration."""
+    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0}}
+    content = {"summary": [summary], key: rows, **changes}
+    folder = f"{kind}_{dataset}" if dataset else ""
+    return put(root / kind[:4] / folder / f"{kind}_{stem(setting, rank)}", content)
+
+
+def put_exp5(root, setting, scores, **options):
     """Write an accuracy file; scores: id → score, or rows."""
     rows = scores
     if isinstance(scores, dict):
         rows = [{"sample_id": i, "score": score} for i, score in scores.items()]
-    summary = {**named(setting), "num_total_blocks": 16, "num_samples": len(rows)}
-    content = {"summary": [summary], "all_samples": rows, "config": {"split": "val"}, **changes}
-    folder = f"exp5_accuracy_{dataset}" if dataset else ""
-    return put(root / "exp5" / folder / f"exp5_accuracy_results_{stem(setting, rank)}", content)
+    return put_rows(root, "exp5_accuracy", "all_samples", setting, rows, **options)
 
 
-def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
+def put_exp6(root, setting, times, **options):
     """Write a latency file; times: id → total ms, or rows, in the profiler's spelling."""
     rows = times
     if isinstance(times, dict):
@@ -56,10 +61,7 @@ def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
             | {"sample_id": i, "T_total_ms": t, "T_prefill_ms": t * 0.25, "T_decode_ms": t * 0.5}
             for i, t in times.items()
         ]
-    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0}}
-    content = {"summary": [summary], "per_sample_latencies": rows, **changes}
-    folder = f"exp6_latency_{dataset}" if dataset else ""
-    return put(root / "exp6" / folder / f"exp6_latency_{stem(setting, rank)}", content)
+    return put_rows(root, "exp6_latency", "per_sample_latencies", setting, rows, **options)
 
 
 def read(root, dataset="text_vqa", **choices):
@@ -95,7 +97,7 @@ def test_latency_is_a_choice(pair):
     for stage, share in SHARES.items():
         assert read(pair, latency=stage).latency_ms[0, 0] == 100 * share
     for reader in (read, read_core):
-        with pytest.raises(InputError, match="latency"):
+        with input_error("latency"):
             reader(pair, latency="vision")
 
 
@@ -115,7 +117,7 @@ def test_accuracy_is_a_choice(pair):
     for setting in (SMALL, LARGE):
         put_exp5(pair, setting, [{"sample_id": 0, "score": 1.0, "soft_score": 0.75}])
     assert read(pair, accuracy="soft_score").accuracy.tolist() == [[0.75, 0.75]]
-    with pytest.raises(InputError, match=r"\.json.*fluency"):
+    with input_error(r"\.json.*fluency"):
         read(pair, accuracy="fluency")
 
 
@@ -126,7 +128,7 @@ def test_files_may_lie_in_the_directory_itself(tmp_path):
     table = read(tmp_path)
     assert table.num_configurations == 1
     assert "1 files that name the data set doc_qa: not read" in table.notes[0]
-    with pytest.raises(InputError, match="ok_vqa"):
+    with input_error("ok_vqa"):
         read(tmp_path, "ok_vqa")
 
 
@@ -199,7 +201,7 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
     for table in (read(pair), read_exp5_exp6(*paths, "text_vqa")):
         assert table.digest == same.digest
         assert len(table.notes) == knobs_in_rows.count(False)
-    with pytest.raises(InputError, match=r"results\.json: .*ok_vqa"):
+    with input_error(r"results\.json: .*ok_vqa"):
         read_exp5_exp6(*paths, "ok_vqa")
     # files of single configurations come first
     put_exp6(pair, LARGE, {0: 7.0})
@@ -232,7 +234,7 @@ ONE = named(SMALL) | {"num_samples": 1}
 )
 def test_bad_files_of_a_whole_run_are_named(pair, summary, rows):
     put(put_whole_run(pair)[0], {"summary": summary, "all_samples": rows})
-    with pytest.raises(InputError, match=r"exp5_accuracy_results\.json: .*max_crops"):
+    with input_error(r"exp5_accuracy_results\.json: .*max_crops"):
         read(pair)
 
 
@@ -261,7 +263,7 @@ def test_rank_files_without_a_merge_are_all_read(tmp_path):
     # but no more than that
     for rank in (0, 1):
         put_exp5(tmp_path, SMALL, dict.fromkeys(range(3), 1.0), rank=rank)
-    with pytest.raises(InputError, match=r"blocks12\.json: .* 3 of the 6 rows"):
+    with input_error(r"blocks12\.json: .* 3 of the 6 rows"):
         read(tmp_path)
 
 
@@ -271,7 +273,7 @@ def test_ids_that_restart_on_every_rank_are_refused(tmp_path, side):
         for name, write in (("exp5", put_exp5), ("exp6", put_exp6)):
             ids = range(3) if side == name else (2 * rank, 2 * rank + 1)
             write(tmp_path, SMALL, dict.fromkeys(ids, rank + 0.0), rank=rank)
-    with pytest.raises(InputError, match=rf"{side}.*rank0\.json.*rank1\.json: .* 3 .*pairs"):
+    with input_error(rf"{side}.*rank0\.json.*rank1\.json: .* 3 .*pairs"):
         read(tmp_path)
 
 
@@ -353,21 +355,21 @@ def test_bad_files_are_named(pair, write, content, field):
     else:
         write(pair, SMALL, content)
     collecting = gc.isenabled()
-    with pytest.raises(InputError, match=rf"topk4_blocks12\.json: .*{field}"):
+    with input_error(rf"topk4_blocks12\.json: .*{field}"):
         read(pair)
     assert gc.isenabled() == collecting
 
 
 def test_nothing_that_matches(pair):
     put(pair / "exp6" / "notes.txt", "")
-    with pytest.raises(InputError, match=r"exp6: .*exp6_latency_ok-vqa.*notes\.txt"):
+    with input_error(r"exp6: .*exp6_latency_ok-vqa.*notes\.txt"):
         read(pair, "ok_vqa")
     for setting in (SMALL, LARGE):
         put_exp6(pair, setting, {"q7": 1.0})
-    with pytest.raises(InputError, match=r"text_vqa: .*\['0', '1'\].*\['q7'\]"):
+    with input_error(r"text_vqa: .*\['0', '1'\].*\['q7'\]"):
         read(pair)
     shutil.rmtree(pair / "exp6")
-    with pytest.raises(InputError, match="exp6: no such"):
+    with input_error("exp6: no such"):
         read(pair)
 
 
@@ -466,7 +468,7 @@ def test_written_files_follow_the_profilers_spelling(tmp_path):
 def test_what_cannot_be_written_leaves_nothing(tmp_path, change, metadata, field):
     row = {"sample_id": 0, "dataset": "text_vqa", "accuracy": 1.0, "latency_ms": 1.0}
     frame = pl.DataFrame([row | named(SMALL), row | named(LARGE) | change], strict=False)
-    with pytest.raises(InputError, match=field):
+    with input_error(field):
         write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", metadata)
     assert list(tmp_path.iterdir()) == []
 
@@ -489,13 +491,13 @@ def test_accuracies_in_per_cent_are_divided_by_100_on_request(tmp_path):
     put_exp6(tmp_path, SMALL, {0: 9.0, 1: 8.0})
     put_core(tmp_path, "low", {0: 100.0, 1: 30.0})
     for reader in (read, read_core):
-        with pytest.raises(InputError, match="accuracy_unit=percent"):
+        with input_error("accuracy_unit=percent"):
             reader(tmp_path)
         table = reader(tmp_path, accuracy_unit="percent")
         assert table.accuracy.flatten().tolist() == pytest.approx([1, 0.3])
         assert len(table.notes) == 1
     put_core(tmp_path, "low", {0: 1.0, 1: 0.3})
-    with pytest.raises(InputError, match="accuracy_unit=percent"):
+    with input_error("accuracy_unit=percent"):
         read_core(tmp_path, accuracy_unit="percent")
 
 
@@ -530,7 +532,7 @@ def test_bad_core_exp_files_are_named(tmp_path, changes, field):
     if "rank" in changes:
         put_core(tmp_path, "low", {0: 1.0}, rank="_rank0")
     put_core(tmp_path, "low", **{"scores": {0: 1.0}, **changes})
-    with pytest.raises(InputError, match=field):
+    with input_error(field):
         read_core(tmp_path)
 
 
@@ -562,5 +564,37 @@ def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
     assert (table.question_types, table.image_ids) == (("a", "b"), ("70", "71"))
     facts[0]["question_type"] = "c"
     put_exp5(pair, LARGE, rows)
-    with pytest.raises(InputError, match="question_type"):
+    with input_error("question_type"):
         read(pair)
+
+
+def times(*pairs):
+    return [named(SMALL) | {"sample_id": sample, "T_total_ms": ms} for sample, ms in pairs]
+
+
+def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
+    put_exp5(tmp_path, SMALL, {0: 0.5, 1: 0.5})
+    put_exp6(tmp_path, SMALL, times((0, 9.0), (0, 8.0), (1, 5.0), (0, 6.0), (7, 1.0), (7, 2.0)))
+    made = read(tmp_path)
+    assert made.repeats_ms.nan_to_num(-1).tolist() == [[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]
+    assert made.accuracy.tolist() == [[0.5], [0.5]]
+    assert "1 cells of 1 samples" in made.notes[0]
+    assert "1 cells occur up to 3 times" in made.notes[1]
+
+
+def test_rows_with_several_images_are_no_measurements_of_one_cell(pair):
+    one, other = times((0, 1.0), (0, 2.0))
+    put_exp6(pair, SMALL, [one | {"image_id": 1}, other | {"image_id": 2}])
+    with input_error(r"exp6_latency_crops2.*2 × sample_id 0"):
+        read(pair)
+
+
+def test_core_exp_files_may_repeat_a_sample(tmp_path):
+    rows = [
+        {"sample_id": 0, "accuracy": accuracy, "T_total": ms, "repeat": repeat}
+        for repeat, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])
+    ]
+    put_core(tmp_path, "high", {}, per_sample_results=rows)
+    made = read_core(tmp_path)
+    assert made.repeats_ms.tolist() == [[[4.0, 3.0, 3.0]]]
+    assert made.accuracy.item() == pytest.approx(2 / 3)

@@ -9,10 +9,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import (
     long_frame,
     read_long_table,
@@ -159,7 +159,7 @@ def test_which_columns_are_knobs(data, knobs):
 def test_a_measurement_taken_for_a_knob_is_refused():
     data = pl.DataFrame({"sample_id": np.arange(60) // 2, "k": [0, 1] * 30, "energy": range(60)})
     data = data.with_columns(accuracy=1.0, latency_ms=2.0)
-    with pytest.raises(InputError, match="energy"):
+    with input_error("energy"):
         table(data)
     assert table(data, knobs=["k"]).num_configurations == 2
 
@@ -196,7 +196,7 @@ def test_spellings_of_parts(tmp_path):
 
 def test_splits_that_do_not_divide_samples():
     for data in (in_parts("train", "minival"), frame(split=["train", "test", "test", "test"])):
-        with pytest.raises(InputError, match="split"):
+        with input_error("split"):
             table(data)
     # this is where they come from
     made = table(in_parts("validation", "validation"))
@@ -223,7 +223,7 @@ def test_splits_that_do_not_divide_samples():
     ],
 )
 def test_bad_values(column, values, fault):
-    with pytest.raises(InputError, match=rf"^t\.csv: (?=.*{column}).*{fault}"):
+    with input_error(rf"^t\.csv: (?=.*{column}).*{fault}"):
         table(frame(**{column: values}), source="t.csv")
 
 
@@ -243,7 +243,7 @@ def test_bad_values(column, values, fault):
     ],
 )
 def test_bad_columns(data, choices, column):
-    with pytest.raises(InputError, match=rf"^t\.csv: .*{column}"):
+    with input_error(rf"^t\.csv: .*{column}"):
         table(data, source="t.csv", **choices)
 
 
@@ -289,7 +289,7 @@ def test_any_table_survives_every_format(tmp_path_factory, rows):
 
 
 def test_texts_zipped_and_plain(tmp_path):
-    with pytest.raises(InputError, match="csv"):
+    with input_error("csv"):
         write_long_table(table(), tmp_path / "t.xlsx")
     assert list(tmp_path.iterdir()) == []
     texts = {"t.csv.gz": frame().write_csv(), "t.jsonl.gz": frame().write_ndjson()}
@@ -311,7 +311,7 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
     rows = [row | {"prefill_ms": math.nan} for row in frame().to_dicts()]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert read_long_table(tmp_path / "t.jsonl").digest == table().digest
-    with pytest.raises(InputError, match=r"t\.jsonl: 4 rows .*prefill_ms"):
+    with input_error(r"t\.jsonl: 4 rows .*prefill_ms"):
         read_long_table(tmp_path / "t.jsonl", latency="prefill_ms")
 
 
@@ -339,10 +339,10 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
     ],
 )
 def test_bad_table_files(tmp_path, name, content, fault):
-    with pytest.raises(InputError, match=rf"{name}: no such file"):
+    with input_error(rf"{name}: no such file"):
         read_long_table(tmp_path / name)
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=rf"{name}: .*{fault}"):
+    with input_error(rf"{name}: .*{fault}"):
         read_long_table(tmp_path / name)
 
 

@@ -1,16 +1,13 @@
 """Rows that measure a cell again: read, refused where they are copies, and written back."""
 
-import json
-
 import polars as pl
 import pytest
-from helpers import repeated, small_table
+from helpers import input_error, repeated, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import knobwise
-from knobwise.common.errors import InputError
-from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
+from knobwise.envs.readers.exp_files import read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import (
     long_frame,
     read_long_table,
@@ -80,12 +77,12 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
     ],
 )
 def test_copies_are_refused(columns, fault):
-    with pytest.raises(InputError, match=rf"^t\.csv: .*{fault}"):
+    with input_error(rf"^t\.csv: .*{fault}"):
         table(**columns)
 
 
 def test_repeat_is_never_a_knob():
-    with pytest.raises(InputError, match="repeat"):
+    with input_error("repeat"):
         table_from_frame(frame(repeat=[0, 1, 0, 2]), name="t", knobs=["top_k", "repeat"])
 
 
@@ -95,6 +92,20 @@ def test_a_repeat_column_of_cells_measured_once_costs_nothing():
     numbered = table_from_frame(data.with_columns(repeat=3), name="t")
     assert numbered.repeats_ms is None
     assert numbered.digest == once.digest
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_first_look_is_added_to_times_and_written_apart_again(once, tmp_path):
+    data = frame(sample_id=list("aaab"), first_look_ms=[1.5, 1.5, 0.0, 2.0])[once:]
+    made = table_from_frame(data, name="t")
+    assert made.first_look_ms.tolist() == [[1.5, 0.0], [2.0, 0.0]]  # 0 where not profiled
+    first = 11.5 if once else 12.5
+    assert made.latency_ms.nan_to_num(-1).tolist() == [[first, 20.0], [16.0, -1.0]]
+    written = long_frame(made)
+    assert sorted(written["latency_ms"]) == sorted(data["latency_ms"])
+    assert sorted(written["first_look_ms"]) == sorted(data["first_look_ms"])
+    write_long_table(made, tmp_path / "t.parquet")
+    assert read_long_table(tmp_path / "t.parquet").digest == made.digest
 
 
 @settings(max_examples=15, deadline=None)
@@ -119,51 +130,3 @@ def test_what_is_written_is_read_again(tmp_path_factory, seed, most, holes, suff
         again = read_exp5_exp6(path.parent / "exp5", path.parent / "exp6", "small")
         assert again.digest == profile.digest
         assert again.notes == ()
-
-
-KNOBS = {"max_crops": 2, "top_k": 4, "num_active_blocks": 8}
-
-
-def read_pair(folder, ids, rows):
-    """Read files with accuracies of these ids, and with these rows of latencies."""
-    scores = [{"sample_id": i, "score": 0.5} for i in ids]
-    contents = {
-        "exp5_accuracy_results_crops2_topk4_blocks8": {"all_samples": scores},
-        "exp6_latency_crops2_topk4_blocks8": {
-            "per_sample_latencies": [KNOBS | row for row in rows]
-        },
-    }
-    for stem, content in contents.items():
-        (folder / f"{stem}.json").write_text(json.dumps(content))
-    return read_exp5_exp6(folder, folder, "small")
-
-
-def times(*pairs):
-    return [{"sample_id": sample, "T_total_ms": ms} for sample, ms in pairs]
-
-
-def test_repeated_rows_of_a_latency_file_are_measurements(tmp_path):
-    rows = times((0, 9.0), (0, 8.0), (1, 5.0), (0, 6.0), (7, 1.0), (7, 2.0))
-    made = read_pair(tmp_path, [0, 1], rows)
-    assert made.repeats_ms.nan_to_num(-1).tolist() == [[[6.0, 8.0, 9.0]], [[5.0, -1.0, -1.0]]]
-    assert made.accuracy.tolist() == [[0.5], [0.5]]
-    assert "1 cells of 1 samples" in made.notes[0]
-    assert "1 cells occur up to 3 times" in made.notes[1]
-
-
-def test_rows_with_several_images_are_no_measurements_of_one_cell(tmp_path):
-    rows = [times((0, 1.0 + image))[0] | {"image_id": image} for image in range(2)]
-    with pytest.raises(InputError, match=r"exp6_latency_crops2.*2 × sample_id 0"):
-        read_pair(tmp_path, [0], rows)
-
-
-def test_core_exp_files_may_repeat_a_sample(tmp_path):
-    rows = [
-        {"sample_id": 0, "accuracy": accuracy, "T_total": ms, "repeat": repeat}
-        for repeat, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])
-    ]
-    path = tmp_path / "small_imgsizetier-high_crops12_topk8_blocks16.json"
-    path.write_text(json.dumps({"per_sample_results": rows}))
-    made = read_core_exp(tmp_path, "small")
-    assert made.repeats_ms.tolist() == [[[4.0, 3.0, 3.0]]]
-    assert made.accuracy.item() == pytest.approx(2 / 3)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import input_error
 
-from knobwise.common.errors import InputError
 from knobwise.envs.simulated.calibrated import (
     BLOCK_LOSS,
     DATA_SETS,
@@ -192,5 +192,5 @@ def test_samples_differ_in_what_suits_them_and_agree_on_right_answers():
     ],
 )
 def test_a_mistake_is_named(option, wrong):
-    with pytest.raises(InputError, match=f"profile.{option}"):
+    with input_error(f"profile.{option}"):
         simulate(SimulatedConfig(**{option: wrong}))

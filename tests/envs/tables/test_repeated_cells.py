@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import input_error, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
@@ -61,7 +60,7 @@ def test_a_table_measured_once_holds_nothing_more():
     ],
 )
 def test_what_does_not_fit_is_refused(changes, what):
-    with pytest.raises(InputError, match=f"'by hand'.*{what}"):
+    with input_error(f"'by hand'.*{what}"):
         replace(TABLE, **changes)
 
 
@@ -78,7 +77,7 @@ def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path):
 
 def test_joined_tables_keep_every_measurement():
     one = replace(TABLE, name="one", knobs=(Knob("size", (0, 2)),))
-    two = replace(table_of([[1.0, 0.0]], [[7.0, 9.0]]), name="two", knobs=(Knob("size", (1, 2)),))
+    two = table_of([[1.0, 0.0]], [[7.0, 9.0]], name="two", knobs=(Knob("size", (1, 2)),))
     joint = join_tables([one, two])
     wanted = torch.full((3, 3, 3), NAN)
     wanted[:2, [0, 2]] = torch.tensor(CELLS)
