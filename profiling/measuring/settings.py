@@ -17,7 +17,7 @@ from knobwise.profiling.measuring.answer_metrics import METRICS
 BUILT_IN = {
     "elastic": "knobwise.profiling.elastic.adapter:ElasticAdaptive",
     "ocr": "knobwise.profiling.ocr.adapter:RapidOCRModel",
-    "shots": "knobwise.agents.selector.demonstrated_model:SmollmShots",
+    "shots": "knobwise.agents.serving.demonstrated_model:SmollmShots",
 }
 """Models with knobs that bring their questions along, and their classes."""
 

@@ -6,9 +6,9 @@ import torch
 import transformers
 from tiny_models import tiny_tokenizer
 
-from knobwise.agents.selector.demonstrated_model import POOL, DemonstratedModel
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.serving.demonstrated_model import POOL, DemonstratedModel
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.profiler import profile_vlm
