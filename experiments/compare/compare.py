@@ -82,7 +82,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         f"{corrected}"
     )
     every_run = [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)]
-    tables = {
+    tables: dict[str, list[Any]] = {
         f"Every run, {main}": every_run,
         f"Per {problem.place_words[0]}": [about_places, words.scores_by_place(comparison)],
     }

@@ -103,7 +103,7 @@ def differences(
     if run.problem.averaged:
         scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
         columns.insert(0, None)
-    names = (run.label, reference.label, *reversed(policies))
+    names = (run.label, reference.label, policies[1], policies[0])
     tested = []
     for column, count, (gap, low, high, p) in _tests(scores, same_seeds):
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
@@ -189,6 +189,7 @@ def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
     if len(digests) == 1 or first is None or second is None:
         return len(digests) == 1
     common = set(first["place"]) & set(second["place"])
-    first, second = (side.filter(pl.col("place").is_in(common)).drop("seed") for side in oracles)
+    shared = pl.col("place").is_in(common)
+    first = first.filter(shared).drop("seed")
     # unknown latencies are not equal: accuracy alone proves nothing
-    return bool(common) and first.equals(second, null_equal=False)
+    return bool(common) and first.equals(second.filter(shared).drop("seed"), null_equal=False)

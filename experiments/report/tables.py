@@ -173,7 +173,7 @@ def differences(results: Results, policies: Collection[str], against: Collection
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
     # (policy, against) → number of shots → difference
-    pairs: dict[tuple[str, str], dict[int, Row]] = {}
+    pairs: dict[tuple[str, str], dict[float, Row]] = {}
     for row in results["differences"]:
         if row["policy"] in policies and row["against"] in against:
             pairs.setdefault((row["policy"], row["against"]), {})[row["shots"]] = row

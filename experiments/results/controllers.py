@@ -71,7 +71,8 @@ def judge_deadlines(
     further = []
     for i, outcome in enumerate(judged["controller"]):
         left_ms = budgets_ms - spent[i]
-        columns = {"decision_us": costs[i].decision_us, "score_free": if_free[i].utility}
+        columns: dict[str, Any] = {"decision_us": costs[i].decision_us}
+        columns["score_free"] = if_free[i].utility
         chances = expected_in_time(controllers[i], table, test, outcome.chosen, left_ms)
         further.append(columns | {"expected_in_time": chances})
     decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)

@@ -286,7 +286,7 @@ def importance(explained: Explained) -> Rows:
         if 1 < block.shape[1] <= NARROW:
             single_columns += [(name, column) for column in range(block.shape[1])]
     if len(single_columns) > TOP:
-        single_columns.sort(key=lambda part: -lost(*part, 1).mean())
+        single_columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
     rows: Rows = []
     for name, column in blocks + single_columns[:TOP]:
         loss = lost(name, column)

@@ -15,10 +15,6 @@ Row = Mapping[str, Any]
 """A row of a `results.json`, or another part of it."""
 Results = Row
 """The content of a `results.json`."""
-Row = Mapping[str, Any]
-"""A row of a `results.json`, or another part of it."""
-Results = Row
-"""The content of a `results.json`."""
 GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
 """The forms of post-training of a selector; a run is represented by the first one that it has."""
 LEARNED = (*GRPO, "rce", "sft")
