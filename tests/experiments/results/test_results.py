@@ -369,11 +369,8 @@ def test_a_run_at_fewer_budgets_says_so_once(folder, capsys):
     assert "".join(capsys.readouterr()).count("only 3 of 5") == 1
     results = results_in()
     assert results["budgets_ms"] == [row["budget_ms"] for row in results["guard"][0]] == [1, 2, 4]
-    assert {row["policy"] for row in results["rows"]} == {
-        "controller",
-        "budget_aware_static",
-        "oracle",
-    }
+    policies = {"controller", "teacher", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in results["rows"]} == policies
     assert "<h2>Reliability</h2>" in Path("runs/latest/report.html").read_text()
 
 
