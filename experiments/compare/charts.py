@@ -26,10 +26,10 @@ def comparison_charts(comparison: Comparison) -> Figures:
     labels = order(comparison)
     coloured = [run for run in comparison.runs if run.label in labels]
     grey = ""
-    if len(coloured) < len(comparison.runs):
+    if others := len(comparison.runs) - len(coloured):
         grey = (
             " In colour: the first run and the best others judged on the same "
-            f"{problem.samples}; grey: {len(comparison.runs) - len(coloured)} more."
+            f"{problem.samples}; grey: {others} more."
         )
     rows = []
     for run in comparison.runs:
@@ -40,13 +40,11 @@ def comparison_charts(comparison: Comparison) -> Figures:
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     legend = list(labels)
-    if problem.averaged:
-        # the reference policies of the first run
-        for policy in comparison.reference_rows():
-            name = policy_name(policy["policy"])
-            legend.append(name)
-            for row in comparison.reference.rows_at(policy["policy"], comparison.places):
-                rows.append(numbers(problem, row, name))
+    # the reference policies of the first run
+    for policy in comparison.reference_rows():
+        legend.append(policy_name(policy["policy"]))
+        for row in comparison.reference.rows_at(policy["policy"], comparison.places):
+            rows.append(numbers(problem, row, legend[-1]))
     frame = pl.DataFrame(rows, infer_schema_length=None)
     shaded = " Shaded: 95% intervals."
     if grey:
@@ -80,16 +78,15 @@ def forest(comparison: Comparison) -> Figure:
     """Draw the differences at the main place, in points as in the tables."""
     rows = []
     for difference in comparison.differences:
-        low, high = difference.ci95
-        row = {"name": difference.run, "value": 100 * difference.difference}
-        row |= {"low": 100 * low, "high": 100 * high, "shown": SIGN_WORDS[difference.sign]}
-        rows.append(row)
+        points = [100 * value for value in (difference.difference, *difference.ci95)]
+        rows.append([difference.run, *points, SIGN_WORDS[difference.sign]])
+    frame = pl.DataFrame(rows, schema=["name", "value", "low", "high", "shown"], orient="row")
     reference = comparison.reference.label
     title = f"difference in {comparison.problem.score} to {reference}, in points"
     hues = {"blue": SIGN_WORDS[1], "orange": SIGN_WORDS[-1], "grey": SIGN_WORDS[0]}
     colour = charts.colour_of(hues, "shown")
     return Figure(
-        charts.dots(pl.DataFrame(rows), title, colour, zero=True),
+        charts.dots(frame, title, colour, zero=True),
         f"A dot is the difference to {reference}, the line its 95% interval; grey: it may be "
         "chance.",
     )
@@ -120,7 +117,7 @@ def _training(comparison: Comparison, labels: list[str]) -> list[alt.LayerChart]
         if logged is not None:
             policy = _label(labels, run.label)
             frames.append(logged.with_columns(name=pl.lit(run.label), policy=pl.lit(policy)))
-            begins.update(grpo_begins(run.results))
+            begins |= set(grpo_begins(run.results))
     if not frames:
         return []
     # the score on validation, and the rewards of stages

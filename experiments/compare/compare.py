@@ -7,19 +7,23 @@ pairs (`knobwise.experiments.compare.paired`). All other runs are shown untested
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.compare.runs import find_runs
+from knobwise.experiments.compare.runs import ComparedRun, find_runs
 from knobwise.experiments.report.tables import Folded
 from knobwise.experiments.report.words import SIGN_WORDS, points, read_results, span
+from knobwise.experiments.results.problem import Row
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -47,8 +51,6 @@ def compare(config: CompareRun) -> Comparison:
 
 
 def _compare(config: CompareRun) -> Comparison:
-    from rich.console import Console
-
     comparison = comparison_of(config.runs, config.budgets_ms)
     lines = []
     # the page first: it reads further files
@@ -74,34 +76,32 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     lead, *sentences = words.verdict(comparison)
     main = words.place_name(comparison, comparison.main)
     corrected = "p is corrected for the number of comparisons in this table."
-    tables = [
-        Folded(
-            f"Every run, {main}",
-            [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)],
-        ),
-        Folded(
-            f"Per {problem.place_words[0]}",
-            [
-                f"{problem.score.capitalize()} with its interval; below it the difference to the "
-                "first run in points, p, and its interval; * where the interval excludes 0 and p "
-                f"is small enough. {corrected}",
-                words.scores_by_place(comparison),
-            ],
-        ),
-    ]
+    about_places = (
+        f"{problem.score.capitalize()} with its interval; below it the difference to the first run "
+        "in points, p, and its interval; * where the interval excludes 0 and p is small enough. "
+        f"{corrected}"
+    )
+    every_run = [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)]
+    tables: dict[str, list[Any]] = {
+        f"Every run, {main}": every_run,
+        f"Per {problem.place_words[0]}": [about_places, words.scores_by_place(comparison)],
+    }
     if comparison.by_policy:
         about = f"The same for every policy that both runs trained, {main}. {corrected}"
-        tables.append(Folded("Stage by stage", [about, words.stages(comparison)]))
+        tables["Stage by stage"] = [about, words.stages(comparison)]
     folders = {run.label: f"{run.folder} · {run.results.get('command', '')}" for run in runs}
-    settings: Any = "Nothing." if all(run.settings for run in runs) else "Nothing that is known."
+    tables["The runs: folders and commands"] = [folders]
+    settings: Any = "Nothing."
     if comparison.settings:
         settings = words.settings_cells(comparison)
+    elif not all(run.settings for run in runs):
+        settings = "Nothing that is known."
     sections = {
         "Differences": [forest(comparison)] if comparison.differences else [],
         "What the runs show": [sentences + comparison.notes],
         "What differs in the settings": [settings],
         **{name: [figure] for name, figure in comparison_charts(comparison).items()},
-        "Tables": [*tables, Folded("The runs: folders and commands", [folders])],
+        "Tables": list(itertools.starmap(Folded, tables.items())),
     }
     # the experiment, if there is only one, and the runs
     name = f"{len(runs)} runs"
@@ -153,14 +153,12 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
         best = comparison.ranking()[0]
         metric, score = words.ranked_score(comparison, best)
         tiles.append((score, f"{metric} of the best run", comparison.runs[best].label))
-    differences = comparison.differences
-    if differences:
+    if differences := comparison.differences:
         # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
         gap = f"{points(largest.difference)} points"
         tiles.append((gap, f"{largest.run} against {reference}", span(largest.ci95).strip(" ()")))
-        differing = sum(difference.sign != 0 for difference in differences)
-        share = f"{differing} of {len(differences)}"
+        share = f"{sum(difference.sign != 0 for difference in differences)} of {len(differences)}"
         tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles
 
@@ -177,24 +175,26 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
         "reference": comparison.reference.label,
         "places": comparison.places,
         "main_place": comparison.main,
-        "runs": [
-            {
-                "label": run.label,
-                "folder": str(run.folder),
-                "experiment": run.experiment,
-                "profile": run.results.get("profile"),
-                "seeds": run.results.get("seeds"),
-                "policy": run.policy,
-                "row": dict(row),
-            }
-            for run, row in zip(comparison.runs, comparison.rows, strict=True)
-        ],
+        "runs": list(map(_about, comparison.runs, comparison.rows)),
         "settings": comparison.settings,
         "comparable": [comparison.runs[i].label for i in comparison.comparable],
         "differences": _plain(comparison.differences),
         "differences_per_place": _plain(comparison.by_place),
         "differences_of_policies": _plain(comparison.by_policy),
         "notes": comparison.notes,
+    }
+
+
+def _about(run: ComparedRun, row: Row) -> dict[str, Any]:
+    """Return the facts about a run, with the row that stands for it."""
+    return {
+        "label": run.label,
+        "folder": str(run.folder),
+        "experiment": run.experiment,
+        "profile": run.results.get("profile"),
+        "seeds": run.results.get("seeds"),
+        "policy": run.policy,
+        "row": row,
     }
 
 

@@ -13,14 +13,9 @@ import polars.selectors as cs
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
-from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, place_of, read_runs
-from knobwise.experiments.report.words import (
-    Row,
-    kept_before_grpo,
-    unit_of,
-    value_of,
-)
-from knobwise.experiments.results.problem import Problem
+from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
+from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
+from knobwise.experiments.results.problem import Problem, Row, place_of
 from knobwise.experiments.results.statistics import Difference, holm
 
 
@@ -65,9 +60,8 @@ class Comparison:
 
     def ranking(self) -> list[int]:
         """Return the indices of the comparable runs, the highest score first."""
-        return sorted(
-            self.comparable, key=lambda i: -value_of(self.rows[i], self.problem.ranked_by)
-        )
+        scores = [value_of(row, self.problem.ranked_by) for row in self.rows]
+        return sorted(self.comparable, key=lambda i: -scores[i])
 
     def reference_rows(self) -> list[Row]:
         """Return the rows of the policies that controllers are judged against, from the first
@@ -75,7 +69,8 @@ class Comparison:
         if not self.problem.averaged:
             return []
         names = (self.problem.low, self.problem.high)
-        return [row for name in names if (row := row_over(self.reference, name, self.places, None))]
+        rows = [row_over(self.reference, name, self.places, None) for name in names]
+        return list(filter(None, rows))
 
 
 def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> Comparison:
@@ -91,7 +86,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     """
     runs, notes = _read(folders)
     reference = runs[0]
-    places = _places(runs[0], budgets_ms)
+    places = _places(reference, budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
     every: list[Difference] = []
     by_policy: list[Difference] = []
@@ -108,6 +103,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
                     by_policy += differences(reference, run, (name, name), [main])[0]
     # a highest needs means over the same samples
     judged = places if main is None else [main]
+    alike = [i for i, run in enumerate(runs) if i and judged_alike(reference, run, judged)]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
     if main is None and elsewhere:
         notes.append(
@@ -123,11 +119,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         differences=holm([difference for difference in every if difference.place == main]),
         by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
-        comparable=[
-            i
-            for i, run in enumerate(runs)
-            if run is reference or judged_alike(reference, run, judged)
-        ],
+        comparable=[0, *alike],
         notes=notes + _before_grpo(runs),
     )
 
@@ -140,10 +132,10 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
         )
     finished, unfinished = find_runs(folders)
     if len(finished) < 2:
-        names = [", ".join(map(str, runs)) or "none" for runs in (finished, unfinished)]
         raise InputError(
-            f"compare: two runs are needed in {', '.join(folders)}; finished: {names[0]}; not "
-            f"finished: {names[1]}"
+            f"compare: two runs are needed in {', '.join(folders)}; finished: "
+            f"{', '.join(map(str, finished)) or 'none'}; not finished: "
+            f"{', '.join(unfinished) or 'none'}"
         )
     runs = read_runs(finished)
     notes = []
@@ -167,11 +159,11 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
         )
     # files hold six figures of a budget
     wanted = sorted({place_of(budget) for budget in budgets_ms})
-    if missing := [budget for budget in wanted if budget not in reference.places]:
-        absent = ", ".join(f"{budget:g}" for budget in missing)
+    if missing := [f"{budget:g}" for budget in wanted if budget not in reference.places]:
         judged = ", ".join(f"{budget:g}" for budget in reference.places)
         raise InputError(
-            f"budgets_ms: {reference.folder} was not judged at {absent}, only at {judged}"
+            f"budgets_ms: {reference.folder} was not judged at {', '.join(missing)}, only at "
+            f"{judged}"
         )
     return wanted
 
@@ -182,8 +174,12 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
     for run in runs:
         if count := kept_before_grpo(run.results):
             early.append(f"{run.label} in {count} of {len(run.results['chosen'])} seeds")
-    before = "GRPO does not improve the policy; the best checkpoint is the one before GRPO"
-    return [f"{before}: {', '.join(early)}."] * bool(early)
+    if not early:
+        return []
+    return [
+        "GRPO does not improve the policy; the best checkpoint is the one before GRPO: "
+        f"{', '.join(early)}."
+    ]
 
 
 def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Row:

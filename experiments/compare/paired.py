@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.compare.runs import ComparedRun, place_of
+from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.results.decisions import SAMPLE
+from knobwise.experiments.results.problem import place_of
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
@@ -24,10 +25,12 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     decisions, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
-    part = _with_keys(run.decisions.filter(pl.col("policy") == policy))
+    part = _with_keys(run.decisions.filter(policy=policy))
     part = part.select(*KEYS, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
     complete = part.height == math.prod(part.select(pl.col(KEYS).n_unique()).row(0))
-    return part if part.height and complete else None
+    if part.height and complete:
+        return part
+    return None
 
 
 def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
@@ -44,7 +47,7 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[floa
     policy's accuracy is known."""
     if not set(places) <= set(run.places) or not same_measurements(reference, run):
         return False
-    known = pl.col("accuracy").fill_nan(None).is_not_null().all()
+    known = pl.col("accuracy").is_not_null().all()
     keys = ("place", "sample")
     samples = []
     for side in (reference, run):
@@ -83,11 +86,8 @@ def differences(
     if not same_measurements(reference, run):
         measured = f"judged on other measurements than {reference.label}"
         return [], f"{run.label} was {measured}, so it is not tested"
-    shared = {}
-    for key in ("seed", "sample", "place"):
-        shared[key] = set(sides[0][key]) & set(sides[1][key])
-    samples = shared["sample"]
-    common = [place for place in places if place in shared["place"]]
+    seeds, samples, shared = (set(sides[0][key]) & set(sides[1][key]) for key in KEYS)
+    common = [place for place in places if place in shared]
     place_words = run.problem.place_words[1]
     if len(samples) < FEWEST or not common:
         return [], (
@@ -97,12 +97,15 @@ def differences(
     # the same samples and places of both, in the same order
     both = pl.col("sample").is_in(samples) & pl.col("place").is_in(common)
     pair = [side.filter(both) for side in sides]
-    same_seeds = all(set(side["seed"]) == shared["seed"] for side in sides)
-    tests = _tests(_scores(reference, pair, len(common)), same_seeds, run.problem.averaged)
-    columns = [*[None] * run.problem.averaged, *common]
+    same_seeds = all(set(side["seed"]) == seeds for side in sides)
+    scores = _scores(reference, pair, len(common))
+    columns: list[float | None] = list(common)
+    if run.problem.averaged:
+        scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
+        columns.insert(0, None)
     names = (run.label, reference.label, policies[1], policies[0])
     tested = []
-    for column, count, (gap, low, high, p) in tests:
+    for column, count, (gap, low, high, p) in _tests(scores, same_seeds):
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
 
     restrictions = []
@@ -118,20 +121,17 @@ def differences(
 
 
 def _tests(
-    pair: Sequence[np.ndarray], same_seeds: bool, averaged: bool
+    pair: Sequence[np.ndarray], same_seeds: bool
 ) -> list[tuple[int, int, tuple[float, ...]]]:
     """Test the second minus the first where enough is known.
 
     Args:
-        pair: scores, float [S, n, P] each, NaN where unknown.
+        pair: scores, float [S, n, columns] each, NaN where unknown.
         same_seeds: whether the seeds are the same.
-        averaged: whether to add the mean over the places as the first column.
 
     Returns:
         column, number of samples, and the results of `paired`, by column.
     """
-    if averaged:
-        pair = [np.concatenate([scores.mean(2, keepdims=True), scores], 2) for scores in pair]
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
     tests = []
@@ -153,19 +153,17 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -
     hull = reference.results.get("static_hull")
     if hull is None:
         return [_cube(side, "score", places) for side in pair]
-    costs = np.array([corner["latency_ms"] for corner in hull])
-    gains = np.array([corner["accuracy"] for corner in hull])
+    costs = np.maximum.accumulate([corner["latency_ms"] for corner in hull])
+    gains = [corner["accuracy"] for corner in hull]
     latency = [_cube(side, "latency_ms", places) for side in pair]
     spent = [cost.mean((0, 1)) for cost in latency]
-    worth = [np.interp(cost, np.maximum.accumulate(costs), gains) for cost in spent]
+    more = np.diff([np.interp(cost, costs, gains) for cost in spent], axis=0)[0]
     further = spent[1] - spent[0]
     same = np.abs(further) < 1e-9
     # the slope of the static mix, accuracy per ms, between the latencies that the two spent
-    price = np.where(same, 0.0, (worth[1] - worth[0]) / np.where(same, 1.0, further))
-    return [
-        _cube(side, "accuracy", places) - price * cost
-        for side, cost in zip(pair, latency, strict=True)
-    ]
+    price = np.where(same, 0.0, more / np.where(same, 1.0, further))
+    accuracy = [_cube(side, "accuracy", places) for side in pair]
+    return [right - price * cost for right, cost in zip(accuracy, latency, strict=True)]
 
 
 def _cube(decisions: pl.DataFrame, column: str, places: int) -> np.ndarray:
@@ -181,16 +179,17 @@ def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
     measurements can be compared. The measurements are the same where the oracle, which looks up the
     best choice, has the same outcome for every sample.
     """
-    digests = []
+    digests = set()
     oracles = []
     for side in (reference, run):
         profile = side.results.get("profile") or {}
-        digests.append(side.results.get("test_digest") or profile.get("digest"))
+        digests.add(side.results.get("test_digest") or profile.get("digest"))
         oracles.append(decisions_of(side, "oracle"))
-    old, new = oracles
-    if digests[0] == digests[1] or old is None or new is None:
-        return bool(digests[0] == digests[1])
-    common = set(old["place"]) & set(new["place"])
-    first, second = (side.filter(pl.col("place").is_in(common)).drop("seed") for side in (old, new))
+    first, second = oracles
+    if len(digests) == 1 or first is None or second is None:
+        return len(digests) == 1
+    common = set(first["place"]) & set(second["place"])
+    shared = pl.col("place").is_in(common)
+    first = first.filter(shared).drop("seed")
     # unknown latencies are not equal: accuracy alone proves nothing
-    return bool(common) and first.equals(second, null_equal=False)
+    return bool(common) and first.equals(second.filter(shared).drop("seed"), null_equal=False)

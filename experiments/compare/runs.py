@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.report.words import (
-    Row,
-    read_results,
-)
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import FILE, read_decisions
-from knobwise.experiments.results.problem import Problem, problem_of
+from knobwise.experiments.results.problem import Problem, Row, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
@@ -54,7 +52,7 @@ class ComparedRun:
     @property
     def places(self) -> list[float]:
         """The budgets in ms, or the numbers of shots, that the run was judged at."""
-        return sorted({place_of(place) for place in self.problem.judged_at(self.results)})
+        return self.problem.judged_at(self.results)
 
     @property
     def policy(self) -> str:
@@ -80,23 +78,11 @@ class ComparedRun:
     def row(self, policy: str, place: float | None) -> Row:
         """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
-        return next(iter(self.rows_at(policy, [place])), {})
+        return self.problem.row(self.results, policy, place)
 
-    def rows_at(self, policy: str, places: Sequence[float | None]) -> list[Row]:
+    def rows_at(self, policy: str, places: Sequence[float]) -> list[Row]:
         """Return the rows of a policy at these places, where it has any."""
-        rows = {}
-        for row in self.problem.rows(self.results):
-            if row["policy"] == policy:
-                rows[place_of(row.get(self.problem.place))] = row
-        return [rows[place] for place in places if place in rows]
-
-
-def place_of(place: Any) -> Any:
-    """Round a place to six figures, because files may hold the same budget with more or fewer; None
-    stays None."""
-    if place is None:
-        return None
-    return float(f"{place:.6g}")
+        return [row for place in places if (row := self.row(policy, place))]
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -120,7 +106,7 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
             raise InputError(
                 f"{name}: no such folder; give the folders of finished runs, or a folder of runs"
             )
-        runs = _runs_below(folder, DEEPEST)
+        runs = _runs_below(folder)
         if not runs:
             raise InputError(
                 f"{name}: holds no run; the folder of a run holds config.yaml and results.json"
@@ -133,30 +119,31 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     return list(finished.values()), unfinished
 
 
-def _runs_below(folder: Path, levels: int) -> list[Path]:
-    """Return all runs in a folder, down to so many levels below it, in the order of their names."""
-    # inside a run no further runs are looked for
-    if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
-        return [folder]
-    if not levels:
-        return []
-    try:
-        inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
-    visible = [path for path in inside if not path.name.startswith(".")]
+def _runs_below(top: Path) -> list[Path]:
+    """Return all runs in a folder, down to `DEEPEST` levels below it, in the order of their
+    names."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
     runs = []
-    for path in sorted(visible, key=_name_order):
-        runs += _runs_below(path, levels - 1)
+    for path, inside, files in os.walk(top, onerror=refuse):
+        level = len(Path(path).relative_to(top).parts)
+        visible = [name for name in inside if not name.startswith(".") and level < DEEPEST]
+        if {"results.json", "config.yaml"} & set(files):
+            runs.append(Path(path))
+            # inside a run no further runs are looked for
+            visible = []
+        inside[:] = sorted(visible, key=_name_order)
     return runs
 
 
-def _name_order(path: Path) -> tuple[bool, list[str | float]]:
+def _name_order(name: str) -> tuple[bool, list[str | float]]:
     """Return a sort key for folders: `default` first, then by name, with numbers by size."""
     # text and numbers take turns, so that keys can be compared
-    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", path.name)]
+    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", name)]
     parts[1::2] = map(float, parts[1::2])
-    return path.name != "default", parts
+    return name != "default", parts
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -168,13 +155,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     Raises:
         InputError: if files cannot be read, or the runs are about different problems.
     """
-    results = [read_results(folder) for folder in folders]
-    settings = [read_settings_of(folder) for folder in folders]
-    # all runs must be about the problem of the first one
-    kind = problem_of(results[0])
-    runs = []
-    for i, (folder, label) in enumerate(zip(folders, labels_of(folders), strict=True)):
-        problem = problem_of(results[i])
+    runs: list[ComparedRun] = []
+    for folder, label in zip(folders, labels_of(folders), strict=True):
+        results = read_results(folder)
+        problem = problem_of(results)
+        kind = runs[0].problem if runs else problem
         if problem is not kind:
             raise InputError(
                 f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; "
@@ -186,9 +171,8 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
             decisions = read_decisions(folder)
         except InputError as error:
             missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
-        runs.append(
-            ComparedRun(folder, label, problem, results[i], settings[i], decisions, missing)
-        )
+        settings = read_settings_of(folder)
+        runs.append(ComparedRun(folder, label, problem, results, settings, decisions, missing))
     return runs
 
 
@@ -236,20 +220,21 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def value_words(value: Any) -> str:
     """Return a value as the command line takes it."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(value_words, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, bool | None):
+        return str(value).lower()
     return str(value)
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
     """Call each run by the name of its folder, or where several have the same name by that of the
     folder above too, or by its whole path."""
-    paths = [folder.resolve() for folder in folders]
-    ways = [[path.name for path in paths], ["/".join(path.parts[-2:]) for path in paths]]
     # the shortest way that tells all runs apart
-    unique = (labels for labels in ways if len(set(labels)) == len(labels))
-    return next(unique, list(map(str, folders)))
+    for parts in (1, 2):
+        labels = ["/".join(folder.resolve().parts[-parts:]) for folder in folders]
+        if len(set(labels)) == len(labels):
+            return labels
+    return list(map(str, folders))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.report.tables import Table, print_lines, print_table, table_of
 from knobwise.experiments.report.words import (
     COMPARED,
     SIGN_WORDS,
-    Row,
     cell,
     difference_cell,
     policy_name,
     quantity,
     shots_words,
 )
-from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric
+from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MOST_SENTENCES = 6
 """Up to this many runs have a sentence each; of more the best tested one has."""
@@ -55,9 +52,10 @@ def verdict(comparison: Comparison) -> list[str]:
             f"{signs.count(-1)} worse, {signs.count(0)} not shown to differ."
         )
     if many:
+        # the best of those that were tested
+        by_run = {difference.run: difference for difference in tested}
         ranks = [comparison.runs[i].label for i in comparison.ranking()]
-        ranked = [difference for difference in tested if difference.run in ranks]
-        tested = sorted(ranked, key=lambda difference: ranks.index(difference.run))[:1]
+        tested = [by_run[label] for label in ranks if label in by_run][:1]
     for difference in tested:
         gap = difference_cell(asdict(difference)).replace("\n", " points ")
         outcome = COMPARED[difference.sign]
@@ -102,11 +100,8 @@ def method(comparison: Comparison) -> str:
     if not comparison.differences:
         return ""
     problem = comparison.problem
-    at_equal_latency = ""
-    if problem.equal_latency:
-        at_equal_latency = (
-            " at equal mean latency (a ms more or less counts as much as it gains the static mix)"
-        )
+    equal = " at equal mean latency (a ms more or less counts as much as it gains the static mix)"
+    at_equal_latency = equal * problem.equal_latency
     # runs may share different numbers of samples with the first one
     samples = sorted({difference.samples for difference in comparison.differences})
     return (
@@ -194,8 +189,8 @@ def settings_cells(comparison: Comparison) -> Table:
 def scores_by_place(comparison: Comparison) -> Table:
     """Return the score of every run at every place with its interval; below it the difference to
     the first run, p, and its interval."""
-    problem = comparison.problem
-    metric = next(metric for metric in problem.metrics if metric.key == problem.score)
+    score = comparison.problem.score
+    metric = next(metric for metric in _metrics(comparison) if metric.key == score)
     # (run, place) → difference
     tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
     rows = []
@@ -232,12 +227,11 @@ def stages(comparison: Comparison) -> Table:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tables and the sentences; without colours and frames when this is no terminal."""
     if comparison.settings and len(comparison.runs) <= SIDE_BY_SIDE:
-        table = settings_cells(comparison)
-        print_table(console, table.header, table.rows, range(len(table.header)))
+        print_table(console, settings_cells(comparison))
     else:
         for key, values in comparison.settings.items():
             print_lines(console, [f"differs: {key} ({', '.join(dict.fromkeys(values))})"])
     table = results_cells(comparison)
     # the run, its difference, what that shows, and its score or policy
-    print_table(console, table.header, table.rows, (0, 1, 3, 4), table.strong)
+    print_table(console, table, (0, 1, 3, 4))
     print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])

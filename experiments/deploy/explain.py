@@ -23,7 +23,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
 from knobwise.experiments.report.choice_sentences import decision
 from knobwise.experiments.report.report import print_explanation
-from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
@@ -158,7 +158,7 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
     titles = [key.replace("latency_ms", "latency").replace("_", " ") for key in keys]
     header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
     console = Console()
-    print_table(console, header, rows, range(len(header)), strong)
+    print_table(console, Table(header, rows, strong))
     if left_out := len(expected) - len(rows):
         print_lines(console, [f"Configurations left out: {left_out}; json=FILE writes all."])
     print_lines(console, decision(explained, unit))

@@ -25,7 +25,7 @@ from knobwise.common.files import write_text, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
-from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import read_profile
@@ -96,7 +96,7 @@ def _print(summary: dict[str, Any], out: Path) -> None:
         for name, result in summary["graphs"].items():
             counts = [str(result[count]) for count in ("same", "rounding", "contexts")]
             rows.append([name, *counts])
-        print_table(Console(), header, rows, range(len(header)))
+        print_table(Console(), Table(header, rows))
     times = [
         f"median decision: {micros:.0f} µs by {name}"
         for name, micros in summary["decisions_us_p50"].items()

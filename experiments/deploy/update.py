@@ -37,7 +37,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -228,7 +228,7 @@ def _print_steps(steps: Mapping[str, Judgement]) -> None:
         different = f"{judgement.different} of {judgement.requests}"
         takes_over = "yes" if judgement.better else "no"
         rows.append([STEPS[name], difference, f"{judgement.bound:+.3f}", different, takes_over])
-    print_table(Console(), header, rows, range(len(header)))
+    print_table(Console(), Table(header, rows))
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -325,4 +325,4 @@ def _print_factors(table: ProfileTable, offsets: Tensor) -> None:
         for v, value in enumerate(knob.values):
             factor = offsets[table.configurations[:, k] == v].mean().exp()
             lines.append([knob.name, str(value), f"× {factor:.3f}"])
-    print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
+    print_table(Console(), Table(["knob", "value", "time, here / in training"], lines))

@@ -8,21 +8,18 @@ Altair would look up each string in its schema, which takes longer than all the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
-import numpy as np
 import polars as pl
 
 from knobwise.experiments.report.page import OTHERS as OTHER
 from knobwise.experiments.report.page import by_hue, domain
-from knobwise.experiments.report.words import (
-    Results,
-    Row,
-    policy_name,
-    quantity,
-)
+from knobwise.experiments.report.words import policy_name, quantity
+from knobwise.experiments.results.problem import Results, Row
 from knobwise.experiments.results.statistics import pareto_front
 
 DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
@@ -51,12 +48,12 @@ def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") 
             every page; or other labels by hue: hue → label.
         field: the column that holds the labels.
     """
+    values = list(labels)
     if isinstance(labels, Mapping):
         values = list(labels.values())
         scale = alt.Scale(domain=by_hue(labels))
     else:
-        values = list(labels)
-        scale = alt.Scale(domain=domain(labels))
+        scale = alt.Scale(domain=domain(values))
     # the legend wraps by the width of the container, which axes do not change: a legend that wraps
     # after the layout is cut off. A picture has no container, so there its own width counts
     longest = 6 * max(map(len, values), default=1) + 40
@@ -72,7 +69,7 @@ def _tooltip(rows: pl.DataFrame, columns: Sequence[str] = ()) -> list[alt.Toolti
     """Show these columns, or all, beside the pointer."""
     tooltip = []
     for name in columns or rows.columns:
-        if rows.schema[name].is_float():
+        if rows[name].dtype.is_float():
             tooltip.append(alt.Tooltip(f"{name}:Q", format=".4~r"))
         else:
             tooltip.append(alt.Tooltip(f"{name}:N"))
@@ -117,10 +114,8 @@ def lines(
     # what has no colour of its own stays in the background
     has_colour = alt.datum[colour] != OTHER
     thick = drawn.transform_filter(has_colour)
-    layers = [
-        drawn.transform_filter(alt.datum[colour] == OTHER).mark_line(strokeWidth=1),
-        thick.mark_line(strokeWidth=2),
-    ]
+    thin = drawn.transform_filter(alt.datum[colour] == OTHER)
+    layers = [thin.mark_line(strokeWidth=1), thick.mark_line(strokeWidth=2)]
     if "low" in rows.columns:
         band = base.transform_filter(has_colour).mark_area(opacity=0.13)
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
@@ -147,10 +142,7 @@ def plane(
         unit: of the latencies.
         y: "accuracy" or "utility".
     """
-    columns = {}
-    for name in ("label", y, "latency_ms"):
-        columns[name] = [row[name] for row in configurations]
-    rows = pl.DataFrame(columns)
+    rows = pl.DataFrame(configurations, schema=["label", y, "latency_ms"])
     x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE, axis=SPARSE)
     # without padding, which could begin the axis below 0
     height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=alt.Scale(zero=False))
@@ -161,7 +153,7 @@ def plane(
     circles = alt.Chart(rows).mark_circle(style="quiet", size=36, opacity=0.55)
     layers = [circles.encode(x, height, tooltip=_tooltip(rows)), steps.encode(x, height)]
     # the policies
-    if paths is not None and len(paths):
+    if paths is not None:
         layers += lines(paths.drop("low", "high", strict=False), x, height, policies)
     return layered(*layers, height=360)
 
@@ -264,13 +256,15 @@ def predictions(
     corners = [begin, 1.0]
     scale = alt.Scale(domain=corners, nice=False)
     axis = alt.Axis(format="%", tickCount=5)
-    across = alt.X("predicted:Q", title=x, scale=scale, axis=axis)
-    up = alt.Y("observed:Q", title=y, scale=scale, axis=axis)
+    channels = [
+        alt.X("predicted:Q", title=x, scale=scale, axis=axis),
+        alt.Y("observed:Q", title=y, scale=scale, axis=axis),
+    ]
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners}))
     line = alt.Chart(rows).mark_line(point=True, strokeWidth=1.5)
     return layered(
-        diagonal.mark_line(**DASHED).encode(across, up),
-        line.encode(across, up, *colour, tooltip=_tooltip(rows)),
+        diagonal.mark_line(**DASHED).encode(*channels),
+        line.encode(*channels, *colour, tooltip=_tooltip(rows)),
     )
 
 
@@ -302,7 +296,7 @@ def dots(
     )
 
 
-def dots_of_policies(rows: Sequence[Row], metric: str, title: str) -> alt.LayerChart:
+def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
@@ -310,21 +304,20 @@ def dots_of_policies(rows: Sequence[Row], metric: str, title: str) -> alt.LayerC
         metric: the key of the number.
         title: of the horizontal axis.
     """
+    names = []
     drawn = []
     for row in rows:
-        low, high = row[f"{metric}_ci95"]
-        dot = {"name": policy_name(row["policy"]), "value": row[metric], "low": low, "high": high}
-        drawn.append(dot)
-    colour = colour_of([dot["name"] for dot in drawn], "name").legend(None)
-    return dots(pl.DataFrame(drawn), title, colour)
+        names.append(policy_name(row["policy"]))
+        drawn.append([names[-1], row[metric], *row[f"{metric}_ci95"]])
+    frame = pl.DataFrame(drawn, schema=["name", "value", "low", "high"], orient="row")
+    return dots(frame, title, colour_of(names, "name").legend(None))
 
 
 def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
     figure = []
-    for dataset in dict.fromkeys(row["dataset"] for row in judged):
-        rows = [row for row in judged if row["dataset"] == dataset]
+    for dataset, rows in itertools.groupby(judged, key=operator.itemgetter("dataset")):
         chart = dots_of_policies(rows, "utility", "utility (0 to 1)")
         figure.append(chart.properties(title=dataset))
     return figure
@@ -366,16 +359,19 @@ def knob_usage(
         unit: of the budgets.
         outlined: the policy whose most frequent values are outlined, in every run.
     """
-    shares: dict[str, list[dict[str, Any]]] = {}
+    shares = []
     for label, policy, results in runs:
         for row in results.get("knob_usage", []):
             if row["policy"] in (policy, outlined):
                 cell = {"run": label, "budget": quantity(row["budget_ms"], "").strip()}
                 cell |= {"outlined": row["policy"] == outlined, "value": str(row["value"])}
-                shares.setdefault(row["knob"], []).append(row | cell)
-    figure = []
-    for knob, rows in shares.items():
-        usage = _most_used(pl.DataFrame(rows, infer_schema_length=None))
+                shares.append(row | cell)
+    figure: list[alt.LayerChart] = []
+    if not shares:
+        return figure
+    frame = pl.DataFrame(shares, infer_schema_length=None)
+    for (knob,), rows in frame.group_by("knob", maintain_order=True):
+        usage = _most_used(rows)
         values = sorted(usage["value"].unique(), key=in_order, reverse=True)
         x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
         y = alt.Y("value:O", title=knob, sort=values, scale=alt.Scale(domain=values))
@@ -390,13 +386,14 @@ def knob_usage(
 def _most_used(usage: pl.DataFrame) -> pl.DataFrame:
     """Return the usage of one knob, with rare values joined as "other"."""
     usage = usage.unique(maintain_order=True)
-    shares = usage.group_by("value").agg(pl.col("share").sum())
-    used = shares.sort("share", descending=True)["value"].head(MOST_VALUES)
-    value = pl.when(pl.col("value").is_in(used.implode())).then("value").otherwise(pl.lit("other"))
+    share = pl.col("share")
+    shares = usage.group_by("value").agg(share.sum())
+    rare = shares.sort("share", descending=True)["value"][MOST_VALUES:]
+    value = pl.col("value").replace(rare, "other")
     keys = ("run", "outlined", "budget_ms", "budget", "value")
-    cells = usage.with_columns(value=value).group_by(*keys, maintain_order=True)
-    most = pl.col("share") == pl.col("share").max().over("run", "outlined", "budget_ms")
-    return cells.agg(pl.col("share").sum()).with_columns(most=most)
+    cells = usage.with_columns(value).group_by(*keys, maintain_order=True)
+    most = share == share.max().over("run", "outlined", "budget_ms")
+    return cells.agg(share.sum()).with_columns(most=most)
 
 
 def _usage_cells(chart: alt.Chart, x: alt.X, y: alt.Y, outlined: str) -> list[alt.Chart]:
@@ -437,17 +434,16 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.L
     heights = []
     for key, title in titles.items():
         # one scale for all knobs, so that a knob which does little looks like it
-        means = np.concatenate([knob[key] for knob in knobs.values()])
-        bounds = [float(means.min()), float(means.max())]
-        scale = alt.Scale(domain=bounds, nice=True, zero=False, padding=6)
+        means = list(itertools.chain(*(knob[key] for knob in knobs.values())))
+        scale = alt.Scale(domain=[min(means), max(means)], nice=True, zero=False, padding=6)
         heights.append(alt.Y(f"{key}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)))
     figure = []
     for name, knob in knobs.items():
-        rows = pl.DataFrame({key: knob[key] for key in titles})
-        rows = rows.with_columns(value=pl.Series(list(map(str, knob["values"]))))
+        values = list(map(str, knob["values"]))
+        rows = pl.DataFrame({"value": values} | {key: knob[key] for key in titles})
         names = any(isinstance(value, str) for value in knob["values"])
         axis = alt.Axis(labelAngle=-40 if names else 0, labelLimit=90, labelOverlap=True)
-        x = alt.X("value:O", title=name, sort=rows["value"].to_list(), axis=axis)
+        x = alt.X("value:O", title=name, sort=values, axis=axis)
         base = alt.Chart(rows).encode(x, tooltip=_tooltip(rows))
         # names have no order that a line could follow
         line = base.mark_line(strokeWidth=0 if names else 2, point={"size": 50})
@@ -462,7 +458,7 @@ def coverage(rows: pl.DataFrame) -> alt.LayerChart:
         rows: a column for each of one or two knobs, under its name, and share (0 to 1).
     """
     names = [name for name in rows.columns if name != "share"]
-    x = alt.X(f"{names[0]}:O", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    x = alt.X(f"{names[0]}:O", axis=SPARSE).axis(labelAngle=0)
     y = [alt.Y(f"{name}:O", sort="descending") for name in names[1:]]
     scale = alt.Scale(domain=[0, 1])
     colour = alt.Color("share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%"))

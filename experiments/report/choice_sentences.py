@@ -8,8 +8,6 @@ from typing import Any
 
 from knobwise.experiments.report.words import (
     LEARNED,
-    Results,
-    Row,
     number,
     quantity,
     sign_of,
@@ -18,6 +16,8 @@ from knobwise.experiments.report.words import (
 )
 from knobwise.experiments.results.problem import (
     DEADLINE,
+    Results,
+    Row,
     problem_of,
 )
 
@@ -41,7 +41,7 @@ def on_usage(results: Results) -> list[str]:
     lines = []
     usage = [row for row in results["knob_usage"] if row["policy"] == LEARNED and row["share"] > 0]
     usage.sort(key=lambda row: -row["share"])
-    for budget in problem_of(results).judged_at(results):
+    for budget in sorted({row["budget_ms"] for row in usage}):
         knobs: dict[str, list[str]] = {row["knob"]: [] for row in results["knob_usage"]}
         for row in usage:
             if row["budget_ms"] == budget:
@@ -128,21 +128,22 @@ def decision(explained: Row, unit: str) -> list[str]:
     ]
     if guard := explained["guard"]:
         reason = guard["reason"] or ("deployed" if guard["deployed"] else "fell back")
-        nearest = quantity(guard["budget_ms"], unit)
-        lines.append(f"The guard at {nearest}, its nearest calibrated budget: {reason}.")
+        lines.append(
+            f"The guard at {quantity(guard['budget_ms'], unit)}, its nearest calibrated budget: "
+            f"{reason}."
+        )
     if without := explained["without_drift"]:
         lines.append(
             f"This uses what the tracker has learned; without it the choice is {setting(without)}."
         )
-    steps = explained["by_budget"]
-    if steps:
+    if steps := explained["by_budget"]:
         lines.append("The choice by budget, each up to the next one:")
     for (budget, configuration), (following, _) in pairwise([*steps, (float("inf"), {})]):
         mark = " ← this budget" if budget <= budget_ms < following else ""
         lines.append(f"from {quantity(budget, unit)}: {setting(configuration)}{mark}")
-    chosen = next(
-        row for row in explained["expected"] if row["configuration"] == explained["decision"]
-    )["measured"]
+    for row in explained["expected"]:
+        if row["configuration"] == explained["decision"]:
+            chosen = row["measured"]
     if not chosen:
         return [*lines, "The profile did not measure this configuration for this sample."]
     late = "on time"

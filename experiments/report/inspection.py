@@ -15,18 +15,21 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from knobwise.agents.learning.logged import read_log
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import (
     Folded,
+    Table,
     print_lines,
     print_sections,
     print_table,
@@ -35,13 +38,12 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.words import listed, number, points, policy_name, quantity
 from knobwise.experiments.results.statistics import pareto_front
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 Facts = Mapping[str, Any]
 """What `inspect_table` or `inspect_log` returns."""
 QUANTILES = (0.05, 0.5, 0.95)
 """The quantiles of latency for each configuration."""
+LOGGED = ("met", "accuracy", "choice", "best", "controller")
+"""The columns of a log that shares are taken of."""
 EXAMPLES = 6
 """How many samples are given as examples."""
 
@@ -123,9 +125,12 @@ def _feature_facts(name: str, block: Tensor) -> dict[str, Any]:
     """Return the width of a feature block, its share of missing values, and its number of constant
     columns."""
     lowest, highest = _range(block)
-    missing = float(block.isnan().double().mean())
-    constant = int((lowest >= highest).sum())
-    return {"name": name, "width": block.shape[1], "missing": missing, "constant": constant}
+    return {
+        "name": name,
+        "width": block.shape[1],
+        "missing": float(block.isnan().double().mean()),
+        "constant": int((lowest >= highest).sum()),
+    }
 
 
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,9 +149,7 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     count = (~logs.isnan()).sum(-1)
     squares = (logs - logs.nanmean(-1, keepdim=True)).square().nansum(-1)
     spreads = (squares / (count - 1)).sqrt()[count > 1]
-    if len(spreads):
-        return float(median_of(spreads))
-    return None
+    return float(median_of(spreads)) if len(spreads) else None
 
 
 def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
@@ -156,11 +159,11 @@ def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
     """
     # inf where no configuration is right
     needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
-    known = needed.argsort()[: int(needed.isfinite().sum())].tolist()
-    spaced = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int).tolist()
+    known = needed.argsort()[: int(needed.isfinite().sum())].numpy()
+    spaced = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int)
     return [
-        {"sample_id": table.sample_ids[known[i]], "needed_ms": float(needed[known[i]])}
-        for i in spaced
+        {"sample_id": table.sample_ids[row], "needed_ms": float(needed[row])}
+        for row in known[spaced]
     ]
 
 
@@ -184,33 +187,30 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
 def _headroom(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
     """Return at each default budget what the best static configuration is, its utility, that of the
     oracle, and the share of samples that some configuration answers on time."""
-    budgets = default_budgets(table).tolist()
-    oracle = []
+    headroom: dict[str, list[float]] = {"budgets_ms": [], "budget_aware_static": [], "oracle": []}
     choices = []
     feasible = []
-    for budget in budgets:
+    for budget in default_budgets(table).tolist():
         # [N, C], NaN where a cell was not profiled
         in_time = (latency <= budget).double().where(table.mask, torch.nan)
         utility = accuracy * in_time
-        best = int(utility.nanmean(0).argmax())
-        oracle.append(float(utility.nan_to_num().amax(1).mean()))
+        means = utility.nanmean(0)
+        best = int(means.argmax())
+        headroom["budgets_ms"].append(budget)
+        headroom["budget_aware_static"].append(float(means[best]))
+        headroom["oracle"].append(float(utility.nan_to_num().amax(1).mean()))
         feasible.append(float(in_time.nan_to_num().amax(1).mean()))
         choices.append(
             {
                 "budget_ms": budget,
                 "label": table.label(best),
                 "knobs": table.configuration(best),
-                "utility": float(utility[:, best].nanmean()),
+                "utility": float(means[best]),
                 "satisfaction": float(in_time[:, best].nanmean()),
                 "samples": int(table.mask[:, best].sum()),
             }
         )
-    static = [choice["utility"] for choice in choices]
-    return {
-        "headroom": {"budgets_ms": budgets, "budget_aware_static": static, "oracle": oracle},
-        "static_choices": choices,
-        "feasible_share": feasible,
-    }
+    return {"headroom": headroom, "static_choices": choices, "feasible_share": feasible}
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -393,13 +393,13 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
-    headroom = facts["headroom"]
-    names = {key: policy_name(key) for key in ("budget_aware_static", "oracle")}
-    lines = []
-    for key, name in names.items():
-        columns = {"budget_ms": headroom["budgets_ms"], "utility": headroom[key]}
-        lines.append(pl.DataFrame(columns).with_columns(policy=pl.lit(name), name=pl.lit(name)))
-    utility = pl.concat(lines).unique(maintain_order=True)
+    keys = ["budget_aware_static", "oracle"]
+    names = list(map(policy_name, keys))
+    headroom = pl.DataFrame(facts["headroom"]).rename(dict(zip(keys, names, strict=True)))
+    utility = headroom.rename({"budgets_ms": "budget_ms"}).unpivot(
+        names, index="budget_ms", variable_name="policy", value_name="utility"
+    )
+    utility = utility.with_columns(name="policy").unique(maintain_order=True)
     spread = []
     # a line from the fastest to the slowest samples, a dot at the median
     for configuration in _front(facts):
@@ -409,7 +409,7 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
         spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
-            charts.by_budget(utility, "utility", "utility (0 to 1)", list(names.values())),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", names),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",
@@ -468,17 +468,16 @@ def _coverage(facts: Facts) -> list[pl.DataFrame]:
     """Return the share that is profiled for every pair of the first three knobs, or for a single
     knob: a frame each, with the columns share and the knobs' names."""
     names = list(facts["knobs"])[:3]
+    means = facts["configuration_means"]
+    counts = [row["knobs"] | {"share": row["samples"]} for row in means]
+    rows = pl.DataFrame(counts, schema=[*names, "share"])
     frames = []
     for pair in itertools.combinations(names, min(2, len(names))):
-        # combinations of all other knobs
-        sizes = [len(knob["values"]) for name, knob in facts["knobs"].items() if name not in pair]
-        whole = facts["samples"] * math.prod(sizes)
-        shares = []
-        for row in facts["configuration_means"]:
-            values = {name: row["knobs"][name] for name in pair}
-            shares.append(values | {"share": row["samples"] / whole})
-        cells = pl.DataFrame(shares).group_by(*pair, maintain_order=True)
-        frames.append(cells.agg(pl.col("share").sum()))
+        # how often a pair of values could have been profiled
+        sizes = [len(facts["knobs"][name]["values"]) for name in pair]
+        whole = facts["samples"] * facts["grid"] / math.prod(sizes)
+        cells = rows.group_by(*pair, maintain_order=True)
+        frames.append(cells.agg(pl.col("share").sum() / whole))
     return frames
 
 
@@ -498,22 +497,21 @@ def inspect_log(folder: str) -> dict[str, Any]:
         InputError: there is no log in the folder.
     """
     log = read_log(folder)
-    rows = log.rows
-    # an empty log has shares of 0
-    count = max(len(rows), 1)
-    accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    labels: Counter[str] = Counter()
-    for row in rows:
-        labels[", ".join(f"{name}={value}" for name, value in row["knobs"].items())] += 1
+    rows = pl.DataFrame(log.rows, schema=dict.fromkeys(LOGGED), infer_schema_length=None)
+    labelled = pl.col("accuracy").is_not_null()
+    shares = rows.select(
+        on_time=pl.mean("met"),
+        labelled=labelled.mean(),
+        explored=(pl.col("choice") != pl.col("best")).mean(),
+    )
     return {
         "log": folder,
         "requests": len(rows),
-        "on_time": sum(row["met"] for row in rows) / count,
-        "labelled": len(accuracies) / count,
-        "explored": sum(row["choice"] != row["best"] for row in rows) / count,
-        "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "configurations": dict(labels.most_common()),
-        "controllers": dict(Counter(row["controller"] for row in rows)),
+        # an empty log has shares of 0
+        **shares.fill_null(0.0).row(0, named=True),
+        "accuracy": rows["accuracy"].mean(),
+        "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
+        "controllers": dict(Counter(rows["controller"])),
         "set_aside": dict(log.aside),
     }
 
@@ -531,4 +529,4 @@ def print_log(facts: Facts, console: Console) -> None:
     print_lines(console, lines)
     used = facts["configurations"].items()
     cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
-    print_table(console, ["configuration", "requests", "share"], cells, range(3))
+    print_table(console, Table(["configuration", "requests", "share"], cells))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import (
@@ -16,7 +17,6 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
-    Results,
     difference_words,
     interval,
     number,
@@ -25,9 +25,9 @@ from knobwise.experiments.report.words import (
     ranked,
     span,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from knobwise.experiments.results.problem import (
+    Results,
+)
 
 COLUMNS = {
     "on time": ("satisfaction", ".1%"),
@@ -144,9 +144,8 @@ def _on_replay(results: Results) -> list[str]:
 
 def print_live(results: Results, console: Console) -> None:
     """Print the table and the sentences. What is not a terminal gets no frames."""
-    table = policies(results)
     # a narrow terminal gets these columns first
-    print_table(console, table.header, table.rows, (0, 1, 3, 4, 5), table.strong)
+    print_table(console, policies(results), (0, 1, 3, 4, 5))
     print_lines(console, verdict(results))
 
 

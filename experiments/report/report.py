@@ -8,9 +8,10 @@ sentences, tables and charts are made in the modules beside it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
+from rich.console import Console
 
 from knobwise.common.progress import duration
 from knobwise.experiments.report import charts, tables, words
@@ -37,8 +38,6 @@ from knobwise.experiments.report.training_charts import training
 from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
-    Results,
-    Row,
     baselines,
     number,
     points,
@@ -49,13 +48,13 @@ from knobwise.experiments.report.words import (
 from knobwise.experiments.results.problem import (
     DEADLINE,
     DEMONSTRATIONS,
+    FEASIBLE,
     MEAN_BUDGET,
+    Results,
+    Row,
     problem_of,
     shown_at,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Tiles = list[tuple[str, str, str]]
 
@@ -94,12 +93,10 @@ def write_report(run_folder: str | Path) -> Path:
 def print_results(results: Results, console: Console) -> None:
     """Print the results as a table, and the verdict; without colours and frames if this is no
     terminal."""
-    table = tables.policies(results)
-    print_table(console, table.header, table.rows, tables.narrow(results), table.strong)
+    print_table(console, tables.policies(results), tables.narrow(results))
     if results.get("by_dataset"):
-        table = tables.by_dataset(results)
         few = tables.NARROW_BY_DATASET[problem_of(results).name]
-        print_table(console, table.header, table.rows, few, table.strong)
+        print_table(console, tables.by_dataset(results), few)
     print_lines(console, verdict(results))
 
 
@@ -141,8 +138,9 @@ def _facts(results: Results) -> str:
             f"· shots {', '.join(map(str, results['shots']))}, "
             f"trained with {results['trained_shots']}"
         )
-    splits = len(results.get("split_seeds", []))
-    part = f"parts of {splits} splits" if splits else "split"
+    part = "split"
+    if splits := results.get("split_seeds"):
+        part = f"parts of {len(splits)} splits"
     return (
         f"profile {name}: {profile['samples']:,} samples × {profile.get('configurations', '?')} "
         f"configurations · judged on the {results.get('split', 'test')} {part} "
@@ -173,10 +171,10 @@ def _tiles(results: Results) -> Tiles:
         ]
     else:
         static = words.rows_at(results, None).get(STATIC, {})
-        shares = [number(row.get("satisfaction_feasible"), ".1%") for row in (learned, static)]
+        learner, reference = (number(row.get(FEASIBLE.key), ".1%") for row in (learned, static))
         tiles = [
             _gap(learned, "over_static", "of utility against budget-aware static"),
-            (shares[0], "on time, where that is possible", f"budget-aware static: {shares[1]}"),
+            (learner, "on time, where that is possible", f"budget-aware static: {reference}"),
         ]
     added = results.get("grpo_gain") or {}
     if "test" in added:
@@ -259,15 +257,15 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         f"The deployed policy{seed} on {why['samples']:,} test samples, as if its decisions took "
         f"no time. It reads the features at {_budgets(results, why['reads']) or 'no budget'}."
     )
-    rules = []
-    for rule in why["tree"]["rules"]:
-        line = {
+    rules = [
+        {
             "if": condition(rule["when"], unit),
             "then": setting(rule["then"]),
             "share of decisions": number(rule["share"], ".0%"),
             "agreement": number(rule["alike"], ".0%"),
         }
-        rules.append(line)
+        for rule in why["tree"]["rules"]
+    ]
     hard = why["difficulty"]
     return {
         "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
@@ -302,10 +300,10 @@ def _correlations(hard: Row, unit: str) -> Table:
     }
     rows = []
     for key, (name, interval) in names.items():
-        values = []
+        line = [name]
         for row in hard["at"]:
-            values.append(number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f"))
-        rows.append([name, *values])
+            line.append(number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f"))
+        rows.append(line)
     return Table(["budget", *(quantity(row["budget_ms"], unit) for row in hard["at"])], rows)
 
 
@@ -442,7 +440,7 @@ def _tables(results: Results) -> list[Any]:
         ]
     folded = [
         Folded("Every policy, means over the budgets", policies),
-        Folded("Every policy, budget by budget", [tables.by_budget(results)]),
+        Folded("Every policy, budget by budget", [tables.by_place(results)]),
     ]
     if chosen := results.get("chosen"):
         iterations = ", ".join(str(seed["iteration"]) for seed in chosen)
@@ -474,12 +472,12 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
         "Without the model": [
             "The answer that the chosen demonstrations give themselves, by majority for each part "
             "of the question: how much of the accuracy comes from choosing, not from the model.",
-            tables.at_shots(results, "votes"),
+            tables.by_place(results, "votes"),
         ],
         "Controls": [
             "They should gain nothing: GRPO on rewards shuffled within each group, and selectors "
             f"that do not see the {hidden}.",
-            tables.at_shots(results, "controls"),
+            tables.by_place(results, "controls"),
         ],
         "Differences of the controls": [
             paired,

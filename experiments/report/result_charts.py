@@ -16,8 +16,6 @@ from knobwise.experiments.report.words import (
     MIX,
     ORACLE,
     STATIC,
-    Results,
-    Row,
     baselines,
     policy_name,
     rows_at,
@@ -30,15 +28,19 @@ from knobwise.experiments.results.problem import (
     LEARNED,
     UPPER,
     Problem,
+    Results,
+    Row,
     problem_of,
     shown_at,
 )
 
 Figures = dict[str, Figure]
 """Heading → figure."""
-KINDS = dict.fromkeys(SIMPLE, "simple baseline")
-KINDS |= dict.fromkeys(UPPER, "upper bound")
-KINDS |= dict.fromkeys(CONTROLS, "control")
+KINDS = {
+    **dict.fromkeys(SIMPLE, "simple baseline"),
+    **dict.fromkeys(UPPER, "upper bound"),
+    **dict.fromkeys(CONTROLS, "control"),
+}
 """Policy → its kind, for selectors that are not learned."""
 BEST = "stands for the run"
 """The kind of the policy that a run is represented by."""
@@ -113,7 +115,7 @@ def _over_budgets(results: Results) -> Figures:
     judged = words.rows_at(results, None)
     policies = {name: policy_name(name) for name in candidates if name in judged}
     drawn: Figures = {}
-    if any(row.get("budget_ms") is not None for row in results["rows"]):
+    if problem.judged_at(results):
         draw = _mean_budgets if problem.equal_latency else _deadlines
         drawn = draw(results, policies)
     learned = [(policy_name(problem.trained[0]), problem.trained[0], results)]
@@ -139,10 +141,11 @@ def _frame(
         key: see `numbers`.
     """
     problem = problem_of(results)
-    rows = []
-    for row in results["rows"]:
-        if row["policy"] in policies:
-            rows.append(numbers(problem, row, policies[row["policy"]], key))
+    rows = [
+        numbers(problem, row, policies[row["policy"]], key)
+        for row in results["rows"]
+        if row["policy"] in policies
+    ]
     frame = pl.DataFrame(rows, infer_schema_length=None).unique(maintain_order=True)
     mean = pl.col(problem.place).is_null()
     return frame.filter(~mean), frame.filter(mean)
@@ -198,9 +201,10 @@ def _deadlines(results: Results, policies: Mapping[str, str]) -> Figures:
     unit = words.unit_of(results)
     names = list(policies.values())
     at_budgets, means = _frame(results, policies)
+    utility = at_budgets
     # a band needs both ends at every budget
-    unknown = [bound for bound in ("low", "high") if at_budgets[bound].is_null().any()]
-    utility = at_budgets.drop(unknown)
+    if utility["low"].has_nulls():
+        utility = utility.drop("low", "high")
     first = [charts.by_budget(utility, "utility", "utility (0 to 1)", names, unit=unit)]
     # the gain over static in points
     others = {key: name for key, name in policies.items() if key not in (STATIC, ORACLE)}
@@ -240,7 +244,7 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> Figure:
     """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
     # the axes begin where the bins do, in steps of 5 %
-    lowest = min(0.99, rows.select("predicted", "observed").to_numpy().min())
+    lowest = min(0.99, *rows["predicted"], *rows["observed"])
     begin = math.floor(20 * lowest) / 20
     titles = ("predicted probability of being on time", "observed share on time")
     error = words.points(words.calibration_error(bins), ".1f")
@@ -267,16 +271,17 @@ def difficulty(explained: Row, unit: str) -> Figure:
     for key, name in names.items():
         for group in explained["groups"]:
             # static has no interval: its band is a line
-            low, high = {"policy_ms": group["ci95"]}.get(key, [group[key]] * 2)
-            row = {"policy": name, "name": name, "low": low, "high": high}
-            rows.append(row | {"difficulty": group["difficulty_ms"], "latency": group[key]})
+            band = {"policy_ms": group["ci95"]}.get(key, [group[key]] * 2)
+            rows.append([name, name, *band, group["difficulty_ms"], group[key]])
+    columns = ["policy", "name", "low", "high", "difficulty", "latency"]
     title = f"difficulty: latency of the cheapest right configuration ({unit})"
     x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
     y = alt.Y("latency:Q", title=f"latency of the choice ({unit})", scale=charts.CLOSE)
     # a dot for each sample, behind the lines
     points = pl.DataFrame(explained["points"], schema=["difficulty", "latency"], orient="row")
     dots = alt.Chart(points).mark_circle(style="quiet", size=14, opacity=0.35).encode(x, y)
-    lines = charts.lines(pl.DataFrame(rows), x, y, list(names.values()))
+    groups = pl.DataFrame(rows, schema=columns, orient="row")
+    lines = charts.lines(groups, x, y, list(names.values()))
     budget = words.quantity(explained["budget_ms"], unit)
     return Figure(
         charts.layered(dots, *lines),
@@ -298,14 +303,13 @@ def _over_shots(results: Results) -> Figures:
     kinds = KINDS | {best: BEST}
     judged = rows_at(results, shots) | rows_at(results, shots, "controls")
     dots = []
-    for name, row in sorted(judged.items(), key=lambda item: -item[1]["accuracy"]):
-        low, high = row.get("accuracy_ci95") or (None, None)
-        dot = {"name": f"{policy_name(name, results)}: {row['accuracy']:.3f}", "low": low}
-        dot |= {"value": row["accuracy"], "high": high, "kind": kinds.get(name, "learned")}
-        dots.append(dot)
-    frame = pl.DataFrame(dots)
-    of_these = set(frame["kind"])
-    hues = {hue: kind for hue, kind in HUES_OF_KINDS.items() if kind in of_these}
+    for policy, row in judged.items():
+        name = f"{policy_name(policy, results)}: {row['accuracy']:.3f}"
+        dot = numbers(DEMONSTRATIONS, row, name) | {"kind": kinds.get(policy, "learned")}
+        dots.append(dot | {"value": row["accuracy"]})
+    frame = pl.DataFrame(dots, infer_schema_length=None).sort("value", descending=True)
+    frame = frame.select("name", "low", "value", "high", "kind")
+    hues = {hue: kind for hue, kind in HUES_OF_KINDS.items() if kind in set(frame["kind"])}
     chart = charts.dots(frame, "accuracy (0 to 1)", charts.colour_of(hues, "kind"))
     chosen = ", the best on validation" if results.get("best_policy") else ""
     caption = (
@@ -343,9 +347,8 @@ def _learned_rewards(results: Results) -> Figures:
     spent = []
     for row in results.get("true_calls", []):
         if row["policy"] in judged:
-            calls = sum(row["calls"]) / len(row["calls"])
             line = numbers(DEMONSTRATIONS, judged[row["policy"]], "GRPO")
-            spent.append(line | {"calls": calls})
+            spent.append(line | {"calls": sum(row["calls"]) / len(row["calls"])})
     if spent:
         axis = alt.Axis(values=sorted(row["calls"] for row in spent), format=",.0f")
         scale = alt.Scale(type="symlog", constant=100)
@@ -373,18 +376,18 @@ def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
 
     Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.
     """
-    points: dict[str, list[dict[str, Any]]] = {}
+    rows = []
     for row in bins:
         name = policy_name(row["drawn_by"], results)
         if row["drawn_by"] == row["policy"]:
             name = "itself"
-        point = {"predicted": row["expected"], "observed": row["right"], "drawn_by": name}
-        points.setdefault(row["policy"], []).append(point)
+        rows.append([row["policy"], row["expected"], row["right"], name])
+    columns = ["policy", "predicted", "observed", "drawn_by"]
+    frame = pl.DataFrame(rows, schema=columns, orient="row")
     colour = alt.Color("drawn_by:N", title="drawn by")
+    titles = ("predicted probability", "share of right answers")
     drawn = []
-    for policy, rows in points.items():
-        chart = charts.predictions(
-            pl.DataFrame(rows), "predicted probability", "share of right answers", 0.0, colour
-        )
-        drawn.append(chart.properties(title=policy_name(policy, results), height=240))
+    for (policy,), points in frame.group_by("policy", maintain_order=True):
+        chart = charts.predictions(points.drop("policy"), *titles, 0.0, colour)
+        drawn.append(chart.properties(title=policy_name(str(policy), results), height=240))
     return drawn

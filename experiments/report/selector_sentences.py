@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from knobwise.experiments.report.words import (
     COMPARED,
-    Results,
-    Row,
     baselines,
     difference_words,
     differences_at,
@@ -23,6 +21,8 @@ from knobwise.experiments.report.words import (
 )
 from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
+    Results,
+    Row,
     shown_at,
 )
 
@@ -42,12 +42,12 @@ def of_selectors(results: Results) -> list[str]:
     shots = shown_at(results)
     policy = DEMONSTRATIONS.main_policy(results)
     rows = rows_at(results, shots)
-    lines = [JUDGED_BY[judge] for judge in JUDGED_BY if judge == results.get("judged_by")]
+    lines = list(filter(None, [JUDGED_BY.get(results.get("judged_by", ""))]))
     # the best simple baseline
     simple = [with_score(rows[name], "accuracy") for name in baselines(results)[:1]]
     if policy not in rows:
-        best = [f" The best simple baseline is {name}." for name in simple]
-        return [*lines, "".join(["No learned policy was judged.", *best])]
+        best = "".join(f" The best simple baseline is {name}." for name in simple)
+        return [*lines, f"No learned policy was judged.{best}"]
     row = rows[policy]
     name = policy_name(policy, results)
     lines.append(
@@ -105,11 +105,11 @@ def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
     shuffled = {"recorded groups": "shuffled_recorded", "live draws": "shuffled_live"}
     for groups, control in shuffled.items():
         # GRPO starts from RCE, which may have gained before any shuffling
-        over = {other: at[control, other] for other in ("sft", "rce") if (control, other) in at}
-        if "sft" in over:
-            gaps = [f"{difference_words(gap)} against {name.upper()}" for name, gap in over.items()]
+        over = [at[control, other] for other in ("sft", "rce") if (control, other) in at]
+        if (control, "sft") in at:
+            gaps = [f"{difference_words(gap)} against {gap['against'].upper()}" for gap in over]
             outcome = "no gain, as expected"
-            if all(sign_of(gap["ci95"]) > 0 for gap in over.values()):
+            if all(sign_of(gap["ci95"]) > 0 for gap in over):
                 outcome = "an unexpected gain: something other than the reward is at work"
             lines.append(f"Control: shuffled rewards on {groups}: {', '.join(gaps)}, {outcome}.")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from knobwise.experiments.report.selector_sentences import of_selectors
@@ -11,8 +12,6 @@ from knobwise.experiments.report.words import (
     ORACLE,
     STATIC,
     TEACHER,
-    Results,
-    Row,
     baselines,
     difference_words,
     guarantees,
@@ -34,6 +33,8 @@ from knobwise.experiments.report.words import (
 from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
     MEAN_BUDGET,
+    Results,
+    Row,
     problem_of,
 )
 
@@ -45,9 +46,10 @@ def verdict(results: Results) -> list[str]:
         return of_selectors(results)
     # a run may judge baselines alone
     if LEARNED not in rows_at(results, None):
-        best = [row for row in ranked(results) if row["policy"] != ORACLE][:1]
-        others = [f" The best is {with_score(row, problem.ranked_by)}." for row in best]
-        return ["".join(["No learned policy was judged.", *others])]
+        line = "No learned policy was judged."
+        for row in [row for row in ranked(results) if row["policy"] != ORACLE][:1]:
+            line += f" The best is {with_score(row, problem.ranked_by)}."
+        return [line]
     say = _under_mean_budgets if problem.equal_latency else _under_deadlines
     return [*say(results), *on_training(results), *_on_guard(results)]
 
@@ -155,8 +157,7 @@ def promise(seeds: Sequence[Row]) -> str:
     """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
     reasons = []
     for finding, why in PROMISES.items():
-        count = sum(row[finding] for row in seeds)
-        if count:
+        if count := sum(row[finding] for row in seeds):
             reasons.append(why + in_seeds(count, len(seeds)))
     return "; ".join(reasons) or "kept"
 
@@ -164,20 +165,20 @@ def promise(seeds: Sequence[Row]) -> str:
 def _on_guard(results: Results) -> list[str]:
     """Say where the guard fell back, and where it does not guarantee a share on time."""
     if problem_of(results).equal_latency:
-        deployed = []
-        for rows in results.get("guard") or ():
-            deployed += [row["deployed"] for row in rows]
-        fell_back = deployed.count(False)
-        cases = f"In {fell_back} of {len(deployed)} cases (seeds × budgets)"
-        return [f"{cases} the guard fell back to the static mix."] * bool(fell_back)
+        cases = list(itertools.chain(*results.get("guard") or ()))
+        fell_back = sum(not row["deployed"] for row in cases)
+        line = (
+            f"In {fell_back} of {len(cases)} cases (seeds × budgets) the guard fell back to the "
+            "static mix."
+        )
+        return [line] * bool(fell_back)
     # budgets, with the number of seeds where it is not all
     fell_back_at = []
     not_kept = []
     level = 0
     for seeds in guarantees(results):
         budget = quantity(seeds[0]["budget_ms"], unit_of(results))
-        fallen = sum(not row["deployed"] for row in seeds)
-        if fallen:
+        if fallen := sum(not row["deployed"] for row in seeds):
             fell_back_at.append(budget + in_seeds(fallen, len(seeds)))
         level = seeds[0].get("level", 0)
         if level and promise(seeds) != "kept":

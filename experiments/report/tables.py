@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from knobwise.experiments.report import words
 from knobwise.experiments.report.sentences import promise
 from knobwise.experiments.report.words import (
-    Results,
-    Row,
     cell,
     difference_cell,
     in_seeds,
@@ -20,16 +23,14 @@ from knobwise.experiments.report.words import (
 )
 from knobwise.experiments.results.problem import (
     DECISION,
-    DEMONSTRATIONS,
     FEASIBLE,
     FREE,
     GAP,
+    Results,
+    Row,
     problem_of,
     shown_at,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Table(NamedTuple):
@@ -69,9 +70,8 @@ NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}
 def policies(results: Results) -> Table:
     """Return a row for every policy, the best first: its metrics, or its accuracy at every number
     of shots."""
-    problem = problem_of(results)
-    if not problem.averaged:
-        return at_shots(results)
+    if not problem_of(results).averaged:
+        return by_place(results)
     rows = words.ranked(results)
     lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
     return table_of(lines, _trained(results))
@@ -107,29 +107,38 @@ def _metrics(results: Results, row: Row) -> dict[str, str]:
 
 
 def _trained(results: Results) -> list[str]:
-    """Return the names of the policies that the run trained."""
-    return [policy_name(name) for name in problem_of(results).trained]
+    """Return the names of the policies that the run trained; of selectors the one that stands for
+    the run."""
+    problem = problem_of(results)
+    if problem.averaged:
+        return list(map(policy_name, problem.trained))
+    return [policy_name(problem.main_policy(results) or "", results)]
 
 
-def by_budget(results: Results) -> Table:
-    """Return a row for every policy with a cell for each budget: the score with its interval, and
-    in small print what was spent for it."""
+def by_place(results: Results, rows: str = "rows") -> Table:
+    """Return a row for every policy, the best first, with a cell for each budget or number of
+    shots: the score with its interval, and in small print what was spent for it.
+
+    Args:
+        results: the content of `results.json`.
+        rows: the key of the rows in the results: "rows", of selectors also "controls" or "votes".
+    """
     problem = problem_of(results)
     unit = words.unit_of(results)
-    budgets = problem.judged_at(results)
     # all metrics but those that need another policy or no budget
     score, *others = [m for m in problem.metrics if m not in (FREE, GAP, FEASIBLE, DECISION)]
-    policies = [row["policy"] for row in words.ranked(results)]
-    # the share of infeasible requests is the same for all policies
-    infeasible = ["infeasible\nlate under every configuration"]
-    for budget in budgets:
-        row = problem.row(results, policies[0], budget)
-        infeasible.append(number(row.get("infeasible"), ".1%"))
-    rows = []
-    for policy in policies:
-        line = [policy_name(policy)]
-        for budget in budgets:
-            row = problem.row(results, policy, budget)
+    main = words.rows_at(results, problem.main_place(results), rows)
+    places = _places(results)
+    rows_at = {place: words.rows_at(results, place, rows) for place in places}
+    header = ["policy", *places.values()]
+    timed = rows == "rows" and not problem.averaged
+    if timed:
+        header.append(DECISION.name)
+    lines = []
+    for policy in words.ranked_policies(results, rows):
+        line = [policy_name(policy, results)]
+        for at_place in rows_at.values():
+            row = at_place.get(policy, {})
             # the score in large, all else in small print
             text = cell(row, score)
             for metric in others:
@@ -137,40 +146,25 @@ def by_budget(results: Results) -> Table:
             if words.known(row.get("price")):
                 text += f"\nλ = {row['price']:.3g} per {unit}"
             line.append(text)
-        rows.append(line)
-    if not problem.equal_latency:
-        rows.append(infeasible)
-    names = [quantity(budget, unit) for budget in budgets]
-    strong = [i for i, policy in enumerate(policies) if policy in problem.trained]
-    return Table(["policy", *names], rows, strong)
-
-
-def at_shots(results: Results, rows: str = "rows") -> Table:
-    """Return the accuracy of every policy at every number of shots, the best at the trained number
-    first.
-
-    Args:
-        results: the content of `results.json`.
-        rows: the key of the rows in the results: "rows", "controls" or "votes".
-    """
-    accuracy, decision = DEMONSTRATIONS.metrics
-    main = words.rows_at(results, shown_at(results), rows)
-    names = dict.fromkeys(row["policy"] for row in results.get(rows, []))
-    # those that were not judged at the trained number come last
-    order = sorted(names, key=lambda name: -words.value_of(main.get(name, {}), "accuracy"))
-    lines = []
-    for name in order:
-        line = {"policy": policy_name(name, results)}
-        for shots, heading in _shots(results).items():
-            line[heading] = cell(words.rows_at(results, shots, rows).get(name, {}), accuracy)
-        if rows == "rows":
-            line[decision.name] = cell(main.get(name, {}), decision)
+        if timed:
+            line.append(cell(main.get(policy, {}), DECISION))
         lines.append(line)
-    return table_of(lines, [policy_name(DEMONSTRATIONS.main_policy(results) or "", results)])
+    trained = _trained(results)
+    strong = [i for i, (name, *_) in enumerate(lines) if name in trained]
+    if FEASIBLE in problem.metrics:
+        # the share of infeasible requests is the same for all policies
+        firsts = [next(iter(at_place.values())) for at_place in rows_at.values()]
+        shares = [number(row.get("infeasible"), ".1%") for row in firsts]
+        lines.append(["infeasible\nlate under every configuration", *shares])
+    return Table(header, lines, strong)
 
 
-def _shots(results: Results) -> dict[int, str]:
-    """Return numbers of shots → headings of their columns."""
+def _places(results: Results) -> dict[float, str]:
+    """Return the budgets or numbers of shots → headings of their columns."""
+    if problem_of(results).averaged:
+        unit = words.unit_of(results)
+        budgets = dict.fromkeys(row["budget_ms"] for row in results["rows"])
+        return {budget: quantity(budget, unit) for budget in sorted(budgets.keys() - {None})}
     trained = {results["trained_shots"]: " (trained)"}
     return {shots: shots_words(shots) + trained.get(shots, "") for shots in results["shots"]}
 
@@ -179,7 +173,7 @@ def differences(results: Results, policies: Collection[str], against: Collection
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
     # (policy, against) → number of shots → difference
-    pairs: dict[tuple[str, str], dict[int, Row]] = {}
+    pairs: dict[tuple[str, str], dict[float, Row]] = {}
     for row in results["differences"]:
         if row["policy"] in policies and row["against"] in against:
             pairs.setdefault((row["policy"], row["against"]), {})[row["shots"]] = row
@@ -187,7 +181,7 @@ def differences(results: Results, policies: Collection[str], against: Collection
     lines = []
     for pair, gaps in pairs.items():
         line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
-        for shots, heading in _shots(results).items():
+        for shots, heading in _places(results).items():
             line[heading] = difference_cell(gaps.get(shots, {}))
         sign = words.sign_of(gaps.get(main, {}).get("ci95"))
         lines.append(line | {f"at {shots_words(main)}": words.SIGN_WORDS[sign]})
@@ -213,8 +207,8 @@ def guarantees(results: Results) -> Table:
         who = "static"
         if deployed:
             who = f"the controller{in_seeds(len(deployed), len(seeds))}"
-        gain, error = (words.mean_of(seeds, key) for key in ("gain", "gain_se"))
-        gained = f"{words.points(gain)} ± {words.points(error, '.1f')} points"
+        error = words.points(words.mean_of(seeds, "gain_se"), ".1f")
+        gained = f"{words.points(words.mean_of(seeds, 'gain'))} ± {error} points"
         line = {"budget": budget, "who decides": who, "gain over static": gained}
         if "level" in seeds[0]:
             line["margin"] = number(words.mean_of(deployed, "margin"), ".0%")
@@ -255,63 +249,53 @@ def chosen(results: Results) -> Table:
 # -- on the terminal -------------------------------------------------------------------------------
 
 
-def print_table(
-    console: Console,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    few: Collection[int],
-    strong: Collection[int] = (),
-) -> None:
-    """Print a table, with the rows `strong` in bold. A terminal gets the columns `few`, the most
-    important first, and as many others as fit, without small print if need be; a line says what is
-    left out."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+def print_table(console: Console, table: Table, few: Collection[int] = ()) -> None:
+    """Print a table. A terminal gets the columns `few`, the most important first, or all, and as
+    many others as fit, without small print if need be; a line says what is left out."""
+    titles = table.header
+    every = range(len(titles))
+    few = few or every
     # small print goes behind the number
     cells = []
-    for row in rows:
+    for row in table.rows:
         cells.append([text.replace("\n", " ") for text in row])
-    columns = set(range(len(header)))
+    header = titles
+    columns = set(every)
     left_out = []
-    if console.is_terminal and _width([header, *cells], columns) > console.width:
-        if _width([header, *cells], few) > console.width:
+    if console.is_terminal and _width([titles, *cells], every) > console.width:
+        if _width([titles, *cells], few) > console.width:
             cells = []
-            for row in rows:
+            for row in table.rows:
                 cells.append([text.split("\n")[0] for text in row])
             left_out = ["intervals"]
-        titles = header
         columns = set()
         # headings of several lines if more columns fit then
         for lines in (titles, [title.replace(" ", "\n") for title in titles]):
             fitting = set[int]()
-            for column in (*few, *range(len(titles))):
+            for column in (*few, *every):
                 if _width([lines, *cells], fitting | {column}) <= console.width:
                     fitting.add(column)
             if len(fitting) > len(columns):
                 header = lines
                 columns = fitting
-        left_out = [title for i, title in enumerate(titles) if i not in columns] + left_out
-    table = Table(box=None, header_style="bold", pad_edge=False)
+        left_out = [titles[i] for i in every if i not in columns] + left_out
+    printed = RichTable(box=None, header_style="bold", pad_edge=False)
     wide = Console(file=console.file, width=400)
     if console.is_terminal:
-        table.box = box.SIMPLE_HEAD
+        printed.box = box.SIMPLE_HEAD
         wide = console
     for column in sorted(columns):
-        table.add_column(header[column], justify="right" if column else "left", no_wrap=True)
+        printed.add_column(header[column], justify="right" if column else "left", no_wrap=True)
     for i, line in enumerate(cells):
         visible = [line[column] for column in sorted(columns)]
-        table.add_row(*visible, style="bold" if i in strong else None)
-    wide.print(table, markup=False, highlight=False)
+        printed.add_row(*visible, style="bold" if i in table.strong else None)
+    wide.print(printed, markup=False, highlight=False)
     if left_out:
         print_lines(console, [f"left out at {console.width} columns: {', '.join(left_out)}"])
 
 
 def _width(rows: Iterable[Sequence[str]], columns: Collection[int]) -> int:
     """Return how many characters of a line the columns take, with three between any two."""
-    from rich.cells import cell_len
-
     widest = dict.fromkeys(columns, 0)
     for row in rows:
         for column in columns:
@@ -334,7 +318,7 @@ def print_sections(console: Console, sections: Mapping[str, Sequence[Any]]) -> N
             console.print(f"\n{heading}", style="bold", markup=False, highlight=False)
         for block in blocks:
             if isinstance(block, Table):
-                print_table(console, block.header, block.rows, range(len(block.header)))
+                print_table(console, block)
             elif isinstance(block, Folded):
                 print_sections(console, {block.title: block.blocks})
             elif isinstance(block, str):

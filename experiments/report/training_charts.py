@@ -14,8 +14,7 @@ from knobwise.experiments.report import charts, words
 from knobwise.experiments.report.page import Figure
 from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.report.tables import Folded
-from knobwise.experiments.report.words import Results
-from knobwise.experiments.results.problem import CONTROLS, problem_of
+from knobwise.experiments.results.problem import CONTROLS, Results, problem_of
 
 TITLES = {
     "Utility": "utility (0 to 1)",
@@ -41,7 +40,7 @@ def training(results: Results, path: Path) -> list[Any]:
         results: the content of `results.json`.
         path: of `metrics.csv`.
     """
-    logged = logged_numbers(path)
+    logged = logged_numbers(path, words.unit_of(results))
     if logged is None:
         return []
     begins = words.grpo_begins(results)
@@ -89,7 +88,7 @@ def _parts_of_grpo(
     return charts.curves(frame, hues, begins, colour="part", line="seed")
 
 
-def logged_numbers(path: Path, unit: str = "ms") -> pl.DataFrame | None:
+def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
     """Read what a run logged while it trained.
 
     Args:

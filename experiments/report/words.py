@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
+
+import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_text
 from knobwise.common.json_text import decoded
 from knobwise.experiments.results.decisions import FILE
-from knobwise.experiments.results.problem import DEMONSTRATIONS, Metric, problem_of
-
-Results = Mapping[str, Any]
-"""The content of a `results.json`."""
-Row = Mapping[str, Any]
-"""One of its rows, or another part of it."""
+from knobwise.experiments.results.problem import (
+    DEMONSTRATIONS,
+    Metric,
+    Results,
+    Row,
+    problem_of,
+)
 
 LEARNED = "controller"
 TEACHER = "teacher"
@@ -113,8 +116,9 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
     """
     if not ci95 or not all(map(known, ci95)):
         return ""
-    low, high = (number(end, how) if how else points(end, ".1f") for end in ci95)
-    return f" (95% interval {low} to {high})"
+    if not how:
+        ci95 = [100 * end for end in ci95]
+    return f" (95% interval {number(ci95[0], how or '.1f')} to {number(ci95[1], how or '.1f')})"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -229,9 +233,18 @@ def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[s
 
 def ranked(results: Results) -> list[Row]:
     """Return the rows at the place that the results are about, best first."""
+    rows = rows_at(results, problem_of(results).main_place(results))
+    return [rows[policy] for policy in ranked_policies(results) if policy in rows]
+
+
+def ranked_policies(results: Results, rows: str = "rows") -> list[str]:
+    """Return all policies, the best at the place that the results are about first, and those that
+    were not judged there last."""
     problem = problem_of(results)
-    rows = rows_at(results, problem.main_place(results)).values()
-    return sorted(rows, key=lambda row: value_of(row, problem.ranked_by), reverse=True)
+    scores = dict.fromkeys((row["policy"] for row in results.get(rows, [])), -math.inf)
+    for policy, row in rows_at(results, problem.main_place(results), rows).items():
+        scores[policy] = value_of(row, problem.ranked_by)
+    return sorted(scores, key=lambda policy: -scores[policy])
 
 
 def value_of(row: Row, metric: str = "utility") -> float:
@@ -257,9 +270,7 @@ def in_seeds(count: int, seeds: int) -> str:
 def mean_of(rows: Sequence[Row], name: str) -> float:
     """Return the mean of the known values; NaN where none is known."""
     values = [row[name] for row in rows if known(row.get(name))]
-    if values:
-        return sum(values) / len(values)
-    return math.nan
+    return float(np.mean(values or [math.nan]))
 
 
 def calibration_error(bins: Sequence[Row]) -> float:
@@ -267,9 +278,10 @@ def calibration_error(bins: Sequence[Row]) -> float:
     all decisions of the absolute difference between predicted probability and observed share in
     their bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using
     Bayesian Binning", AAAI). NaN without bins."""
-    total = sum(row["decisions"] for row in bins)
-    error = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
-    return error / total if total else math.nan
+    if not bins:
+        return math.nan
+    errors = [abs(row["expected_in_time"] - row["in_time"]) for row in bins]
+    return float(np.average(errors, weights=[row["decisions"] for row in bins]))
 
 
 def grpo_begins(results: Results) -> list[int]:
@@ -285,8 +297,7 @@ def kept_before_grpo(results: Results) -> int:
     """Count the seeds whose best checkpoint is from before GRPO."""
     # without GRPO nothing is kept from before it
     begin = max(grpo_begins(results), default=-1)
-    kept = [seed.get("iteration", math.inf) for seed in results.get("chosen") or ()]
-    return sum(iteration <= begin for iteration in kept)
+    return sum(seed.get("iteration", math.inf) <= begin for seed in results.get("chosen") or ())
 
 
 def differences_at(results: Results, shots: int) -> dict[tuple[str, str], Row]:

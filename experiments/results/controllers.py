@@ -71,25 +71,18 @@ def judge_deadlines(
     further = []
     for i, outcome in enumerate(judged["controller"]):
         left_ms = budgets_ms - spent[i]
-        columns: dict[str, Any] = {
-            "decision_us": costs[i].decision_us,
-            "score_free": if_free[i].utility,
-        }
+        columns: dict[str, Any] = {"decision_us": costs[i].decision_us}
+        columns["score_free"] = if_free[i].utility
         chances = expected_in_time(controllers[i], table, test, outcome.chosen, left_ms)
         further.append(columns | {"expected_in_time": chances})
     decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
     results = summary_of(DEADLINE, decisions, table, test, seeds)
 
     if untrained:
-        results["grpo_gain"] = _gain(untrained, judged["controller"])
+        pairs = zip(untrained, judged["controller"], strict=True)
+        gains = torch.stack([last.utility - first.utility for first, last in pairs])
+        results["grpo_gain"] = with_interval("test", gains.mean(2).double().numpy())
     return results, decisions
-
-
-def _gain(before: Sequence[Outcomes], after: Sequence[Outcomes]) -> Results:
-    """Return the gain in utility by GRPO over seeds and test samples, with its interval."""
-    pairs = zip(before, after, strict=True)
-    gains = torch.stack([trained.utility - started.utility for started, trained in pairs])
-    return with_interval("test", gains.mean(2).double().numpy())
 
 
 def over_splits(
@@ -109,12 +102,10 @@ def over_splits(
         seeds: of the controllers.
         decisions: from `judge_deadlines`, of each split.
     """
-    numbered = []
-    for split, frame in enumerate(decisions):
-        numbered.append(frame.with_columns(split=pl.lit(split, pl.Int64)))
-    together = pl.concat(numbered)
-    test = torch.cat(list(tests))
-    return summary_of(DEADLINE, together, table, test, seeds), together
+    together = pl.concat(
+        frame.with_columns(split=pl.lit(split, pl.Int64)) for split, frame in enumerate(decisions)
+    )
+    return summary_of(DEADLINE, together, table, torch.cat(list(tests)), seeds), together
 
 
 def judge_mean_budgets(
@@ -156,11 +147,14 @@ def judge_mean_budgets(
 
     results = summary_of(MEAN_BUDGET, decisions, table, test, seeds, reference)
     # a price belongs to a budget, so a mean over the budgets has none
-    prices = {baseline.name: baseline.prices.tolist() for baseline in baselines}
-    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0).tolist()
+    prices = {baseline.name: baseline.prices for baseline in baselines}
+    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0)
+    price_at = {}
+    for name, of_budgets in prices.items():
+        for budget, price in zip(results["budgets_ms"], of_budgets.tolist(), strict=True):
+            price_at[name, budget] = price
     for row in (*results["rows"], *results.get("by_dataset", [])):
-        at_budgets = zip(results["budgets_ms"], prices.get(row["policy"], []), strict=False)
-        price = dict(at_budgets).get(row["budget_ms"])
+        price = price_at.get((row["policy"], row["budget_ms"]))
         row |= {"price": price, "worth_ms": 1 / price if price else None}
         row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
     return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
@@ -189,9 +183,9 @@ def expected_in_time(
     x = controller.controller.normaliser.of_rows(table, rows)
     moments = controller.teacher.moments(x)
     columns = []
-    for place, limit in enumerate(left_ms):
-        meets = moments.meets(limit.float().expand(len(rows)))
-        columns.append(meets.gather(1, chosen[:, [place]]))
+    for limit, choice in zip(left_ms.float(), chosen.T, strict=True):
+        meets = moments.meets(limit.expand(len(rows)))
+        columns.append(meets.gather(1, choice[:, None]))
     return torch.cat(columns, 1)
 
 
@@ -206,17 +200,17 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         utility where GRPO starts, at its best and at its end. `satisfaction_level`: the level that
         the guard keeps, if any.
     """
-    chosen = []
+    choices: Results = {"guard": [], "chosen": []}
     for checkpoint in loaded:
         teacher = checkpoint.controller.teacher
         choice = teacher.chosen() if teacher is not None else {"weights": {}, "settings": {}}
         extra = checkpoint.extra
-        chosen.append(choice | {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})})
-    guards = [checkpoint.controller.settled.guard for checkpoint in loaded]
-    guards = [rows for rows in guards if rows]
-    choices: Results = {"guard": guards, "chosen": chosen}
-    if guards and "level" in guards[0][0]:
-        choices["satisfaction_level"] = guards[0][0]["level"]
+        choice |= {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})}
+        choices["chosen"].append(choice)
+        if guard := checkpoint.controller.settled.guard:
+            choices["guard"].append(guard)
+            if "level" in guard[0]:
+                choices["satisfaction_level"] = guard[0]["level"]
     return choices
 
 

@@ -83,8 +83,7 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     try:
         return _complete(read_parquet(path).select(*SCHEMA))
     except (PolarsError, OSError, ValueError) as error:
-        problem = f"cannot be read ({error}); run the experiment again"
-        raise InputError(f"{path}: {problem}") from error
+        raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
 
 
 def decision_rows(
@@ -107,9 +106,9 @@ def decision_rows(
     # values count samples first, then places
     known: dict[str, Any] = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
     for name, value in columns.items():
-        known[name] = value
         if value is not None and not isinstance(value, pl.Series):
-            known[name] = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())
+            value = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())
+        known[name] = value
     return _complete(rows.with_columns(**known))
 
 

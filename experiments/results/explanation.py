@@ -39,8 +39,6 @@ TOP = 10
 TREE = {"max_depth": 3, "max_leaf_nodes": 8, "min_samples_leaf": 0.01, "random_state": SEED}
 """The arguments of scikit-learn's decision tree."""
 Rows = list[dict[str, Any]]
-Part = tuple[str, int | None]
-"""A feature block by its name, and one of its columns; None for all."""
 
 
 class Explained:
@@ -142,16 +140,17 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[flo
     Samples are drawn again, but keep the ranks that they have among all. Both results are None if x
     or y is constant.
     """
-    from scipy.stats import rankdata, spearmanr
+    from scipy.stats import rankdata
 
-    if min(len(np.unique(x)), len(np.unique(y))) < 2:
+    if min(np.ptp(x), np.ptp(y)) == 0:
         return None, None
-    a, b = (rankdata(side) / len(np.asarray(side)) for side in (x, y))
+    # shares of n, so that small numbers are rounded little
+    a, b = rankdata([x, y], axis=1) / np.size(x)
     # Pearson's correlation of the ranks, in every draw
     mean_a, mean_b, product, square_a, square_b = resampled_means([a, b, a * b, a * a, b * b]).T
     spread = np.sqrt((square_a - mean_a**2).clip(0) * (square_b - mean_b**2).clip(0))
     drawn = (product - mean_a * mean_b) / np.where(spread > 1e-12, spread, np.nan)
-    return float(spearmanr(x, y).statistic), ends_of(drawn[:, None])[0]
+    return float(np.corrcoef(a, b)[0, 1]), ends_of(drawn[:, None])[0]
 
 
 def by_difficulty(explained: Explained) -> dict[str, Any]:
@@ -185,21 +184,19 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     setting = cost_ms[explained.chosen[known]].numpy()
 
     at: Rows = []
+    drawn: dict[str, Any] = {"groups": [], "points": [], "budget_ms": None}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
         row: dict[str, Any] = {"budget_ms": budget}
         row["correlation"], row["ci95"] = rank_correlation(x, policy[:, b])
         row["static"], _ = rank_correlation(x, static[:, b])
         row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
         at.append(row)
-    result: dict[str, Any] = {"unanswered": int((~known).sum()), "at": at}
-    result |= {"groups": [], "points": [], "budget_ms": None}
-    drawn = [b for b, row in enumerate(at) if row["setting"] is not None]
-    if drawn:
-        b = drawn[-1]
-        points = np.stack([x, policy[:, b], static[:, b]])
-        result |= {"groups": _groups(points), "points": points[:2].T.round(4).tolist()}
-        result["budget_ms"] = at[b]["budget_ms"]
-    return result
+        # the last one whose choices differ is drawn
+        if row["setting"] is not None:
+            points = np.stack([x, policy[:, b], static[:, b]])
+            drawn = {"groups": _groups(points), "points": points[:2].T.round(4).tolist()}
+            drawn["budget_ms"] = budget
+    return {"unanswered": int((~known).sum()), "at": at} | drawn
 
 
 def _groups(points: np.ndarray) -> Rows:
@@ -215,8 +212,8 @@ def _groups(points: np.ndarray) -> Rows:
     rows = []
     for number in np.unique(group_of):
         group = points[:, group_of == number]
-        means = zip(names, group.mean(1).tolist(), strict=True)
-        rows.append(dict(means) | {"ci95": mean_interval(group[1])})
+        row: dict[str, Any] = dict(zip(names, group.mean(1).tolist(), strict=True))
+        rows.append(row | {"ci95": mean_interval(group[1])})
     return rows
 
 
@@ -238,12 +235,11 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
     order = explained.budgets_ms.argsort()
     if len(order) < 2:
         return None
-    accuracy, latency_ms = averages(explained.table, explained.rows)
+    means = torch.stack(averages(explained.table, explained.rows))
     shares = {}
     for prefix, chosen in (("", explained.chosen), ("static_", explained.static)):
         # between each budget and the next larger one, [n, B − 1]
-        slower_by = latency_ms[chosen[:, order]].diff()
-        better_by = accuracy[chosen[:, order]].diff()
+        better_by, slower_by = means[:, chosen[:, order]].diff()
         shares[f"{prefix}cheaper"] = float((slower_by < 0).double().mean())
         shares[f"{prefix}worse"] = float(((slower_by > 0) & (better_by < 0)).double().mean())
     return shares
@@ -266,39 +262,36 @@ def importance(explained: Explained) -> Rows:
     """
     generator = torch.Generator().manual_seed(SEED)
     intact = explained.worth(explained.chosen, explained.reads).mean(1)
-    n = len(intact)
 
-    def lost(part: Part, repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Shuffle a part and return the worth that each sample loses, [n].
+    def lost(name: str, column: int | None, repeats: int = REPEATS) -> NDArray[np.float64]:
+        """Shuffle a block, or one of its columns, and return the worth that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
         """
-        name, column = part
         block = explained.features[name]
-        columns = slice(0, None) if column is None else slice(column, column + 1)
+        columns = slice(None) if column is None else column
         losses = torch.zeros_like(intact)
         for _ in range(repeats):
-            order = torch.randperm(n, generator=generator)
+            order = torch.randperm(len(intact), generator=generator)
             shuffled = block.clone()
             shuffled[:, columns] = block[order, columns]
             chosen = explained.decided(explained.features | {name: shuffled})
             losses += intact - explained.worth(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
-    blocks: list[Part] = []
-    single_columns: list[Part] = []
+    blocks: list[tuple[str, int | None]] = []
+    single_columns: list[tuple[str, int | None]] = []
     for name, block in explained.features.items():
         blocks.append((name, None))
         if 1 < block.shape[1] <= NARROW:
             single_columns += [(name, column) for column in range(block.shape[1])]
     if len(single_columns) > TOP:
-        single_columns.sort(key=lambda part: -lost(part, 1).mean())
+        single_columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
     rows: Rows = []
-    for part in blocks + single_columns[:TOP]:
-        name, column = part
-        loss = lost(part)
-        interval = mean_interval(loss)
-        rows.append({"name": name, "column": column, "lost": float(loss.mean()), "ci95": interval})
+    for name, column in blocks + single_columns[:TOP]:
+        loss = lost(name, column)
+        row = {"name": name, "column": column, "lost": float(loss.mean())}
+        rows.append(row | {"ci95": mean_interval(loss)})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
 
@@ -323,8 +316,12 @@ def distilled(explained: Explained) -> dict[str, Any]:
     table = explained.table
     n, count = explained.chosen.shape
     # a row for each decision: the budgets of a sample stand next to each other
-    blocks = [block.repeat_interleave(count, 0) for block in explained.features.values()]
-    x = torch.cat([explained.budgets_ms.float().repeat(n)[:, None], *blocks], 1).numpy()
+    names = ["budget"]
+    columns = [explained.budgets_ms.float().repeat(n)[:, None]]
+    for name, block in explained.features.items():
+        names += [f"{name}[{i}]" for i in range(block.shape[1])]
+        columns.append(block.repeat_interleave(count, 0))
+    x = torch.cat(columns, 1).numpy()
     y = table.configurations[explained.chosen.flatten()].numpy()
     tree = DecisionTreeClassifier(**TREE)
     # [2, decisions, knobs]: with all features, and with the budget alone, which is the first column
@@ -333,15 +330,12 @@ def distilled(explained: Explained) -> dict[str, Any]:
     for fit, hold in folds_of(table, explained.rows, SEED, 3):
         seen = cells[fit].flatten()
         unseen = cells[hold].flatten()
-        for side, width in enumerate((x.shape[1], 1)):
+        for side, width in enumerate((len(names), 1)):
             predicted = tree.fit(x[seen, :width], y[seen]).predict(x[unseen, :width])
             alike[side, unseen] = predicted.reshape(len(unseen), -1) == y[unseen]
 
-    names = ["budget"]
-    for name, block in explained.features.items():
-        names += [f"{name}[{i}]" for i in range(block.shape[1])]
     # the share of agreeing knobs of each sample, over its budgets, [2, n]
-    shares = alike.mean(2).reshape(2, n, count).mean(2)
+    shares = alike.reshape(2, n, -1).mean(2)
     fidelity, by_budget_alone = shares.mean(1).tolist()
     return {
         "fidelity": fidelity,
@@ -374,13 +368,17 @@ def _rules(
     shares = inner.value[node]  # [knobs, values]
     classes = tree.classes_
     if len(shares) == 1:  # for a single knob scikit-learn gives its classes alone
-        classes = [tree.classes_]
+        classes = [classes]
     then = {}
     for knob, known, share in zip(table.knobs, classes, shares, strict=True):
         then[knob.name] = knob.values[int(known[share.argmax()])]
-    share = float(inner.n_node_samples[node] / inner.n_node_samples[0])
-    rule = {"when": [[*key, value] for key, value in when.items()], "then": then, "share": share}
-    return [rule | {"alike": float(shares.max(1).mean())}]
+    rule = {
+        "when": [[*key, value] for key, value in when.items()],
+        "then": then,
+        "share": float(inner.n_node_samples[node] / inner.n_node_samples[0]),
+        "alike": float(shares.max(1).mean()),
+    }
+    return [rule]
 
 
 # -- single decisions ------------------------------------------------------------------------------
@@ -395,22 +393,19 @@ def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[s
     policy = explained.worth(explained.chosen, explained.reads)
     static = explained.worth(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()
-    lists = {}
-    for name, sign in (("best", 1), ("worst", -1)):
-        signed = sign * gains
+    lists: dict[str, Rows] = {}
+    for name, signed in (("best", gains), ("worst", -gains)):
+        lists[name] = []
         most = signed.max(1)
-        rows = []
         for i in np.lexsort((-signed.mean(1), -most))[:TOP].tolist():
             if most[i] > 1e-9:
                 b = int(signed[i].argmax())
-                rows.append(_decision(explained, questions, i, b, float(gains[i, b])))
-        lists[name] = rows
+                decision = _decision(explained, questions, i, b)
+                lists[name].append(decision | {"gain": float(gains[i, b])})
     return lists
 
 
-def _decision(
-    explained: Explained, questions: Mapping[str, str], i: int, b: int, gain: float
-) -> dict[str, Any]:
+def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int) -> dict[str, Any]:
     """Return the decision for sample i and budget b: what policy and static choose and get."""
     table = explained.table
     row = int(explained.rows[i])
@@ -423,7 +418,6 @@ def _decision(
         "dataset": table.dataset_names[row],
         "question": question,
         "budget_ms": float(explained.budgets_ms[b]),
-        "gain": gain,
     }
     for name, chosen in (("policy", explained.chosen), ("static", explained.static)):
         c = int(chosen[i, b])

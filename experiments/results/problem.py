@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Row = Mapping[str, Any]
+"""A row of a `results.json`, or another part of it."""
+Results = Row
+"""The content of a `results.json`."""
 GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
 """The forms of post-training of a selector; a run is represented by the first one that it has."""
 LEARNED = (*GRPO, "rce", "sft")
@@ -111,31 +115,29 @@ class Problem:
     by_dataset: tuple[str, ...] = ()
     """Policies in `by_dataset`; the best of all other policies comes before the last of them."""
 
-    def rows(self, results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def rows(self, results: Results) -> list[Row]:
         """Return the rows of all policies, controls included."""
         return [*results["rows"], *results.get("controls", [])]
 
-    def row(
-        self, results: Mapping[str, Any], policy: str, place: float | None
-    ) -> Mapping[str, Any]:
+    def row(self, results: Results, policy: str, place: float | None) -> Row:
         """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
         for row in self.rows(results):
-            if (row["policy"], row.get(self.place)) == (policy, place):
+            if (row["policy"], place_of(row.get(self.place))) == (policy, place):
                 return row
         return {}
 
-    def judged_at(self, results: Mapping[str, Any]) -> list[float]:
-        """Return the places that policies were judged at, sorted."""
-        places = {row.get(self.place) for row in self.rows(results)}
-        return sorted(place for place in places if place is not None)
+    def judged_at(self, results: Results) -> list[float]:
+        """Return the places that policies were judged at, sorted; see `place_of`."""
+        places = {place_of(row.get(self.place)) for row in self.rows(results)}
+        return sorted(places - {None})
 
-    def main_place(self, results: Mapping[str, Any]) -> float | None:
+    def main_place(self, results: Results) -> float | None:
         """Return the place that sentences and summaries are about: the mean over the places (None),
         or the number of shots used in training."""
         return None if self.averaged else shown_at(results)
 
-    def main_policy(self, results: Mapping[str, Any]) -> str | None:
+    def main_policy(self, results: Results) -> str | None:
         """Return the policy that represents the run; None if none was judged."""
         judged = {row["policy"] for row in results["rows"]}
         wanted = (results.get("best_policy"), *self.trained, *results.get("variants", ()))
@@ -191,14 +193,20 @@ DEMONSTRATIONS = Problem(
 )
 
 
-def problem_of(results: Mapping[str, Any]) -> Problem:
+def place_of(place: Any) -> Any:
+    """Round a place to six figures, because files may hold the same budget with more or fewer; None
+    stays None."""
+    return place and float(f"{place:.6g}")
+
+
+def problem_of(results: Results) -> Problem:
     """Return the problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
     return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
 
 
-def shown_at(results: Mapping[str, Any]) -> int:
+def shown_at(results: Results) -> int:
     """Return the number of shots that sentences about a selector are about: the one used in
     training, or the nearest one that was judged."""
     return min(results["shots"], key=lambda shots: abs(shots - results["trained_shots"]))

@@ -41,13 +41,12 @@ def selector_decisions(
         for shots, outcome in by_shots.items():
             if outcome.correct.isnan().all():
                 continue
-            of_seeds: Sequence[int | None] = [None]
-            if policy == "random" or policy not in (*SIMPLE, *UPPER):
-                of_seeds = seeds[: len(outcome.correct)]
-            for i, seed in enumerate(of_seeds):
-                right = outcome.correct[i].unsqueeze(1)
-                columns: dict[str, Any] = {"accuracy": right, "score": right}
-                columns["decision_us"] = outcome.decision_us
+            of_seeds: Sequence[int | None] = seeds
+            if policy in {*SIMPLE, *UPPER} - {"random"}:
+                of_seeds = [None]
+            for i, (seed, right) in enumerate(zip(of_seeds, outcome.correct, strict=False)):
+                columns: dict[str, Any] = {"decision_us": outcome.decision_us}
+                columns["accuracy"] = columns["score"] = right[:, None]
                 if outcome.demonstrations is not None:
                     # rows of the bank, joined by blanks; null where nothing is shown
                     choices = []
@@ -55,7 +54,7 @@ def selector_decisions(
                         choices.append(" ".join(str(row) for row in bank if row >= 0) or None)
                     columns["choice"] = pl.Series(choices, dtype=pl.String)
                 if outcome.vote is not None:
-                    columns["vote"] = outcome.vote[i].unsqueeze(1)
+                    columns["vote"] = outcome.vote[i, :, None]
                 frames.append(decision_rows(policy, seed, samples, [shots], columns))
     return pl.concat(frames)
 
@@ -127,15 +126,17 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
         answers = {policy: array_of(part, policy, column)[..., 0] for policy in policies}
         intervals = mean_intervals(list(answers.values()))
         for (policy, right), interval in zip(answers.items(), intervals, strict=True):
-            times = part.filter(policy=policy)["decision_us"].cast(pl.Float64)
             row = {
                 "policy": policy,
                 "shots": shots,
                 "accuracy": float(right.mean()),
                 "accuracy_ci95": interval,
                 "queries": right.shape[1],
-                "decision_us_p50": times.mean() if column == "accuracy" else None,
+                "decision_us_p50": None,
             }
+            if column == "accuracy":
+                times = part.filter(policy=policy)["decision_us"]
+                row["decision_us_p50"] = times.cast(pl.Float64).mean()
             if len(right) > 1:
                 row["accuracy_per_seed"] = right.mean(1).tolist()
             rows.append(row)
@@ -148,14 +149,16 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
 def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     """Return the differences policy − against, query by query and seed by seed, of all pairs that
     are known."""
-    wanted = list(PAIRS)
     learned = [policy for policy in LEARNED if policy in known]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
-    wanted += itertools.product(learned[:1], SIMPLE)
-    wanted += itertools.product(variants, ("rce", "sft"))
-    wanted += itertools.product(variants[1:], variants[:1])
+    wanted = [
+        *PAIRS,
+        *itertools.product(learned[:1], SIMPLE),
+        *itertools.product(variants, ("rce", "sft")),
+        *itertools.product(variants[1:], variants[:1]),
+    ]
     # each pair once, and only those of which both are known
-    pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
+    pairs = [pair for pair in dict.fromkeys(wanted) if known.keys() >= set(pair)]
     gains = [_paired(known, *pair) for pair in pairs]
     rows = []
     for (policy, against), gain, ci95 in zip(pairs, gains, mean_intervals(gains), strict=True):
@@ -167,9 +170,8 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
 def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.ndarray:
     """Return policy − against, [S, q], for the seeds that both have. A policy that no seed changes
     is compared with every seed of the other."""
-    seeds = [
-        len(known[name]) for name in (policy, against) if len(known[name]) > 1 or name in TRAINED
-    ]
+    pair = (policy, against)
+    seeds = [len(known[name]) for name in pair if len(known[name]) > 1 or name in TRAINED]
     # the seeds that both were trained with come first
-    common = min(seeds, default=1)
-    return known[policy][:common] - known[against][:common]
+    first, second = (known[name][: min(seeds, default=1)] for name in pair)
+    return first - second

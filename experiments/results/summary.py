@@ -25,7 +25,7 @@ from knobwise.experiments.results.statistics import score_intervals
 BINS = 10
 """Number of bins of predicted probabilities."""
 Results = dict[str, Any]
-Rows = list[dict[str, Any]]
+Rows = list[Results]
 
 
 def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
@@ -70,14 +70,12 @@ def summary_of(
     if names.n_unique() > 1:
         results["by_dataset"] = []
         for dataset in sorted(names.unique()):
-            part = decisions.filter(dataset=dataset)
-            samples = test[torch.from_numpy((names == dataset).to_numpy())]
+            samples = test[(names == dataset).to_torch()]
             of_part = reference and Reference(table, reference.fitted, samples)
-            rows = _rows(problem, part, of_part)
-            facts = {"dataset": dataset, "samples": len(samples)}
+            rows = _rows(problem, decisions.filter(dataset=dataset), of_part)
             for row in _most_important(problem, rows):
                 del row["decision_us_p50"]  # no data set has times of its own
-                results["by_dataset"].append(facts | row)
+                results["by_dataset"].append({"dataset": dataset, "samples": len(samples)} | row)
     return results
 
 
@@ -106,10 +104,10 @@ def _most_important(problem: Problem, means: Rows) -> Rows:
     """Return the rows of the policies of `problem.by_dataset`, and before the last of them the best
     of all other rows."""
     rows = {row["policy"]: row for row in means}
-    others = rows.keys() - set(problem.by_dataset)
-    best = sorted(others, key=lambda policy: (-rows[policy][problem.ranked_by], policy))[:1]
-    names = (*problem.by_dataset[:-1], *best, problem.by_dataset[-1])
-    return [rows[policy] for policy in names if policy in rows]
+    *first, last = problem.by_dataset
+    others = sorted(rows.keys() - {*first, last})
+    best = sorted(others, key=lambda policy: -rows[policy][problem.ranked_by])[:1]
+    return [rows[policy] for policy in (*first, *best, last) if policy in rows]
 
 
 def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -142,10 +140,10 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
     of_seeds = precise.group_by("policy", "place", "seed", maintain_order=True).agg(**numbers)
     means = pl.col(*numbers).mean().fill_nan(None)
     at_budgets = of_seeds.group_by("policy", "place", maintain_order=True).agg(means)
-    everywhere = pl.lit(None, pl.Float64).alias("place")
-    over_budgets = at_budgets.group_by("policy", everywhere, maintain_order=True).agg(means)
-    keys = ["policy", "place"]
-    return pl.concat([at_budgets, over_budgets]).rows_by_key(keys, named=True, unique=True)
+    over_budgets = at_budgets.group_by("policy", maintain_order=True).agg(means)
+    # the place of a mean over the budgets is null
+    every = pl.concat([at_budgets, over_budgets], how="diagonal")
+    return every.rows_by_key(["policy", "place"], named=True, unique=True)
 
 
 def _rows(

@@ -11,7 +11,7 @@ import pytest
 from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, write_table
 from rich.console import Console
 
-from knobwise.experiments.report.tables import NARROW, print_table
+from knobwise.experiments.report.tables import NARROW, Table, print_table
 from knobwise.experiments.results.problem import DEADLINE
 
 HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]
@@ -33,7 +33,7 @@ KEPT = ["policy", "utility", "oracle gap closed", "on time", "decision time"]
 def printed(width, terminal=True):
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    print_table(console, HEADER, ROWS, NARROW["deadline"], [0])
+    print_table(console, Table(HEADER, ROWS, [0]), NARROW["deadline"])
     return out.getvalue().splitlines()
 
 

@@ -65,7 +65,6 @@ def test_two_runs_and_what_differs(tmp_path):
     utility = [run.row("controller", None)["utility"] for run in comparison.runs]
     (one,) = comparison.differences
     assert (one.run, one.against, one.sign) == ("size-64", "default", 1)
-    assert one.difference == pytest.approx(utility[1] - utility[0])
     gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
     best, against = verdict(comparison)
     assert f"size-64: utility {utility[1]:.3f}, mean over 2" in best
@@ -79,10 +78,6 @@ def test_two_runs_and_what_differs(tmp_path):
     assert lines[1]["difference, points"] == f"{gap}\n[{low}, {high}]"
     text = printed(print_comparison, comparison)
     assert all(part in text for part in ("loss.group_size", against, f"{utility[1]:.3f}", "Holm"))
-    # the other way round
-    (back,) = comparison_of([str(run.folder) for run in comparison.runs[::-1]]).differences
-    assert (back.run, back.sign) == ("default", -1)
-    assert back.difference == pytest.approx(-one.difference)
 
 
 def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
@@ -108,6 +103,7 @@ def test_the_same_run_twice_differs_in_nothing(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "default-2": {}})
     assert comparison.settings == {}
     assert comparison.differences[0].nothing
+    assert comparison.differences[0].p == 1
     assert len(verdict(comparison)) == 3
 
 

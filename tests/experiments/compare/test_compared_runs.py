@@ -27,7 +27,8 @@ from knobwise.experiments.results.run_folder import UNFINISHED
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
     names = ("default", "size-8", "size-16", "size-64")
-    written = [write_run(tmp_path / "runs" / "lean" / name) for name in sorted(names)]
+    for name in sorted(names):
+        write_run(tmp_path / "runs" / "lean" / name, decisions=False)
     (tmp_path / "runs" / "latest").symlink_to("lean/default")
     wandb = tmp_path / "runs" / "lean" / "default" / "wandb" / "offline-run-1" / "files"
     wandb.mkdir(parents=True)
@@ -41,14 +42,6 @@ def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
     (found[1] / "results.json").unlink()
     (found[2] / UNFINISHED).touch()
     assert find_runs([str(tmp_path)]) == ([found[0], found[3]], list(map(str, found[1:3])))
-    assert len(written) == 4
-
-
-@pytest.mark.parametrize("name", ["missing", "empty"])
-def test_folders_without_runs_are_refused(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=name):
-        find_runs([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(
@@ -112,15 +105,9 @@ def test_decisions_are_the_rows_of_the_file(tmp_path):
     folder = write_run(tmp_path / "a", seeds=(3, 1))
     (run,) = read_runs([folder])
     found = decisions_of(run, "controller")
-    assert found is not None
-    assert run.decisions is not None
     rows = run.decisions.filter(policy="controller").sort("seed", "sample_id", "place")
-    assert len(found) == 2 * 60 * 2
-    for name in ("seed", "place", "score", "accuracy", "latency_ms"):
-        assert found[name].equals(rows[name]), name
-    assert found["sample"].to_list() == rows["sample_id"].to_list()
-    assert found["score"].mean() == pytest.approx(run.row("controller", None)["utility"])
-    assert run.row("controller", 20.0)["budget_ms"] == 20
+    names = ["seed", "sample_id", "place", "score", "accuracy", "latency_ms"]
+    assert found.rename({"sample": "sample_id"}).select(names).equals(rows.select(names))
     assert (run.row("nothing", 20.0), decisions_of(run, "nothing")) == ({}, None)
     file = folder / "decisions.parquet"
     whole = pl.read_parquet(file)

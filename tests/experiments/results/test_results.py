@@ -173,8 +173,9 @@ def test_rows_of_deadlines_by_hand():
     names = ("controller", "budget_aware_static", "oracle")
     assert list(rows) == list(itertools.product(names, (None, 5, 15, 35)))
     first, second, mean = (rows["oracle", budget] for budget in (5, 15, None))
-    assert (first["infeasible"], first["satisfaction_feasible"]) == (1, None)
-    assert (second["infeasible"], second["satisfaction_feasible"], second["utility"]) == (0.5, 0, 0)
+    assert {"infeasible": 1, "satisfaction_feasible": None}.items() <= first.items()
+    numbers = {"infeasible": 0.5, "satisfaction_feasible": 0, "utility": 0}
+    assert numbers.items() <= second.items()
     numbers = {"accuracy": 0.875, "latency_ms_mean": 30, "infeasible": 0.5, "satisfaction": 1 / 6}
     numbers |= {"utility": 1 / 6, "reward": 1 / 6, "satisfaction_feasible": (0 + 1 / 2) / 2}
     numbers["latency_ms_p95"] = 20 + 0.95 * 20
@@ -246,17 +247,16 @@ def test_train_under_mean_budgets(folder):
     assert not [c for c in columns if "Violation" in c or "Utility" in c]
 
     results = results_in()
-    assert (results["sense"], results["seeds"], len(results["budgets_ms"])) == ("mean", [0, 1], 5)
-    assert [row["policy"] for row in results["rows"] if row["budget_ms"] is None] == POLICIES
-    assert len(results["rows"]) == 6 * len(POLICIES)
-    for row in results["rows"]:
-        for key in ("utility", "over_static_mix"):
-            low, high = row[f"{key}_ci95"]
-            assert low - 1e-9 <= row[key] <= high + 1e-9
+    assert (results["sense"], results["seeds"]) == ("mean", [0, 1])
+    rows = at_budgets(results)
+    assert list(rows) == list(itertools.product(POLICIES, (None, *results["budgets_ms"])))
+    for (policy, _), row in rows.items():
+        low, high = row["over_static_mix_ci95"]
+        assert low - 1e-9 <= row["over_static_mix"] <= high + 1e-9
         assert row["utility"] == row["accuracy"] <= row["oracle_accuracy"] + 0.06  # one exchange
-        if row["policy"] == "static_mix":
+        if policy == "static_mix":
             assert row["over_static_mix"] == pytest.approx(0, abs=0.05)  # holes let shares differ
-        if row["policy"] == "oracle":
+        if policy == "oracle":
             assert row["gap_closed"] == pytest.approx(1)
     assert [len(rows) for rows in results["guard"]] == [5, 5]
     assert list(results["chosen"][0]["weights"]) == ["network", "ridge", "knn"]
@@ -369,6 +369,8 @@ def test_a_run_at_fewer_budgets_says_so_once(folder, capsys):
     assert "".join(capsys.readouterr()).count("only 3 of 5") == 1
     results = results_in()
     assert results["budgets_ms"] == [row["budget_ms"] for row in results["guard"][0]] == [1, 2, 4]
+    policies = {"controller", "teacher", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in results["rows"]} == policies
     assert "<h2>Reliability</h2>" in Path("runs/latest/report.html").read_text()
 
 
@@ -406,6 +408,8 @@ def test_nothing_depends_on_the_unit():
 @pytest.mark.parametrize("sense", ["mean_budget", "controller"])
 def test_a_price_in_usd_takes_the_place_of_latency(folder, sense):
     _, table = in_two_units()
+    table.save("t.safetensors")
+    assert ProfileTable.load("t.safetensors").unit == "USD"
     long_frame(table).rename({"latency_ms": "price_usd"}).write_parquet("usd.parquet")
     words = ["profile=table", "profile.path=usd.parquet", "profile.features=f.npz"]
     words += ["profile.latency=price_usd", "profile.unit=USD"]
@@ -420,9 +424,3 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder, sense):
     page = Path("runs/latest/report.html").read_text()
     assert "mean latency (USD)" in page
     assert "0 ms" not in page
-
-
-def test_the_unit_stays_with_a_saved_table(tmp_path):
-    for unit in ("ms", "J"):
-        dataclasses.replace(small_table(10), unit=unit).save(tmp_path / "t.safetensors")
-        assert ProfileTable.load(tmp_path / "t.safetensors").unit == unit
