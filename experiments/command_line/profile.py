@@ -4,7 +4,6 @@ inspect`."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
@@ -158,5 +157,4 @@ def inspect(config: InspectRun) -> None:
         inspection.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {inspection.write_inspection(facts, config.html)}")
-    if config.json is not None:
-        write_text(config.json, json.dumps(facts, indent=1))
+    write_json(config.json, facts)
