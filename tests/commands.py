@@ -139,6 +139,11 @@ def stopped_and_resumed(make, folder, stop):
     return whole, again
 
 
+def ctrl_c_at(stage, iteration):
+    """A block in which Ctrl-C is pressed in this iteration, which is of this stage."""
+    return ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration))
+
+
 def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""
     return patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt)

@@ -73,7 +73,9 @@ def write_run(
                 frame = frame_of(policy, seed, budget, ids, score, choice="crops=2", **spending)
                 frames.append(frame)
         cube = np.stack(cubes)
-        for budget, place in zip((None, *budgets), (slice(None), *range(len(budgets))), strict=True):
+        for budget, place in zip(
+            (None, *budgets), (slice(None), *range(len(budgets))), strict=True
+        ):
             mean = float(cube[..., place].mean())
             row = {"policy": policy, "budget_ms": budget, "satisfaction": 0.9}
             row |= {"latency_ms_mean": float(latency[place].mean()), "decision_us_p50": 12.0}

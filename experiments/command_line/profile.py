@@ -97,8 +97,7 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
         )
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")
-    if config.device is not None:
-        a_device("device", config.device, usable=True)
+    a_device(config.device, usable=True)
 
 
 def _profile_beams(config: ProfileRun) -> None:
@@ -145,14 +144,12 @@ def inspect(config: InspectRun) -> None:
     """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
+    from knobwise.experiments.report import inspection
+
     if config.log is not None:
-        from knobwise.experiments.report.inspection import inspect_log, print_log
-
-        facts = inspect_log(config.log)
-        print_log(facts, Console())
+        facts = inspection.inspect_log(config.log)
+        inspection.print_log(facts, Console())
     else:
-        from knobwise.experiments.report import inspection
-
         facts = inspection.inspect_table(read_profile(config.profile))
         inspection.print_inspection(facts, Console())
         if config.html is not None:

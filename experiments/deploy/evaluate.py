@@ -80,8 +80,7 @@ def _refuse_live_options(config: EvaluateRun) -> None:
 
 def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Serve a simulated stream of requests by the real model."""
-    if config.device is not None:
-        a_device("device", config.device, usable=True)
+    a_device(config.device, usable=True)
     from knobwise.experiments.deploy.live import run_live
     from knobwise.profiling.models import load_model, requests_of
 

@@ -283,7 +283,7 @@ def judge_controllers(
         experts: what the baselines predict with; None fits them.
         fold_seed: seed of the folds of the baselines.
     """
-    fitted = torch.cat([split.train, split.validation])
+    fitted = split.fitted
     test = split.test
     baselines: list[Any] = []
     if controllers[0].sense == "mean":

@@ -51,7 +51,7 @@ class Experiment(ABC):
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
-        a_device("device", config.device, usable=True)
+        a_device(config.device, usable=True)
 
     @abstractmethod
     def train(self, folder: Path) -> None:
