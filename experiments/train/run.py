@@ -170,7 +170,7 @@ def train_seeds(
                 known = trainer.logged
                 run_logged(trainer, config, folder, trainer.table, known=known, tick=count)
             say(_best_of(trainer))
-            complete(trainer, trainer.folder)
+            complete(trainer, seed_folder(folder, trainer.seed))
             count()
 
 
