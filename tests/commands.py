@@ -1,7 +1,7 @@
 """The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their
 own."""
 
-import math
+import json
 import multiprocessing
 import os
 import re
@@ -26,53 +26,55 @@ from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
 from knobwise.experiments.command_line.compose import run_hydra, schema_of
 
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 COMMAND = [sys.executable, "-m", "knobwise"]
-TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
+
+
+def words_of(*parts):
+    """The words of a command: of lines as they are typed, and of lists."""
+    words = []
+    for part in parts:
+        words += part.split() if isinstance(part, str) else part
+    return words
+
+
+def launch(*parts):
+    """Run a command, whose words are those of `words_of`, in this process; it succeeds."""
+    assert main(words_of(*parts)) == 0
+
+
+TABLE = words_of("profile=table profile.path=t.parquet profile.features=f.npz")
 """Trains on what `write_table` writes."""
-SIMULATED = [
-    *("profile=simulated", "profile.datasets=[okvqa]", "profile.grid='27'", "profile.samples=40"),
-    *("profile.image_width=4", "profile.language_width=4"),
-]
+SIMULATED = words_of("""
+    profile=simulated profile.datasets=[okvqa] profile.grid='27' profile.samples=40
+    profile.image_width=4 profile.language_width=4
+""")
 """A small table without a file."""
-OPTIMISER = [
-    *("optimiser.teacher_iterations=4", "optimiser.warmup_iterations=4", "optimiser.iterations=8"),
-    *(
-        "optimiser.contexts=32",
-        "optimiser.evaluate_every=4",
-        "policy.hidden=16",
-        "tracking=disabled",
-    ),
-]
+OPTIMISER = words_of("""
+    optimiser.teacher_iterations=4 optimiser.warmup_iterations=4 optimiser.iterations=8
+    optimiser.contexts=32 optimiser.evaluate_every=4 policy.hidden=16 tracking=disabled
+""")
 """Is quick."""
-BEAMS = [
-    *(
-        "beams.path=b.safetensors",
-        "beams.train=0.6",
-        "beams.validation=0.2",
-        "selector.width=16",
-        "selector.heads=2",
-    ),
-    *(
-        "sft.queries=8",
-        "rce.queries=8",
-        "grpo.queries=8",
-        "rce.epochs=1",
-        "seeds=[0]",
-        "tracking=disabled",
-    ),
-]
+BEAMS = words_of("""
+    beams.path=b.safetensors beams.train=0.6 beams.validation=0.2 selector.width=16
+    selector.heads=2 sft.queries=8 rce.queries=8 grpo.queries=8 rce.epochs=1 seeds=[0]
+    tracking=disabled
+""")
 """Trains a selector quickly on `b.safetensors`."""
 REPLAY = ["train", "experiment=selector_replay", *BEAMS]
 VARIABLES = {
-    **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
     # W&B would list every installed package, for a third of a second a run
     "WANDB__SAVE_REQUIREMENTS": "false",
 }
 in_proc = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="looks processes up in /proc"
 )
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text())
 
 
 def write_table(samples=60, seed=0, holes=0.0, prefix=""):
@@ -94,9 +96,8 @@ def mistake(words, capsys):
     capsys.readouterr()
     assert main(words) == 2
     printed = capsys.readouterr()
-    (line,) = [
-        line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line
-    ]
+    lines = printed.err.removesuffix("\n").split("\n")
+    (line,) = [line for line in lines if "Loading weights" not in line]
     assert line.startswith("knobwise: ")
     assert not printed.out
     return line
@@ -138,12 +139,14 @@ def stopped_and_resumed(make, folder, stop):
     return whole, again
 
 
-@contextmanager
+def ctrl_c_at(stage, iteration):
+    """A block in which Ctrl-C is pressed in this iteration, which is of this stage."""
+    return ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration))
+
+
 def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""
-
-    with patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt):
-        yield
+    return patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt)
 
 
 def same(first, second):
@@ -152,9 +155,10 @@ def same(first, second):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, float) and math.isnan(first):
-        return isinstance(second, float) and math.isnan(second)
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    # NaN is not equal to itself
+    return bool(first == second) or (first != first and second != second)
 
 
 # -- in other processes ----------------------------------------------------------------------------
@@ -163,10 +167,8 @@ def same(first, second):
 def started(words, **variables):
     """A command at work in a new interpreter, which joblib and Ray start their processes from."""
     environment = {**os.environ, **VARIABLES, **variables}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*COMMAND, *words], env=environment, text=True, **pipes)
 
 
 class Command:
@@ -174,16 +176,12 @@ class Command:
     need seconds for."""
 
     def __init__(self, words):
-        self.printed = tuple(
-            Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err")
-        )
+        self.printed = [Path(tempfile.mkstemp(prefix=name)[1]) for name in ("out-", "err-")]
         environment = {**os.environ, **VARIABLES}
         context = multiprocessing.get_context("forkserver")
-        self.process = context.Process(
-            target=_work, args=(words, os.getcwd(), environment, self.printed)
-        )
+        arguments = words, os.getcwd(), environment, self.printed
+        self.process = context.Process(target=_work, args=arguments)
         self.process.start()
-        assert self.process.pid is not None
         self.pid = self.process.pid
 
     @property
@@ -226,12 +224,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
-def stop_when(
-    condition,
-    process,
-    number=signal.SIGKILL,
-    seconds=120,
-):
+def stop_when(condition, process, number=signal.SIGKILL, seconds=120):
     """Send a command this signal as soon as this holds; what it wrote to stderr."""
     wait_for(lambda: condition() or process.poll() is not None, seconds)
     process.send_signal(number)
@@ -257,6 +250,4 @@ def alive(process):
 
 
 def children_of(process):
-    return [
-        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ]
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))

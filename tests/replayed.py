@@ -5,7 +5,6 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from knobwise.agents.stack.teacher import Teacher
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
-Factors = Callable[[Mapping[str, int]], float]
 SMALL = PolicyConfig(
     teacher=True,
     members=2,
@@ -54,23 +52,18 @@ class ReplayedModel:
         return FirstStage(request, blocks if features else {}, None, 0.0, 0.0)
 
     def answer(self, stages, configuration):
-        column = self.columns[tuple(configuration.items())]
-        times = [
-            float(self.table.latency_ms[s.request.image, column]) * self.slower(configuration)
-            for s in stages
-        ]
-        right = [str(float(self.table.accuracy[s.request.image, column])) for s in stages]
-        return [Answer(text, ms, ms, 0.0, 1, 1, 1) for text, ms in zip(right, times, strict=True)]
+        answers = []
+        for stage in stages:
+            cell = stage.request.image, self.columns[tuple(configuration.items())]
+            ms = float(self.table.latency_ms[cell]) * self.slower(configuration)
+            answers.append(Answer(str(float(self.table.accuracy[cell])), ms, ms, 0.0, 1, 1, 1))
+        return answers
 
 
 # -- controllers that were not trained -------------------------------------------------------------
 
 
-def settled_for(
-    table,
-    margins=None,
-    deploy=None,
-):
+def settled_for(table, margins=None, deploy=None):
     """Mean latencies, and if there are margins a guard for the default budgets, which falls back
     nowhere by default."""
     static = static_of(table, torch.arange(table.num_samples))
@@ -79,7 +72,7 @@ def settled_for(
     if margins is None:
         return settled
     settled.static = static.arrays()
-    deploy = [True] * len(margins) if deploy is None else deploy
+    deploy = deploy or [True] * len(margins)
     budgets = default_budgets(table).tolist()
     for budget, margin, deployed in zip(budgets, margins, deploy, strict=True):
         reason = "deployed" if deployed else "fell back"
@@ -88,17 +81,10 @@ def settled_for(
     return settled
 
 
-def untrained(
-    table,
-    config=None,
-    margins=None,
-    deploy=None,
-    by=0.3,
-):
+def untrained(table, config=None, margins=None, deploy=None):
     """A controller that was not trained, whose networks and configurations differ; margins and
     fall-backs as in `settled_for`."""
-    config = config or PolicyConfig(hidden=8, dropout=0.0)
-    controller = driven_apart(table, config, by=by)
+    controller = driven_apart(table, config or PolicyConfig(hidden=8, dropout=0.0))
     return DeployedController(controller, None, settled_for(table, margins, deploy)).eval()
 
 
@@ -123,11 +109,8 @@ def _knows_means(samples):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
     members = SMALL.members_trained
     for _ in range(STEPS):
-        loss = (
-            -(target * controller.network(x.expand(members, -1, -1), limits.expand(members, -1)))
-            .sum(-1)
-            .mean()
-        )
+        logits = controller.network(x.expand(members, -1, -1), limits.expand(members, -1))
+        loss = -(target * logits).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -136,10 +119,7 @@ def _knows_means(samples):
     return DeployedController(controller, teacher, settled_for(table, [1.0] * 5)).eval()
 
 
-def small_stack(
-    samples=200,
-    falls_back=False,
-):
+def small_stack(samples=200, falls_back=False):
     """A controller that knows the means of a small table, and nothing beyond; with a guard that
     falls back at every budget but the largest, or at none."""
     agent = copy.deepcopy(_knows_means(samples))
@@ -164,22 +144,13 @@ def serve_requests(model, table, count, label=True, seed=0):
     generator = np.random.default_rng(seed)
     budgets = (default_budgets(table) + 1).tolist()  # the controller's own time comes on top
     results = []
-    for row, budget in zip(
-        generator.integers(table.num_samples, size=count),
-        generator.choice(budgets, count),
-        strict=True,
-    ):
+    rows = generator.integers(table.num_samples, size=count)
+    for row, budget in zip(rows, generator.choice(budgets, count), strict=True):
         results.append(model.answer(Request(int(row), ""), float(budget)))
         if label and model.log is not None:
             model.log.label(results[-1].request_id, float(results[-1].answer.text))
     return results
 
 
-def logging_model(
-    folder,
-    agent,
-    table,
-    slower=lambda values: 1.0,
-    **options,
-):
+def logging_model(folder, agent, table, slower=lambda values: 1.0, **options):
     return AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)

@@ -51,13 +51,11 @@ class ReceivedRun:
     """One run, as the server has it."""
 
     name: str  # its id, which W&B calls name
-    about: dict[str, Any] = field(
-        default_factory=dict
-    )  # displayName, groupName, jobType, tags, commit …
+    # displayName, groupName, jobType, tags, commit …
+    about: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, dict[int, str]] = field(
-        default_factory=dict
-    )  # file of the stream → number of the line → the line
+    # file of the stream → number of the line → the line
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # path → content
     exit_code: int | None = None
     used: list[str] = field(default_factory=list)  # ids of artifacts
@@ -66,29 +64,24 @@ class ReceivedRun:
     @property
     def history(self):
         """Every row, in order, without W&B's own columns."""
-        rows = [
-            json.loads(line)
-            for _, line in sorted(self.lines.get("wandb-history.jsonl", {}).items())
-        ]
-        return [{k: _number(v) for k, v in row.items() if not k.startswith("_")} for row in rows]
+        lines = self.lines.get("wandb-history.jsonl", {})
+        rows = [json.loads(lines[number], object_hook=_numbers) for number in sorted(lines)]
+        return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
 
     @property
     def summary(self):
-        lines = self.lines.get("wandb-summary.json", {})
-        content = json.loads(lines[max(lines)]) if lines else {}
-        return {
-            k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v
-            for k, v in content.items()
-        }
+        lines = self.lines.get("wandb-summary.json") or {0: "{}"}
+        return json.loads(lines[max(lines)], object_hook=_numbers)
+
+    @summary.setter
+    def summary(self, content):
+        self.lines["wandb-summary.json"] = {0: json.dumps(content)}
 
 
-def _number(value):
+def _numbers(row):
     """What JSON has no numbers for W&B writes as words."""
-    return (
-        float(value)
-        if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN")
-        else value
-    )
+    words = ("Infinity", "-Infinity", "NaN")
+    return {name: float(value) if value in words else value for name, value in row.items()}
 
 
 def offline_runs(run_folder):
@@ -108,50 +101,43 @@ def offline_runs(run_folder):
             if any(record["type"] == "exit" for record in records):
                 break
             time.sleep(0.2)
-        run = ReceivedRun(folder.name.split("-")[-1], records=records)
-        for record in records:
-            content = record.get(record["type"]) or {}
-            if record["type"] == "run":
-                run.name = content["run_id"]
-                about = {"displayName": "display_name", "groupName": "run_group"}
-                about |= {"jobType": "job_type"} | {k: k for k in ("tags", "project", "notes")}
-                run.about = {name: content.get(key) for name, key in about.items()}
-                run.config = content["config"]["update"]
-            elif record["type"] == "history":
-                lines_of_history = run.lines.setdefault("wandb-history.jsonl", {})
-                lines_of_history[len(lines_of_history)] = json.dumps(content["item"])
-            elif record["type"] == "summary":
-                run.lines["wandb-summary.json"] = {
-                    0: json.dumps(run.summary | content.get("update", {}))
-                }
-            elif record["type"] == "exit":
-                run.exit_code = content["exit_code"]
         files = folder / "files"
-        for path in files.rglob("*"):
-            if path.is_file():
-                run.files[str(path.relative_to(files))] = path.read_bytes()
-        runs.append(run)
+        paths = [path for path in files.rglob("*") if path.is_file()]
+        content = {str(path.relative_to(files)): path.read_bytes() for path in paths}
+        runs.append(_received(folder.name.split("-")[-1], records, content))
     return runs
+
+
+def _received(name, records, files):
+    """The run that these records tell of."""
+    run = ReceivedRun(name, files=files, records=records)
+    history = run.lines.setdefault("wandb-history.jsonl", {})
+    for record in records:
+        content = record.get(record["type"]) or {}
+        if record["type"] == "run":
+            run.name = content["run_id"]
+            about = {"displayName": "display_name", "groupName": "run_group"}
+            about |= {"jobType": "job_type", "tags": "tags", "project": "project", "notes": "notes"}
+            run.about = {name: content.get(key) for name, key in about.items()}
+            run.config = content["config"]["update"]
+        elif record["type"] == "history":
+            history[len(history)] = json.dumps(content["item"])
+        elif record["type"] == "summary":
+            run.summary |= content.get("update", {})
+        elif record["type"] == "exit":
+            run.exit_code = content["exit_code"]
+    return run
 
 
 def joined(sessions):
     """The sessions of one run, as the server joins them: what the last one says of the run
     counts."""
-    first, *others = sessions
-    run = ReceivedRun(
-        first.name, first.about, first.config, dict(first.lines), dict(first.files), first.exit_code
-    )
-    run.records = list(first.records)
-    for other in others:
-        assert (other.name, other.about) == (first.name, first.about)
-        rows = run.lines.setdefault("wandb-history.jsonl", {})
-        for line in other.lines.get("wandb-history.jsonl", {}).values():
-            rows[len(rows)] = line
-        run.lines["wandb-summary.json"] = {0: json.dumps(other.summary)}
-        run.files |= other.files
-        run.records += other.records
-        run.exit_code = other.exit_code
-    return run
+    records, files = [], {}
+    for session in sessions:
+        assert (session.name, session.about) == (sessions[0].name, sessions[0].about)
+        records += session.records
+        files |= session.files
+    return _received(sessions[0].name, records, files)
 
 
 @dataclass
@@ -189,10 +175,9 @@ class WandbStub:
 
             def _answer(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = unquote(urlsplit(self.path).path)
                 with stub._lock:
-                    status, answer = stub._answered(
-                        self.command, unquote(urlsplit(self.path).path), body
-                    )
+                    status, answer = stub._answered(self.command, path, body)
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -247,9 +232,8 @@ class WandbStub:
             if kind == "manifest":
                 self.artifacts[owner].manifest = json.loads(body)
             else:
-                {"run": self.runs, "artifact": self.artifacts}[kind][owner].files[
-                    "/".join(file)
-                ] = body
+                owners = {"run": self.runs, "artifact": self.artifacts}[kind]
+                owners[owner].files["/".join(file)] = body
             return 200, {}
         if parts[0] == "sdk":  # how wandb itself is doing
             return 200, {}
@@ -278,12 +262,8 @@ class WandbStub:
         return 400, {"errors": [{"message": f"{name} unknown"}]}
 
     def _RunResumeStatus(self, variables):
-        model = {
-            "id": "p",
-            "name": variables["project"],
-            "entity": {"name": ENTITY},
-            "bucket": None,
-        }
+        entity = {"name": ENTITY}
+        model = {"id": "p", "name": variables["project"], "entity": entity, "bucket": None}
         run = self.runs.get(variables["name"])
         if run is None:
             return {"model": model}
@@ -311,12 +291,11 @@ class WandbStub:
         inserted = name not in self.runs
         run = self.runs.setdefault(name, ReceivedRun(name))
         run.about |= {key: value for key, value in variables.items() if value is not None}
-        if variables.get("config"):
-            run.config |= {
-                key: one["value"] for key, one in json.loads(variables["config"]).items()
-            }
+        config = json.loads(variables.get("config") or "{}")
+        run.config |= {key: entry["value"] for key, entry in config.items()}
         if variables.get("summaryMetrics"):
-            run.lines["wandb-summary.json"] = {0: variables["summaryMetrics"]}
+            run.summary = json.loads(variables["summaryMetrics"])
+        entity = {"id": "e", "name": ENTITY}
         bucket = {
             "id": name,
             "name": name,
@@ -324,11 +303,7 @@ class WandbStub:
             "description": None,
             "config": "{}",
             "sweepName": run.about.get("sweep"),
-            "project": {
-                "id": "p",
-                "name": variables.get("project"),
-                "entity": {"id": "e", "name": ENTITY},
-            },
+            "project": {"id": "p", "name": variables.get("project"), "entity": entity},
             "historyLineCount": len(run.lines.get("wandb-history.jsonl", {})),
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
@@ -342,9 +317,8 @@ class WandbStub:
     def _UpsertView2(self, variables):
         identity = variables.get("id") or f"view-{len(self.views)}"
         self.views[identity] = {"id": identity, **variables}
-        return {
-            "upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}
-        }
+        view = {"id": identity, "name": variables["name"]}
+        return {"upsertView": {"view": view, "inserted": True}}
 
     def _CreateRunFiles(self, variables):
         files = [self._upload("run", variables["run"], file) for file in variables["files"]]
@@ -362,20 +336,15 @@ class WandbStub:
             metadata=json.loads(sent.get("metadata") or "{}"),
             aliases=[alias["alias"] for alias in sent.get("aliases") or []],
         )
-        found = {
-            "id": identity,
-            "state": "PENDING",
-            "artifactSequence": {"id": "s", "latestArtifact": None},
-        }
-        return {"createArtifact": {"artifact": found}}
+        sequence = {"id": "s", "latestArtifact": None}
+        created = {"id": identity, "state": "PENDING", "artifactSequence": sequence}
+        return {"createArtifact": {"artifact": created}}
 
     def _CreateArtifactManifest(self, variables):
         owner = variables.get("artifactID") or variables["artifactManifestID"]
         manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
-        return {
-            key: {"artifactManifest": manifest}
-            for key in ("createArtifactManifest", "updateArtifactManifest")
-        }
+        answer = {"artifactManifest": manifest}
+        return {"createArtifactManifest": answer, "updateArtifactManifest": answer}
 
     _UpdateArtifactManifest = _CreateArtifactManifest
 
@@ -387,19 +356,16 @@ class WandbStub:
         edges = []
         for file in variables["input"]["artifactFiles"]:
             name, owner = file["name"], file["artifactID"]
-            node = self._upload("artifact", owner, name) | {
-                "storagePath": f"{owner}/{name}",
-                "artifact": {"id": owner},
-            }
+            node = self._upload("artifact", owner, name)
+            node |= {"storagePath": f"{owner}/{name}", "artifact": {"id": owner}}
             edges.append({"node": node | {"uploadMultipartUrls": None}})
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
     def _CommitArtifact(self, variables):
         artifact = self.artifacts[variables["artifactID"]]
         artifact.committed = True
-        return {
-            "commitArtifact": {"artifact": {"id": artifact.identity, "digest": artifact.digest}}
-        }
+        committed = {"id": artifact.identity, "digest": artifact.digest}
+        return {"commitArtifact": {"artifact": committed}}
 
     def _ArtifactByID(self, variables):
         artifact = self.artifacts[variables["id"]]
@@ -430,8 +396,7 @@ class WandbStub:
         return {"artifact": found}
 
     def _UseArtifact(self, variables):
-        sent = variables.get(
-            "input", variables
-        )  # of a new artifact, or of one that a run has logged
+        # of a new artifact, or of one that a run has logged
+        sent = variables.get("input", variables)
         self.runs[sent["runName"]].used.append(sent["artifactID"])
         return {"useArtifact": {"artifact": {"id": sent["artifactID"]}}}

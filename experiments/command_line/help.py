@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from omegaconf import MISSING
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,9 +24,8 @@ COMMON: dict[str, str] = TEXTS["common"]
 def help_lines(verb: str) -> list[Option]:
     """Return every option of a verb with its default."""
     if verb == "compare":
-        # composing needs a value for `runs`, which has no default
-        settings = compose.read_settings(verb, ["runs=[]"])
-        settings.runs = MISSING
+        # it is not composed, since `runs` has no default
+        settings = VERBS[verb]()
     else:
         settings = compose.read_settings(verb, [])
     return list(compose.options_in(settings, compose.groups_of(verb)))

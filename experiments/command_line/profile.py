@@ -4,7 +4,6 @@ inspect`."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
@@ -98,8 +97,7 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
         )
     if config.importance is not None and (config.data is None or ":" in config.model):
         raise InputError("importance: is for a Hugging Face model with data=FILE")
-    if config.device is not None:
-        a_device("device", config.device, usable=True)
+    a_device(config.device, usable=True)
 
 
 def _profile_beams(config: ProfileRun) -> None:
@@ -146,17 +144,14 @@ def inspect(config: InspectRun) -> None:
     """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
+    from knobwise.experiments.report import inspection
+
     if config.log is not None:
-        from knobwise.experiments.report.inspection import inspect_log, print_log
-
-        facts = inspect_log(config.log)
-        print_log(facts, Console())
+        facts = inspection.inspect_log(config.log)
+        inspection.print_log(facts, Console())
     else:
-        from knobwise.experiments.report import inspection
-
         facts = inspection.inspect_table(read_profile(config.profile))
         inspection.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {inspection.write_inspection(facts, config.html)}")
-    if config.json is not None:
-        write_text(config.json, json.dumps(facts, indent=1))
+    write_json(config.json, facts)

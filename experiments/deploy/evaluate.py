@@ -3,7 +3,6 @@ profile, a selector on the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -15,33 +14,25 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.judging.baselines import Oracle, make_baselines, static_of
-from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.stack.prices import make_priced_baselines
 from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.report.report import on_decisions, print_results
-from knobwise.experiments.results.controllers import (
-    gain_on_held_out,
-    held_out_choices,
-    judge_deadlines,
-    judge_mean_budgets,
-)
+from knobwise.experiments.results.controllers import gain_on_held_out, held_out_choices
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data, stored_embeddings
-from knobwise.experiments.settings.options import EvaluateRun
+from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.train.controller import judge_controllers
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
@@ -70,8 +61,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         results = evaluate_selector(loaded, config)
     else:
         results = evaluate_controller(loaded, config)
-    if config.json is not None:
-        write_text(config.json, json.dumps(results, indent=1))
+    write_json(config.json, results)
     print_results(results, Console())
     if not is_selector and (sentence := on_decisions(results)):
         print(sentence)
@@ -90,8 +80,7 @@ def _refuse_live_options(config: EvaluateRun) -> None:
 
 def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Serve a simulated stream of requests by the real model."""
-    if config.device is not None:
-        a_device("device", config.device, usable=True)
+    a_device(config.device, usable=True)
     from knobwise.experiments.deploy.live import run_live
     from knobwise.profiling.models import load_model, requests_of
 
@@ -105,39 +94,38 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Judge a controller beside the baselines at every budget."""
-    table = read_profile(config.profile, loaded)
+    table = fitting_profile(config, loaded)
     policy = loaded.controller
-    check_fits(config.checkpoint, policy, table)
     split = _split_for(loaded, table, config)
-    fitted = split.fitted
     mean = policy.decider.mean
+    if mean is None:
+        budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
+    else:
+        # a controller for mean budgets is judged at those that it was calibrated for
+        try:
+            mean.groups(np.array(config.budgets_ms or mean.budgets_ms))
+        except ValueError as error:
+            raise InputError(f"budgets_ms: {error}") from error
+        budgets_ms = torch.from_numpy(mean.budgets_ms)
+    rewards = RewardTable(table, config.reward)
     with threadpool_limits(config.threads):
-        if mean is not None:
-            # a controller for mean budgets is judged at those that it was calibrated for
-            try:
-                mean.groups(np.array(config.budgets_ms or mean.budgets_ms))
-            except ValueError as error:
-                raise InputError(f"budgets_ms: {error}") from error
-            budgets_ms = torch.from_numpy(mean.budgets_ms)
-            priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
-            judged = table, fitted, split.test, budgets_ms, [policy], [0], priced
-            results, _ = judge_mean_budgets(*judged, config.own_cost)
-        else:
-            budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
-            baselines: list[Baseline] = [static_of(table, fitted), Oracle(table, split.test)]
-            if config.baselines:
-                baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
-            problem = table, split.test, budgets_ms, RewardTable(table, config.reward)
-            results, _ = judge_deadlines(*problem, [policy], [0], baselines, config.own_cost)
+        results, _ = judge_controllers(config, table, split, budgets_ms, rewards, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
     return results
 
 
-def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) -> None:
-    """Refuse a profile whose configurations or features are not those that a controller was trained
-    with, and a controller without worths. Raises InputError."""
+def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded) -> ProfileTable:
+    """Read the profile that a controller is to decide on.
+
+    Raises:
+        InputError: its configurations or features are not those that the controller was trained
+            with, or the controller has no worths.
+    """
+    table = read_profile(config.profile, loaded)
+    checkpoint = config.checkpoint
+    agent = loaded.controller
     if agent.sense == "mean" and not agent.settled.mean:
         raise InputError(f"{checkpoint}: its worths were not calibrated yet; let its training end")
     # the same knobs, values and order of configurations
@@ -150,6 +138,7 @@ def check_fits(checkpoint: str, agent: DeployedController, table: ProfileTable) 
             f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
         )
     network.normaliser(table.features, table.num_samples)
+    return table
 
 
 def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:

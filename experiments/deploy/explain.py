@@ -3,7 +3,6 @@ run show."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +15,18 @@ from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.evaluate import check_fits
+from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.report.choice_sentences import decision
 from knobwise.experiments.report.report import print_explanation
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
-from knobwise.experiments.settings.profiles import read_profile, read_questions
+from knobwise.experiments.settings.profiles import read_questions
 
 MOST = 10
 """Number of configurations in the table of a decision."""
@@ -47,8 +46,7 @@ def run(config: ExplainRun) -> dict[str, Any]:
         explained = _of_run(config)
     else:
         explained = _of_sample(config, config.sample)
-    if config.json is not None:
-        write_text(config.json, json.dumps(explained, indent=1))
+    write_json(config.json, explained)
     return explained
 
 
@@ -75,8 +73,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         )
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     policy = KnobPolicy(loaded)
-    table = read_profile(config.profile, loaded)
-    check_fits(config.checkpoint, policy.agent, table)
+    table = fitting_profile(config, loaded)
     row = _row_of(table, sample)
     drift = _drift(config.tracker, policy)
     features = {name: block[row] for name, block in table.features.items()}
@@ -122,10 +119,8 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
     tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
     try:
         tracker.restore(decoded(Path(path).read_bytes()))
-    except InputError as error:
-        raise InputError(f"tracker={path}: {error}") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"tracker={path}: cannot be read as JSON ({error})") from error
+        raise InputError(f"tracker={path}: {error}") from error
     return tracker.drift
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import statistics
 import tempfile
@@ -21,14 +20,13 @@ from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.checks import at_least
-from knobwise.common.files import write_text, written_whole
+from knobwise.common.files import write_json, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.evaluate import check_fits
+from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
-from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.controller import copy_policy
 
 CALLS = 300
@@ -52,8 +50,7 @@ def run(config: ExportRun) -> Path:
     loaded = load_checkpoint(checkpoint)
     agent = loaded.controller
     out = Path(config.out)
-    table = read_profile(config.profile, loaded)
-    check_fits(config.checkpoint, agent, table)
+    table = fitting_profile(config, loaded)
     budgets_ms = _budgets_of(agent, table)
     summary: dict[str, Any] = {
         "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},
@@ -71,7 +68,7 @@ def run(config: ExportRun) -> Path:
             summary |= _make(config, agent, table, budgets_ms, Path(folder))
         summary["files"] = _publish(Path(folder), out)
     copy_policy(out)
-    write_text(out / "export.json", json.dumps(summary, indent=1))
+    write_json(out / "export.json", summary)
     _print(summary, out)
     return out
 

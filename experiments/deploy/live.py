@@ -13,7 +13,6 @@ disagrees with the real model would be worth nothing.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections import deque
@@ -36,7 +35,7 @@ from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
@@ -108,7 +107,10 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=config.clock)
         # budgets are scaled by the speed of this machine
-        choices, ratios = _timed(served, table, stream)
+        choices: list[int] = []
+        ratios: list[float] = []
+        if stream.timed:
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -135,20 +137,10 @@ def run_live(
     return results
 
 
-def _timed(
-    served: AdaptiveModel, table: ProfileTable, stream: Stream
-) -> tuple[list[int], list[float]]:
-    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
-    if not stream.timed:
-        return [], []
-    return served.timed_cells(table, stream.timed, CALIBRATION)
-
-
 def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
     """Print the results; write them as JSON, and as a page with charts, where a path is given."""
     print_live(results, Console())
-    if json_path is not None:
-        write_text(json_path, json.dumps(results, indent=1))
+    write_json(json_path, results)
     if page is not None:
         write_live_page(page, results)
 

@@ -9,7 +9,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from knobwise.common.checks import at_least
+from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
@@ -316,8 +316,7 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
         InputError: the list is empty, a number comes twice or is below 1; or there is no scorer,
             and no sequence of any of these lengths was recorded.
     """
-    if not judged_shots or len(set(judged_shots)) < len(judged_shots):
-        raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
+    distinct("judged_shots", judged_shots)
     for shots in judged_shots:
         at_least("judged_shots", shots, 1)
     if data.test_scorer is None:

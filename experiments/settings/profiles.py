@@ -38,56 +38,52 @@ class OCRProfile:
 
 
 @dataclass
-class Exp5Exp6Profile:
-    """Accuracy and latency files, as the profiler of the original system writes them."""
+class OriginalProfile:
+    """The settings that the formats of the original system share."""
 
-    format: str = "exp5_exp6"
+    format: str = MISSING
     """The reader."""
-    exp5_dir: str = MISSING
-    """Folder of the accuracy files, or the file of a whole run."""
-    exp6_dir: str = MISSING
-    """Folder of the latency files, or the file of a whole run."""
     dataset_name: Any = MISSING
-    """Name of the data set, such as text_vqa; or a list of names."""
+    """Name of the data set, such as text_vqa; for exp5_exp6 also a list of names."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     features_ms: float = 0.0
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""
     latency: str = "total"
-    """The time that the budget limits: total, prefill or decode."""
-    accuracy: str = "score"
-    """The value in the exp5 rows that is the accuracy."""
+    """The time that the budget limits: total or prefill; for exp5_exp6 also decode, for core_exp
+    also vision_prefill."""
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
-    broadcast_latency: bool = False
-    """If latency was not measured per sample, use a configuration's mean latency for all
-    samples."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
 
 @dataclass
-class CoreExpProfile:
+class Exp5Exp6Profile(OriginalProfile):
+    """Accuracy and latency files, as the profiler of the original system writes them."""
+
+    format: str = "exp5_exp6"
+    exp5_dir: str = MISSING
+    """Folder of the accuracy files, or the file of a whole run."""
+    exp6_dir: str = MISSING
+    """Folder of the latency files, or the file of a whole run."""
+    accuracy: str = "score"
+    """The value in the exp5 rows that is the accuracy."""
+    broadcast_latency: bool = False
+    """If latency was not measured per sample, use a configuration's mean latency for all
+    samples."""
+
+
+@dataclass
+class CoreExpProfile(OriginalProfile):
     """core_exp folders: one file for each configuration, resolution tiers instead of crops."""
 
     format: str = "core_exp"
-    """The reader."""
-    directory: str = MISSING
-    """Folder of the files, or of folders named after the data sets."""
     dataset_name: str = MISSING
     """Name of the data set."""
-    latency: str = "total"
-    """The time that the budget limits: total, prefill or vision_prefill."""
-    accuracy_unit: str = "share"
-    """`share` (0 to 1), or `percent` (0 to 100)."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
-    features_ms: float = 0.0
-    """Time to compute the features of a request, in ms; a controller that reads them is charged for
-    it."""
-    name: str | None = None
-    """Name of the profile; None for the data set's name."""
+    directory: str = MISSING
+    """Folder of the files, or of folders named after the data sets."""
 
 
 @dataclass
@@ -248,8 +244,12 @@ def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     if isinstance(config, SimulatedProfile):
         return simulate(config)
     readers: dict[str, Callable[..., ProfileTable]] = {
-        **{"builtin": builtin_profile, "ocr": ocr_profile, "core_exp": read_core_exp},
-        **{"exp5_exp6": read_exp5_exp6, "table": _read_table, "joint": _read_joint},
+        "builtin": builtin_profile,
+        "ocr": ocr_profile,
+        "exp5_exp6": read_exp5_exp6,
+        "core_exp": read_core_exp,
+        "table": _read_table,
+        "joint": _read_joint,
     }
     return readers[config.format](**settings)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from knobwise.common.checks import a_device, a_seed
-from knobwise.common.errors import InputError
+from knobwise.common.checks import a_device, a_seed, distinct
 
 
 @dataclass
@@ -53,11 +52,7 @@ class Training:
     """cpu or cuda."""
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise InputError(
-                f"seeds={self.seeds}: at least one seed is needed, and none twice; such as "
-                "seeds=[0,1,2]"
-            )
+        distinct("seeds", self.seeds)
         for seed in self.seeds:
             a_seed("seeds", seed)
-        a_device("device", self.device)
+        a_device(self.device)

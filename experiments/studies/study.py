@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from knobwise.common.checks import distinct
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.experiments.compare.runs import read_settings_of
@@ -72,8 +73,7 @@ def run(config: StudyConfig) -> list[str]:
         InputError: there is no such study, no seeds, the study lacks a section, or a finished run
             has other seeds.
     """
-    if not config.seeds:
-        raise InputError("seeds=[]: at least one is needed")
+    distinct("seeds", config.seeds)
     sections = sections_of(config.study)
     if unknown := [name for name in config.sections if name not in sections]:
         raise InputError(f"sections={unknown}: must be some of {', '.join(sections)}")

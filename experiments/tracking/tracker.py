@@ -123,8 +123,8 @@ class Tracker:
     """True when training is over, and only `log_scores` is to come."""
     known: Sequence[Row] = ()
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
-    tick: Callable[[int], None] = lambda step: None
-    """Called with each step that is logged."""
+    tick: Callable[[], None] = lambda: None
+    """Called at each step that is logged."""
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
@@ -191,7 +191,7 @@ class Tracker:
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)
-        self.tick(step)
+        self.tick()
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
         """Write the test scores of this seed into the summary of its W&B run.

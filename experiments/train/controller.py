@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import polars as pl
 from threadpoolctl import threadpool_limits
+from torch import Tensor
 
 from knobwise.agents import policy as policy_package
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
@@ -32,9 +34,10 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
+from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
@@ -44,7 +47,7 @@ from knobwise.experiments.results.controllers import (
 )
 from knobwise.experiments.results.explanation import Explained, explain_policy
 from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.settings.options import TrainRun, resolve
+from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, seed_folder, train_seeds
@@ -226,8 +229,21 @@ class ControllerExperiment(Experiment):
         """
         config = self.config
         scores = [float(loaded.extra["validation_utility"]) for loaded in best]
+        controllers = [loaded.controller for loaded in best]
+        before = [before_grpo(loaded) for loaded in best]
         with threadpool_limits(config.threads):
-            results, decisions = self._judged(best)
+            results, decisions = judge_controllers(
+                config,
+                self.table,
+                self.split,
+                self.budgets_ms,
+                self.trainers[0].free_rewards,  # the column is free of the decision's own cost
+                controllers,
+                config.seeds,
+                experts=self.experts if config.baselines else None,
+                fold_seed=self.fold_seed,
+                before=before,
+            )
         if gain := results.pop("grpo_gain", {}) | gain_on_held_out(best):
             results["grpo_gain"] = gain
         first = self.trainers[0]
@@ -246,33 +262,43 @@ class ControllerExperiment(Experiment):
         }
         return results, decisions
 
-    def _judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Judge the checkpoints under deadlines or mean budgets."""
-        config = self.config
-        table = self.table
-        budgets_ms = self.budgets_ms
-        test = self.split.test
-        controllers = [loaded.controller for loaded in best]
-        judged = controllers, config.seeds
-        baselines: list[Any] = []
-        if self.mean:
-            if config.baselines:
-                experts = self.experts
-                baselines = make_priced_baselines(table, self.split, budgets_ms, experts=experts)
-            return judge_mean_budgets(
-                table, self.fitted, test, budgets_ms, *judged, baselines, config.own_cost
-            )
-        baselines = [static_of(table, self.fitted), Oracle(table, test)]
+
+def judge_controllers(
+    config: TrainRun | EvaluateRun,
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    rewards: RewardTable,
+    controllers: Sequence[DeployedController],
+    seeds: Sequence[int],
+    experts: Experts | None = None,
+    fold_seed: int = 0,
+    before: Sequence[DeployedController | None] = (),
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Judge controllers beside the baselines on the test part, under deadlines or mean budgets
+    [B], as `judge_deadlines` and `judge_mean_budgets` do.
+
+    Args:
+        config: says whether there are all baselines, and whether controllers pay for decisions.
+        experts: what the baselines predict with; None fits them.
+        fold_seed: seed of the folds of the baselines.
+    """
+    fitted = split.fitted
+    test = split.test
+    baselines: list[Any] = []
+    if controllers[0].sense == "mean":
         if config.baselines:
-            baselines = make_baselines(table, self.split, self.fold_seed, budgets_ms, self.experts)
-            if len(rows_by_dataset(table, test)) > 1:
-                baselines.insert(1, StaticPerDataset(table, self.fitted, test))
-        # the column of rewards is free of the decision's own cost
-        rewards = self.trainers[0].free_rewards
-        before = [before_grpo(loaded) for loaded in best]
-        return judge_deadlines(
-            table, test, budgets_ms, rewards, *judged, baselines, config.own_cost, before
+            baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
+        return judge_mean_budgets(
+            table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost
         )
+    baselines = [static_of(table, fitted), Oracle(table, test)]
+    if config.baselines:
+        baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
+        if len(rows_by_dataset(table, test)) > 1:
+            baselines.insert(1, StaticPerDataset(table, fitted, test))
+    problem = table, test, budgets_ms, rewards
+    return judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
 
 
 def before_grpo(loaded: Loaded) -> Any:

@@ -51,7 +51,7 @@ class Experiment(ABC):
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
-        a_device("device", config.device, usable=True)
+        a_device(config.device, usable=True)
 
     @abstractmethod
     def train(self, folder: Path) -> None:
@@ -147,21 +147,23 @@ def train_seeds(
     Args:
         complete: called with each trainer that is done and the folder of its checkpoints.
     """
-    steps = {}
     for trainer in trainers:
         trainer.folder = seed_folder(folder, trainer.seed)
         trainer.resume(trainer.folder / "last.pt")
-        steps[trainer.seed] = trainer.total if trainer.finished else trainer.iteration
+
+    def done() -> int:
+        # a training may stop early
+        return sum(each.total if each.finished else each.iteration for each in trainers)
+
     total = sum(trainer.total for trainer in trainers)
     # a single seed shows a progress of its own
     silent = math.inf if len(trainers) == 1 else 0.0
-    with progress("all seeds", total, sum(steps.values()), quiet_s=silent) as tick:
+    with progress("all seeds", total, done(), quiet_s=silent) as tick:
+
+        def count() -> None:
+            tick(done(), "")
+
         for trainer in trainers:
-
-            def count(step: int, seed: int = trainer.seed) -> None:
-                steps[seed] = step
-                tick(sum(steps.values()), "")
-
             if trainer.finished:
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
@@ -169,7 +171,7 @@ def train_seeds(
                 run_logged(trainer, config, folder, trainer.table, known=known, tick=count)
             say(_best_of(trainer))
             complete(trainer, seed_folder(folder, trainer.seed))
-            count(trainer.total)
+            count()
 
 
 def run_logged(

@@ -160,12 +160,8 @@ def check(config: SelectorRun, data: SelectorData) -> None:
     table = stages.data.table
     start = stages.first
     stages.trainer("rce", table, start)
-    imitated = GroupConfig(config.imitated)
-    try:
-        recorded_groups(data.table, imitated)
-    except InputError as error:
-        raise InputError(f"{error}; imitated=all takes every sequence") from error
-    stages.trainer("sft", table, start, groups=imitated)
+    _check_groups(data.table, config.imitated, "imitated")
+    stages.trainer("sft", table, start, groups=GroupConfig(config.imitated))
     for name, plan in plans.items():
         variant = plan.variant
         if data.items is not None and (variant.hidden or plan.reward_model is not None):
@@ -180,15 +176,19 @@ def check(config: SelectorRun, data: SelectorData) -> None:
             learned = RewardModel(plan.reward_model, start.mean, start.scale)
             stages.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
-            try:
-                recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
-            except InputError as error:
-                problem = f"{error}; variants.{name}.groups=all takes every sequence"
-                raise InputError(problem) from error
+            _check_groups(data.table, variant.groups, f"variants.{name}.groups")
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError(
             "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
         )
+
+
+def _check_groups(table: BeamTable, groups: str, option: str) -> None:
+    """Refuse groups that no recorded sequence is in."""
+    try:
+        recorded_groups(table, GroupConfig(groups))
+    except InputError as error:
+        raise InputError(f"{error}; {option}=all takes every sequence") from error
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -371,7 +371,6 @@ class SelectorStages:
         trainer.title = f"seed {self.seed} · {name}"
         # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
-        known = self.logged + in_stage(trainer.logged, name, self.step)
         if not trainer.finished:
             run_logged(
                 trainer,
@@ -380,11 +379,10 @@ class SelectorStages:
                 self.data.table,
                 stage=name,
                 first=self.step,
-                known=known,
+                known=self.logged + in_stage(trainer.logged, name, self.step),
             )
-            known = self.logged + in_stage(trainer.logged, name, self.step)
         # the rows of the next stage follow in metrics.csv
-        self.logged = known
+        self.logged += in_stage(trainer.logged, name, self.step)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt").selector
         if best.encoder is not None:

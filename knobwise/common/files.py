@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import lock_descriptor
 
@@ -212,6 +214,13 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file, whole or not at all; errors as for `written_whole`."""
     with written_whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path | None, content: Any) -> None:
+    """Write content as a JSON file, whole or not at all; errors as for `written_whole`. Without a
+    path nothing is written."""
+    if path is not None:
+        write_text(path, json.dumps(content, indent=1))
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """End to end, through the command line."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,22 +7,20 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE
+from commands import OPTIMISER, TABLE, launch, read_json, words_of
 from helpers import portfolio, table_of
 
-from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 
-POLICIES = [
-    *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table"),
-    *("latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"),
-    *("random", "oracle"),
-]
+POLICIES = words_of("""
+    controller teacher budget_aware_static best_static lookup_table latency_only ridge
+    kernel_ridge knn random_forest gradient_boosting random oracle
+""")
 QUICK = [*OPTIMISER, "seeds=[0,1]"]
-LEAN = [*QUICK, "policy=utility", "seeds=[0]", "baselines=false"]
+LEAN = words_of(QUICK, "policy=utility seeds=[0] baselines=false")
 """Where it does not matter what is trained: one network, no experts."""
 
 
@@ -35,12 +32,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def read(path):
-    return json.loads(Path(path).read_text())
-
-
 def test_train_leaves_what_the_contract_says(folder):
-    assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
+    launch("train", TABLE, QUICK, "tracking=offline name=first")
     run = folder / "runs" / "controller" / "first"
     assert (folder / "runs" / "latest").resolve() == run
     for name in ("config.yaml", "report.html", "metrics.csv", "checkpoints/last.pt"):
@@ -48,7 +41,7 @@ def test_train_leaves_what_the_contract_says(folder):
     assert list((run / "tensorboard").rglob("events.*"))
     assert list((run / "wandb").rglob("*.wandb"))
 
-    results = read(run / "results.json")
+    results = read_json(run / "results.json")
     digest = read_long_table("t.parquet", features="f.npz").digest
     profile = {"name": "t", "digest": digest, "samples": 90, "configurations": 12}
     assert results["profile"] == profile
@@ -84,35 +77,32 @@ def test_train_leaves_what_the_contract_says(folder):
 def test_inspect_shows_how_much_repeated_measurements_vary(folder, capsys):
     # ln ms varies by √2·.05 in a cell of two measurements .1 apart; configurations are ln 4 apart
     ms = [math.exp(base + shift) for base in (0, math.log(4)) for shift in (0, 0.1)]
-    frame = pl.DataFrame(
-        {"sample_id": ["a"] * 4 + ["b"] * 4, "size": [1, 1, 4, 4] * 2, "repeat": [0, 1] * 4}
-    )
-    frame = frame.with_columns(
-        accuracy=pl.Series([0.0, 0.0, 1.0, 1.0] * 2), latency_ms=pl.Series(ms * 2)
-    )
+    columns = {"sample_id": [*"aaaabbbb"], "size": 2 * [1, 1, 4, 4], "repeat": 4 * [0, 1]}
+    columns |= {"accuracy": 2 * [0.0, 0.0, 1.0, 1.0], "latency_ms": 2 * ms}
+    frame = pl.DataFrame(columns)
     frame.write_csv("repeats.csv")
-    words = ["inspect", "profile=table", "json=facts.json", "html=page.html"]
-    assert main([*words, "profile.path=repeats.csv"]) == 0
-    facts = read("facts.json")
+    words = words_of("inspect profile=table json=facts.json html=page.html")
+    launch(words, "profile.path=repeats.csv")
+    facts = read_json("facts.json")
     assert facts["latency_jitter_within_cell"] == pytest.approx(0.1 / math.sqrt(2), rel=1e-4)
     spread = facts["latency_spread_between_configurations"]
     assert spread == pytest.approx(math.log(4) / math.sqrt(2), rel=1e-2)
     assert "7.1%" in capsys.readouterr().out
     assert "7.1%" in Path("page.html").read_text()
     frame.filter(repeat=0).drop("repeat").write_csv("once.csv")
-    assert main([*words, "profile.path=once.csv"]) == 0
-    assert read("facts.json")["latency_jitter_within_cell"] is None
+    launch(words, "profile.path=once.csv")
+    assert read_json("facts.json")["latency_jitter_within_cell"] is None
 
 
 def test_evaluate_repeats_what_training_reported(folder, capsys):
     """On the profile of the run, which need not be given."""
-    assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
-    trained = read("runs/latest/results.json")
+    launch("train", TABLE, QUICK, "seeds=[0] own_cost=false")
+    trained = read_json("runs/latest/results.json")
     numbers = ("policy", "budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction")
     for checkpoint in ("runs/latest/checkpoints/best.pt", "runs/latest"):
         words = [f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]
-        assert main(["evaluate", *words]) == 0
-        again = read("again.json")
+        launch("evaluate", words)
+        again = read_json("again.json")
         for first, second in zip(trained["rows"], again["rows"], strict=True):
             assert [first[key] for key in numbers] == [second[key] for key in numbers]
         assert again["guard"] == trained["guard"]
@@ -125,20 +115,20 @@ def test_evaluate_repeats_what_training_reported(folder, capsys):
 
 
 def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder, capsys):
-    assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
+    launch("train", TABLE, LEAN, "split.seed=3")
     pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet(
         "slower.parquet"
     )
-    other = ["profile=table", "profile.path=slower.parquet", "profile.features=f.npz"]
-    assert main(["evaluate", *other, "json=e.json", "baselines=false"]) == 0
+    other = words_of("profile=table profile.path=slower.parquet profile.features=f.npz")
+    launch("evaluate", other, "json=e.json baselines=false")
     table = read_long_table("t.parquet", features="f.npz")
     seen = set(torch.cat(table.split(seed=3)[:2]).tolist())
     new = [row for row in table.split().test.tolist() if row not in seen]
     assert f"{len(new)} of its 18" in capsys.readouterr().out
-    assert read("e.json")["test_samples"] == len(new)
+    assert read_json("e.json")["test_samples"] == len(new)
 
 
-SAVED = ["profile=table", "profile.path=saved.safetensors", *QUICK, "seeds=[0]"]
+SAVED = words_of("profile=table profile.path=saved.safetensors", QUICK, "seeds=[0]")
 
 
 def save_noise(latency_range, latency_noise):
@@ -155,8 +145,8 @@ def save_noise(latency_range, latency_noise):
 
 def test_without_headroom_the_guard_falls_back_and_says_so(folder, capsys):
     save_noise(latency_range=2, latency_noise=0.02)
-    assert main(["train", *SAVED, "own_cost=false"]) == 0
-    results = read("runs/latest/results.json")
+    launch("train", SAVED, "own_cost=false")
+    results = read_json("runs/latest/results.json")
     (rows,) = results["guard"]
     fallen = [row for row in rows if not row["deployed"]]
     assert len(fallen) >= 3
@@ -172,9 +162,9 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder, capsys):
 def test_an_unattainable_level_is_said_and_not_forced(folder, capsys):
     save_noise(latency_range=0, latency_noise=0.8)
     for command in (["train", *SAVED], ["evaluate", *SAVED[:2], "baselines=false"]):
-        assert main(command) == 0
+        launch(command)
         assert "not possible here" in capsys.readouterr().out
-    (rows,) = read("runs/latest/results.json")["guard"]
+    (rows,) = read_json("runs/latest/results.json")["guard"]
     assert len(rows) == 5
     for row in rows:
         assert row["unattainable"]
@@ -185,17 +175,12 @@ def test_an_unattainable_level_is_said_and_not_forced(folder, capsys):
 
 def test_a_table_without_knobs(folder):
     table = portfolio(300)
-    columns = [
-        "sample_id",
-        pl.format("solver-{}", "size").alias("configuration"),
-        "accuracy",
-        "latency_ms",
-    ]
-    long_frame(table).select(columns).write_csv("solvers.csv")
+    name = pl.format("solver-{}", "size").alias("configuration")
+    long_frame(table).select("sample_id", name, "accuracy", "latency_ms").write_csv("solvers.csv")
     write_features(table, "instances.npz")
-    words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]
-    assert main(["train", *words, *QUICK, "seeds=[0]", "optimiser.warmup_iterations=300"]) == 0
-    results = read("runs/latest/results.json")
+    words = words_of("profile=table profile.path=solvers.csv profile.features=instances.npz")
+    launch("train", words, QUICK, "seeds=[0] optimiser.warmup_iterations=300")
+    results = read_json("runs/latest/results.json")
     assert (results["profile"]["samples"], results["profile"]["configurations"]) == (300, 37)
     means = {row["policy"]: row["utility"] for row in results["rows"] if row["budget_ms"] is None}
     assert means["controller"] > means["budget_aware_static"] + 0.05

@@ -3,32 +3,19 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from commands import OPTIMISER, refused
-from PIL import Image
+from commands import OPTIMISER, launch, read_json, refused, words_of
 from safetensors.torch import load_file
-from tiny_models import tiny_language_model, tiny_model
+from tiny_models import picture, tiny_language_model, tiny_model
 
 from knobwise.__main__ import main
 from knobwise.experiments.deploy import live
-from knobwise.experiments.settings.options import EvaluateRun
 
 ROOT = Path(__file__).parents[3]
-LEAN = [
-    *OPTIMISER,
-    "optimiser.iterations=4",
-    "policy=utility",
-    "policy.members=2",
-    "baselines=false",
-    "seeds=[0]",
-]
-STREAM = [
-    "evaluate",
-    "live=true",
-    "stream.requests=12",
-    "json=live.json",
-]
+LEAN = words_of(
+    OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 baselines=false", "seeds=[0]"
+)
+STREAM = words_of("evaluate live=true stream.requests=12 json=live.json")
 MODELS = '''
 from contextlib import nullcontext
 
@@ -100,28 +87,22 @@ def folder(tmp_path, monkeypatch):
 
 def served(model, profile, words):
     """Profile, train, serve; gives what the live run writes."""
-    assert main(["profile", *model, "out=out", *profile]) == 0
-    table = [
-        "profile=table",
-        "profile.path=out/table.parquet",
-        "profile.features=out/features.safetensors",
-    ]
-    assert main(["train", *LEAN, *table, "name=t"]) == 0
-    assert main([*STREAM, *table, *model, *words]) == 0
-    results = json.loads(Path("live.json").read_text())
-    return results
+    launch("profile", model, "out=out", profile)
+    table = words_of(
+        "profile=table profile.path=out/table.parquet", "profile.features=out/features.safetensors"
+    )
+    launch("train", LEAN, table, "name=t")
+    launch(STREAM, table, model, words)
+    return read_json("live.json")
 
 
 def test_the_example_of_a_model_of_your_own(folder):
     source = (ROOT / "examples" / "own_model.py").read_text()
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 60
     model = ["model=examples.own_model:DigitForest"]
-    values = [
-        "knobs.values={trees: [2, 20]}",
-        "knobs.samples=30",
-        "knobs.repeats=1",
-        "knobs.clock=cpu",
-    ]
+    values = words_of(
+        ["knobs.values={trees: [2, 20]}"], "knobs.samples=30 knobs.repeats=1 knobs.clock=cpu"
+    )
     results = served(model, values, ["stream.clock=cpu"])
     assert results["model"] == "digit-forest"
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
@@ -138,42 +119,30 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     assert rows["most_accurate"]["accuracy"] == 1
     assert rows["most_accurate"]["latency_ms"] == pytest.approx(5.0)
     assert rows["most_accurate"]["satisfaction"] == 1
-    facts = json.loads(Path("out/profile.json").read_text())
+    facts = read_json("out/profile.json")
     assert facts["class"] == "models_of_a_test:Echo"
 
 
-def test_a_tiny_language_model_from_a_folder(folder):
-    """It takes no images: neither its questions nor its features have any."""
-    for part in tiny_language_model():
+@pytest.mark.parametrize(("sees", "knobs"), [(True, ""), (False, "knobs.top_k=[1,2]")])
+def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder):
+    """A language model takes no images: neither its questions nor its features have any."""
+    for part in tiny_model("llava_next") if sees else tiny_language_model():
         part.save_pretrained("model")
-    lines = ["id,question,answer", *(f"q{n},What is {n}?,a" for n in range(10))]
-    Path("questions.csv").write_text("\n".join(lines))
-    model = ["model=model", "data=questions.csv", "device=cpu", "knobs.max_new_tokens=2"]
-    values = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.repeats=1"]
+    rows = []
+    for n in range(10):
+        rows.append({"id": f"q{n}", "question": f"What is {n}?", "answers": ["a"]})
+        if sees:
+            picture(n, 64, 96).save(f"{n}.png")
+            rows[-1]["image"] = f"{n}.png"
+    Path("questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = words_of("model=model data=questions.jsonl device=cpu knobs.max_new_tokens=2")
+    values = words_of(knobs, "knobs.num_active_blocks=[2,4] knobs.repeats=1")
     results = served(model, values, ["stream.requests=4"])
     assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
-    assert set(load_file("out/features.safetensors")) == {"language_features"}
+    assert ("image_features" in load_file("out/features.safetensors")) == sees
 
 
-def test_a_tiny_hugging_face_model_from_a_folder(folder):
-    for part in tiny_model("llava_next"):
-        part.save_pretrained("model")
-    rng = np.random.default_rng(0)
-    for n in range(10):
-        Image.fromarray(rng.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(f"{n}.png")
-    rows = [
-        {"id": f"q{n}", "image": f"{n}.png", "question": "What?", "answers": ["a"]}
-        for n in range(10)
-    ]
-    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = ["model=model", "data=questions.jsonl", "device=cpu", "knobs.max_new_tokens=2"]
-    results = served(
-        model, ["knobs.num_active_blocks=[2,4]", "knobs.repeats=1"], ["stream.requests=4"]
-    )
-    assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
-
-
-PROFILE = ["profile", "out=out", "knobs.values={mode: [short, long]}"]
+PROFILE = words_of("profile out=out", ["knobs.values={mode: [short, long]}"])
 ECHO = "model=models_of_a_test:Echo"
 MISTAKES = {
     "model=nowhere:Echo": "nowhere",
@@ -197,17 +166,12 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
 
 def test_a_metric_of_your_own(folder):
     assert main([*PROFILE, ECHO, "knobs.metric=models_of_a_test:half", "knobs.repeats=1"]) == 0
-    facts = json.loads(Path("out/profile.json").read_text())
+    facts = read_json("out/profile.json")
     assert facts["metrics"] == {"models_of_a_test:half": 40}
 
 
 def test_options_of_live_are_all_refused_without_it(folder, capsys):
-    for name, value in {
-        "data": "a.jsonl",
-        "dtype": "float32",
-        "device": "cpu",
-        "importance": "a.json",
-        "model": "models_of_a_test:Echo",
-    }.items():
-        assert getattr(EvaluateRun, name) != value
-        assert f"{name}: is for live=true" in refused(["evaluate", f"{name}={value}"], capsys)
+    line = "data=a.jsonl dtype=float32 device=cpu importance=a.json model=models_of_a_test:Echo"
+    for word in line.split():
+        name = word.partition("=")[0]
+        assert f"{name}: is for live=true" in refused(["evaluate", word], capsys)

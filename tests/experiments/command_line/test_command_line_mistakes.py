@@ -12,11 +12,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from commands import SIMULATED, mistake, refused, write_table
+from commands import SIMULATED, launch, mistake, refused, words_of, write_table
+from wandb_stub import forget_wandb
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import train
-from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import COMMON, help_lines
 from knobwise.experiments.settings.options import VERBS
 
@@ -24,9 +24,7 @@ from knobwise.experiments.settings.options import VERBS
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     """An empty folder; no key, none of the developer's own W&B variables."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    forget_wandb(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
 
 
@@ -95,17 +93,10 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch):
 )
 def test_a_single_run_names_the_sweep_that_the_file_has(experiment, swept, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", Mock())
-    assert main(["train", f"experiment={experiment}"]) == 0
+    launch("train", f"experiment={experiment}")
     printed = capsys.readouterr().err
     assert swept in printed
     assert bool(printed) == bool(swept)
-
-
-def test_without_a_teacher_there_are_no_experts_and_one_member_is_enough():
-    """What the message on experts advises."""
-    words = ["policy.teacher=false", "policy.experts=[]", "policy.members=1"]
-    policy = read_settings("train", words).policy
-    assert (policy.teacher, policy.members) == (False, 1)
 
 
 # -- help and suggestions: quickly, which is without torch -----------------------------------------
@@ -155,6 +146,8 @@ MISTAKES = {
     "profile knobs.samples=-1": "samples",
     "evaluate split.seed=-1": "split.seed=-1",
     "evaluate stream.seed=-1": "stream.seed=-1",
+    "evaluate stream.repeats=0": "stream.repeats=0",
+    "evaluate stream.skip=5": "stream.skip=5",
     "evaluate beams=files beams.path=b.json beams.split_seed=-1": "beams.split_seed=-1",
     "evaluate judged_shots=1,2": "judged_shots=1,2",
 }
@@ -178,9 +171,7 @@ def answers(tmp_path_factory):
     words = json.dumps([*HELP, *MISTAKES])
     folder = tmp_path_factory.mktemp("empty")
     command = [sys.executable, "-c", ANSWER, words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-500:]
-    printed, has_torch = json.loads(done.stdout)
+    printed, has_torch = json.loads(subprocess.check_output(command, cwd=folder))
     assert not has_torch
     assert not list(folder.iterdir())
     return printed
@@ -201,7 +192,7 @@ def test_help_needs_no_torch(answers):
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["profile", "-h"]])
 def test_what_is_asked_for_is_printed(words, capsys):
-    assert main(words) == 0
+    launch(words)
     assert capsys.readouterr().out
 
 
@@ -210,7 +201,7 @@ def test_help_shows_first_what_people_use(verb, capsys):
     common = COMMON[verb].split()
     assert set(common) <= {line.key for line in help_lines(verb)}
     assert len(common) <= 16
-    assert main([*verb.replace("_", " experiment=").split(), "--help"]) == 0
+    launch(verb.replace("_", " experiment=").split(), "--help")
     printed = capsys.readouterr().out
     keys = [line.split()[0] for line in printed.splitlines()[2:] if line[:1].strip()]
     assert keys[: len(common)] == common
@@ -247,13 +238,13 @@ def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch)
     write_table()
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
-    assert main(["inspect", "profile=table", "profile.path=t.parquet"]) == 0
+    launch("inspect profile=table profile.path=t.parquet")
     assert rb"60 samples \xd7 12 configurations" in printed.getvalue()
 
 
 @pytest.mark.parametrize("name", ["..", "../..", "a/b", "/tmp/x"])
 def test_the_name_of_measured_data_leads_nowhere_else(name, capsys):
-    words = ["profile", "model=elastic", "knobs.samples=2", f"knobs.name={name}", "out=p"]
+    words = words_of("profile model=elastic knobs.samples=2", f"knobs.name={name}", "out=p")
     assert name in refused(words, capsys)
 
 
@@ -274,4 +265,4 @@ def test_a_small_file_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
         monkeypatch.setenv("KNOBWISE_UNPACKED_MB", limit)
         assert "KNOBWISE_UNPACKED_MB" in mistake(words, capsys)
     monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "3")
-    assert main(words) == 0
+    launch(words)

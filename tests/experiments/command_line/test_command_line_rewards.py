@@ -1,25 +1,16 @@
 """A reward that the user wrote, from the command line to the column of rewards; mistakes before
 anything is written."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from commands import OPTIMISER, TABLE, refused, write_table
+from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from omegaconf import OmegaConf
 
-from knobwise.__main__ import main
-
-TRAIN = [
-    "train",
-    *TABLE,
-    *OPTIMISER,
-    "policy=utility",
-    "policy.members=2",
-    "seeds=[0]",
-    "reward=function",
-]
+TRAIN = words_of(
+    "train", TABLE, OPTIMISER, "policy=utility policy.members=2 seeds=[0] reward=function"
+)
 MODULE = """
 def fastest(accuracy, latency_ms, budget_ms, knobs):
     return 3 - latency_ms / budget_ms
@@ -39,18 +30,18 @@ def _folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_folder")
 def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it():
-    words = ["reward=function", "reward.function=my_rewards:fastest"]
-    words += ["own_cost=false", "baselines=false"]
-    assert main([*TRAIN, *words, "name=x"]) == 0
+    words = words_of("reward=function reward.function=my_rewards:fastest own_cost=false")
+    words.append("baselines=false")
+    launch(TRAIN, words, "name=x")
     run = Path("runs/controller/x")
     assert OmegaConf.load(run / "config.yaml").reward.function == "my_rewards:fastest"
-    trained = json.loads((run / "results.json").read_text())
+    trained = read_json(run / "results.json")
     for row in trained["rows"]:
         if row["budget_ms"] is not None and row["policy"] == "budget_aware_static":
             expected = 3 - row["latency_ms_mean"] / row["budget_ms"]
             assert row["reward"] == pytest.approx(expected, abs=1e-3)
-    assert main(["evaluate", *TABLE, *words, "json=again.json"]) == 0
-    again = json.loads(Path("again.json").read_text())
+    launch("evaluate", TABLE, words, "json=again.json")
+    again = read_json("again.json")
     rewards = [
         {(r["policy"], r["budget_ms"]): r["reward"] for r in each["rows"]}
         for each in (trained, again)

@@ -1,11 +1,11 @@
 """Sweeps: the jobs of every experiment's file, what becomes of jobs that finish, fail or are
 stopped, and all three launchers."""
 
-import json
 import os
 import shutil
 import signal
 import sys
+from contextlib import chdir
 from operator import attrgetter
 from pathlib import Path
 
@@ -16,9 +16,12 @@ from commands import (
     TABLE,
     ctrl_c,
     jobs_of,
+    launch,
     mistake,
+    read_json,
     started,
     stop_when,
+    words_of,
     write_table,
 )
 
@@ -43,7 +46,8 @@ SWEPT = {
     "leave_one_out": ("split.leave_out", ["text_vqa", "coco_vqa", "okvqa"]),
 }
 """The setting that the file of an experiment sweeps, and its value in each job."""
-QUICK = [*OPTIMISER, "policy.members=2", "seeds=[0]", "baselines=false", "own_cost=false"]
+RAY = ("num_cpus=1", "include_dashboard=false")
+QUICK = words_of(OPTIMISER, "policy.members=2 seeds=[0] baselines=false own_cost=false")
 OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
 
@@ -59,10 +63,9 @@ def folder(tmp_path, monkeypatch):
 def swept(tmp_path_factory):
     """A folder in which the sweep over objectives ran."""
     place = tmp_path_factory.mktemp("swept")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+    with chdir(place):
         write_table()
-        assert main(OBJECTIVE) == 0
+        launch(OBJECTIVE)
     return place
 
 
@@ -77,7 +80,7 @@ def numbers(runs):
     """What jobs found, by objective, without what differs from time to time."""
     found = {}
     for path in Path(runs).glob("objective/*/results.json"):
-        results = json.loads(path.read_text())
+        results = read_json(path)
         for row in results["rows"]:
             row.pop("decision_us_p50")
         objective = "exact" if "loss=exact" in results["command"] else "sampled"
@@ -112,12 +115,12 @@ def test_every_experiment_file_is_understood_with_all_its_jobs(name, folder):
 
 
 def test_the_command_line_holds_where_the_file_says_otherwise(folder):
-    jobs = jobs_of(["experiment=group_size", "loss.group_size=4", "policy.hidden=8,16"])
+    jobs = jobs_of(words_of("experiment=group_size loss.group_size=4 policy.hidden=8,16"))
     assert [(job.loss.group_size, job.policy.hidden) for job in jobs] == [(4, 8), (4, 16)]
 
 
 @pytest.mark.parametrize(
-    "words", ["polici.hidden=8,16", "policy.hidden=8,wide", "hydra/launcher=slurm", "policy=a,b"]
+    "words", words_of("polici.hidden=8,16 policy.hidden=8,wide hydra/launcher=slurm policy=a,b")
 )
 def test_a_mistake_in_any_job_is_a_line_before_the_first_runs(words, folder, capsys):
     assert words.split("=")[0] in mistake([*OBJECTIVE, words], capsys)
@@ -131,11 +134,11 @@ def test_finished_jobs_are_named_and_not_run_again_unless_data_change(whole, cap
     before = runs_of("objective")
     assert len(before) == 2
     # the order of words does not matter
-    assert main([*OBJECTIVE[:2], *OBJECTIVE[:1:-1]]) == 0
+    launch(OBJECTIVE[:2], OBJECTIVE[:1:-1])
     assert capsys.readouterr().err.count("finished before") == 2
     assert runs_of("objective") == before
     write_table(seed=1)
-    assert main([*OBJECTIVE, "loss=exact"]) == 0
+    launch(OBJECTIVE, "loss=exact")
     assert "finished before" not in capsys.readouterr().err
     assert len(runs_of("objective")) == 3
 
@@ -164,7 +167,7 @@ def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(folder,
     with second:
         assert main([*OBJECTIVE, "name=mine"]) == 130
     first = runs_of("objective")
-    assert main([*OBJECTIVE, "name=mine"]) == 0
+    launch(OBJECTIVE, "name=mine")
     assert capsys.readouterr().err.count("finished before") == 1
     runs = runs_of("objective")
     assert runs.keys() == {"mine", "mine-2"}
@@ -178,7 +181,7 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder, monkeypatch):
     os.close(reader)
     with os.fdopen(writer, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        assert main(OBJECTIVE) == 0
+        launch(OBJECTIVE)
     assert len(runs_of("objective")) == 2
 
 
@@ -190,14 +193,8 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder, monkeypatch):
     ("launcher", "words"),
     [
         ("joblib", ["hydra.launcher.n_jobs=2"]),
-        (
-            "ray",
-            # one process for both jobs, which is slow to start
-            [
-                f"+hydra.launcher.ray.init.{word}"
-                for word in ("num_cpus=1", "include_dashboard=false")
-            ],
-        ),
+        # one process for both jobs, which is slow to start
+        ("ray", [f"+hydra.launcher.ray.init.{word}" for word in RAY]),
     ],
 )
 def test_other_launchers_find_the_same(launcher, words, whole):
@@ -212,12 +209,12 @@ def test_other_launchers_find_the_same(launcher, words, whole):
 @pytest.mark.usefixtures("_signals_arrive")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_jobs_in_other_processes_end_with_the_sweep_and_the_same_command_goes_on(number, folder):
-    long = ["optimiser.iterations=250", "optimiser.evaluate_every=50", "optimiser.patience=0"]
+    long = words_of("optimiser.iterations=250 optimiser.evaluate_every=50 optimiser.patience=0")
     # two jobs for three workers, which all write to this pipe until they end: so does the idle one
     sweep = started([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=3"])
     begun = "objective/*/checkpoints/seed0/last.pt"
     stop_when(lambda: list(Path("runs").glob(begun)), sweep, number, 100)
-    assert main([*OBJECTIVE, *long]) == 0
+    launch(OBJECTIVE, long)
     assert len(runs_of("objective")) == 2
-    assert main([*OBJECTIVE, *long, "runs=whole"]) == 0
+    launch(OBJECTIVE, long, "runs=whole")
     assert numbers("runs") == numbers("whole")

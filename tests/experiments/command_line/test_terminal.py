@@ -8,25 +8,18 @@ import subprocess
 from io import StringIO
 
 import pytest
-from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, write_table
+from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, visible, words_of, write_table
 from rich.console import Console
 
 from knobwise.experiments.report.tables import NARROW, Table, print_table
 from knobwise.experiments.results.problem import DEADLINE
 
 HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]
+SCORES = ["0.738\n[0.709, 0.765]", "0.738", "-131%\n[-160%, -103%]"]
 ROWS = [
-    [
-        "teacher (the stack itself)",
-        "0.738\n[0.709, 0.765]",
-        "0.738",
-        "-131%\n[-160%, -103%]",
-        "0.787",
-        "2.79 ms",
-    ],
-    ["random", "0.323\n[0.289, 0.357]", "0.323", "-140%\n[-171%, -116%]", "0.650", "4.31 ms"],
+    [policy, *SCORES, "0.787", "2.79 ms", "85.4%", "94.0%", "1,410 µs"]
+    for policy in ("teacher (the stack itself)", "random")
 ]
-ROWS = [[*row, "85.4%", "94.0%", "1,410 µs"] for row in ROWS]
 KEPT = ["policy", "utility", "oracle gap closed", "on time", "decision time"]
 
 
@@ -73,29 +66,20 @@ def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     write_table(90)
     quick = [word for word in OPTIMISER if not word.startswith("tracking")]
-    words = [
-        "train",
-        "experiment=lean",
-        *TABLE,
-        *quick,
-        "baselines=false",
-        "seeds=[0,1]",
-        "tracking=offline",
-        "name=a",
-    ]
+    words = words_of(
+        "train experiment=lean", TABLE, quick, "baselines=false seeds=[0,1] tracking=offline name=a"
+    )
     controller, terminal = pty.openpty()
     environment = {**os.environ, **VARIABLES, "COLUMNS": "80", "TERM": "xterm"}
-    with subprocess.Popen(
-        [*COMMAND, *words], stdout=terminal, stderr=terminal, stdin=terminal, env=environment
-    ) as run:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    with subprocess.Popen([*COMMAND, *words], env=environment, **streams) as run:
         os.close(terminal)
         content = b""
         while chunk := _read(controller):
             content += chunk
     os.close(controller)
     assert run.returncode == 0
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", content.decode()).replace("\r", "\n").split("\n")
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for line in visible(content).split("\n") if line.strip()]
     assert lines[0].startswith("lean: What do the experts add?")
     assert lines[1].startswith("training with seeds=[0, 1]")
     assert any(re.match(r"all seeds .*\d+/\d+ .* left", line) for line in lines)

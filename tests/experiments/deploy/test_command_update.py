@@ -1,18 +1,19 @@
 """`knobwise update`, through the command line: from a log, and for the hardware that some cells
 were timed on."""
 
-import json
 import math
 import signal
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, mistake, refused, write_table
+from commands import OPTIMISER, TABLE, launch, mistake, read_json, refused, words_of, write_table
 from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
 from wandb_stub import offline_runs
@@ -27,7 +28,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 
-TRAINED_ON = ["trained_on=table", "trained_on.path=t.parquet", "trained_on.features=f.npz"]
+TRAINED_ON = words_of("trained_on=table trained_on.path=t.parquet trained_on.features=f.npz")
 FACTORS = {4: 2.0, 8: 6.0}
 """By top_k: how many times as long the other hardware takes."""
 EXPLORING = {"explore": 0.4, "explore_loss": 0.4, "seed": 0}
@@ -37,19 +38,19 @@ EXPLORING = {"explore": 0.4, "explore_loss": 0.4, "seed": 0}
 def trained(tmp_path_factory):
     """A folder with a profile and a finished run."""
     folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         write_table(120)
-        words = ["policy=utility", "policy.members=2", "seeds=[0]", "name=run", "baselines=false"]
+        words = words_of("policy=utility policy.members=2 seeds=[0] name=run baselines=false")
         words += ["optimiser.teacher_iterations=60", "optimiser.warmup_iterations=150"]
-        assert main(["train", *TABLE, *OPTIMISER, *words]) == 0
+        launch("train", TABLE, OPTIMISER, words)
     return folder
 
 
-def decides_alike(controller, exported, table):
+def decides_alike(version, table):
     """Whether a version's checkpoint and its arrays are the same policy."""
-    budgets = default_budgets(table).double().numpy()
-    limits = budgets[np.arange(table.num_samples) % len(budgets)]
+    controller = load_checkpoint(version / "controller.pt").controller
+    exported = NumpyController.load(version / "controller.npz")
+    limits = np.resize(default_budgets(table).double().numpy(), table.num_samples)
     both = (each.choose(arrays(table), limits) for each in (controller, exported))
     return controller.decider.digest == exported.digest and np.array_equal(*both)
 
@@ -70,7 +71,7 @@ def agent():
 
 
 def facts_in(version):
-    return json.loads((version / "update.json").read_text())
+    return read_json(version / "update.json")
 
 
 def digest_in(version):
@@ -86,21 +87,20 @@ def timed(cells):
 def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     timed(pl.read_parquet("t.parquet").sample(16, seed=0)).write_csv("timed.csv")
-    words = ["update", *TRAINED_ON, "profile=table", "profile.path=timed.csv", "out=adapted"]
-    assert main(words) == 0
+    words = words_of("update", TRAINED_ON, "profile=table profile.path=timed.csv out=adapted")
+    launch(words)
     adapted = load_checkpoint("adapted/current/controller.pt")
     facts = adapted.extra["adapted"]
     factors = torch.tensor([FACTORS[table.configuration(c)["top_k"]] for c in range(12)])
     assert facts["factors"] == pytest.approx(factors.tolist(), rel=0.06)
     assert (facts["timed"], facts["cells"]) == ("timed", 16)
-    exported = NumpyController.load("adapted/current/controller.npz")
-    assert decides_alike(adapted.controller, exported, table)
+    assert decides_alike(Path("adapted/current"), table)
     there = replace(table, latency_ms=table.latency_ms * factors)
     request = there, loaded.extra["test_rows"], default_budgets(there)
     before, after = (judge(each.controller, *request).utility.mean() for each in (loaded, adapted))
     assert after > before + 0.1
     # it is not one to adapt again
-    words = ["update", *TRAINED_ON, "profile=builtin", "checkpoint=adapted/current"]
+    words = words_of("update", TRAINED_ON, "profile=builtin checkpoint=adapted/current")
     assert "already adapted" in mistake(words, capsys)
 
 
@@ -118,7 +118,7 @@ def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys
     gone = [name for name, values in change.items() if values is None]
     known = {name: values for name, values in change.items() if values is not None}
     measured.with_columns(**known).drop(gone).write_csv("wrong.csv")
-    words = ["update", *TRAINED_ON, "profile=table", "profile.path=wrong.csv", "out=nothing"]
+    words = words_of("update", TRAINED_ON, "profile=table profile.path=wrong.csv out=nothing")
     assert message in refused(words, capsys)
 
 
@@ -132,7 +132,7 @@ def for_mean_budgets(table):
 def test_controllers_without_expectations_to_move_are_refused(make, message, capsys):
     table = small_table(40)
     save_checkpoint("other.pt", make(table), table, {})
-    words = ["update", "profile=builtin", "checkpoint=other.pt", "out=nothing"]
+    words = words_of("update profile=builtin checkpoint=other.pt out=nothing")
     assert message in refused(words, capsys)
 
 
@@ -140,7 +140,7 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller():
     """Other columns may look like knobs."""
     every = timed(pl.read_parquet("t.parquet")).with_columns(watts=pl.int_range(pl.len()))
     every.write_csv("all.csv")
-    assert main(["update", *TRAINED_ON, "profile=table", "profile.path=all.csv", "out=every"]) == 0
+    launch("update", TRAINED_ON, "profile=table profile.path=all.csv out=every")
     facts = load_checkpoint("every/current/controller.pt").extra["adapted"]
     assert facts["cells"] == 120 * 12
     assert np.log(facts["factors"]).mean() == pytest.approx(math.log(12) / 2, abs=0.01)
@@ -161,28 +161,26 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     serve_requests(model, table, 700)
     RequestLog(tmp_path / "log").label("nobody", 1.0)
     assert main(["inspect", log, f"json={tmp_path / 'facts.json'}"]) == 0
-    aside = json.loads((tmp_path / "facts.json").read_text())["set_aside"]
+    aside = read_json(tmp_path / "facts.json")["set_aside"]
     assert aside == {"a label of an unknown request": 1}
 
-    assert main(quick) == 0
+    launch(quick)
     facts = facts_in(current)
     assert (facts["before"], facts["better"], facts["requests"]) == ("0000", True, 700)
     steps = [step for step in facts["steps"].values() if step["better"]]
     assert steps[0]["doubly_robust"]["difference"][0] > 0
-    updated = load_checkpoint(current / "controller.pt")
-    serving = NumpyController.load(current / "controller.npz")
-    assert decides_alike(updated.controller, serving, table)
+    assert decides_alike(current, table)
     model.watch(current)
-    assert model.controller.digest == serving.digest
+    assert model.controller.digest == digest_in(current)
     serve_requests(model, table, 60, seed=1)
 
     # the log now holds requests of both versions; the old checkpoint is not what serves any more
     assert out in mistake(quick, capsys)
-    assert main([*quick, f"checkpoint={current}"]) == 0
+    launch(quick, f"checkpoint={current}")
     # whether it serves or not
     assert facts_in(tmp_path / "out" / "versions" / "0002")["requests"] == 760
     while (before := facts_in(current)["before"]) is not None:
-        assert main(back) == 0
+        launch(back)
         assert current.resolve().name == before
     assert current.resolve().name == "0000"
     assert "first version" in mistake(back, capsys)
@@ -254,12 +252,12 @@ def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
         if writes == 2:
             assert digest_in(out / "current") == model.controller.digest
     for _ in range(2):  # given again, it has nothing to add
-        assert main(words) == 0
+        launch(words)
         assert sorted(path.name for path in (out / "versions").iterdir()) == ["0000", "0001"]
         assert not [path for path in out.rglob(".*") if path.name != ".lock"]
     arrays = out / "versions" / "0001" / "controller.npz"
     arrays.write_bytes(arrays.read_bytes()[:999])
-    assert main(words) == 0
+    launch(words)
     assert f"{arrays}: is damaged" in capsys.readouterr().err
     digest_in(out / "versions" / "0002")
 

@@ -1,25 +1,25 @@
 """knobwise explain, by the command line: a decision, a run, the section of its report, mistakes."""
 
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, refused, write_table
+from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from helpers import arrays
 from page_parts import charts_of, svg_of
 from tensordict import TensorDict
 
 import knobwise
-from knobwise.__main__ import main
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.losses import GRPOLoss
 
-QUICK = ["train", *TABLE, *OPTIMISER, "optimiser.iterations=4", "policy=utility"]
+QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 policy=utility")
 QUICK += ["policy.members=2", "baselines=false"]
 RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
 
@@ -28,16 +28,15 @@ RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "
 def trained(tmp_path_factory):
     """A folder with a profile, the questions of some of its samples, and a run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         write_table()
         ids = read_long_table("t.parquet").sample_ids[::2]
         questions = pl.DataFrame({"sample_id": ids, "question": [f"What is {i}?" for i in ids]})
         questions.write_parquet("samples.parquet")
-        assert main([*QUICK, "name=deadlines", "seeds=[0,1]", "budgets_ms=[8,25]"]) == 0
-        assert main([*QUICK, "name=mean", "seeds=[0]", "budget=mean", "budgets_ms=[10,14]"]) == 0
-        head = ["policy=independent", "policy.members=1", "optimiser.patience=0"]
-        assert main([*QUICK, "name=head", "seeds=[0]", *head, "budgets_ms=[8,12]"]) == 0
+        launch(QUICK, "name=deadlines seeds=[0,1] budgets_ms=[8,25]")
+        launch(QUICK, "name=mean seeds=[0] budget=mean budgets_ms=[10,14]")
+        head = words_of("policy=independent policy.members=1 optimiser.patience=0")
+        launch(QUICK, "name=head seeds=[0]", head, "budgets_ms=[8,12]")
     return folder
 
 
@@ -54,8 +53,8 @@ def table():
 def explained(capsys, *words):
     """What the verb prints, and what it writes as JSON."""
     capsys.readouterr()
-    assert main(["explain", *TABLE, *words, "json=why.json"]) == 0
-    return capsys.readouterr().out, json.loads(Path("why.json").read_text())
+    launch("explain", TABLE, words, "json=why.json")
+    return capsys.readouterr().out, read_json("why.json")
 
 
 def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
@@ -77,11 +76,11 @@ def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
 
 
 def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typed():
-    words = ["evaluate", f"checkpoint={HEAD}", "own_cost=false", "json=e.json"]
+    words = words_of("evaluate", f"checkpoint={HEAD}", "own_cost=false json=e.json")
     policies = []
     for more in ([], ["baselines=true"]):
-        assert main([*words, *more]) == 0
-        policies.append({row["policy"] for row in json.loads(Path("e.json").read_text())["rows"]})
+        launch(words, more)
+        policies.append({row["policy"] for row in read_json("e.json")["rows"]})
     assert "random_forest" not in policies[0]
     assert policies[1] >= policies[0] | {"random_forest", "ridge", "knn"}
 
@@ -114,7 +113,7 @@ def test_what_a_tracker_has_learned_changes_the_decision(table, capsys):
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
 def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, capsys):
     text, why = explained(capsys, f"checkpoint={run}")
-    results = json.loads((Path(run) / "results.json").read_text())
+    results = read_json(Path(run) / "results.json")
     assert why == results["explanation"] | {"knob_usage": results["knob_usage"]}
     assert text.count("At ") >= len(results["budgets_ms"])
     assert {row["name"] for row in why["importance"]} == {"image_features", "language_features"}
@@ -160,7 +159,7 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
 )
 def test_a_mistake_is_one_line(words, message, table, capsys):
     Path("old").mkdir(exist_ok=True)
-    results = json.loads((Path(RUN) / "results.json").read_text())
+    results = read_json(Path(RUN) / "results.json")
     kept = {key: results[key] for key in results.keys() - {"explanation", "sha256"}}
     Path("old/results.json").write_text(json.dumps(kept))
     given = words.replace("sample=0", f"sample={table.sample_ids[0]}").split()
@@ -181,4 +180,4 @@ def test_a_sample_of_several_data_sets_is_named_with_its_data_set(table, capsys,
     profile.append(f"profile.features={tmp_path}/two.npz")
     words = ["explain", f"checkpoint={RUN}", *profile, "budget_ms=9"]
     assert f"a/{first}, b/{first}" in refused([*words, f"sample={first}"], capsys)
-    assert main([*words, f"sample=b/{first}"]) == 0
+    launch(words, f"sample=b/{first}")

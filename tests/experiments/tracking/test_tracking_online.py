@@ -1,20 +1,21 @@
 """What really arrives: runs through the command line, offline, read back record by record; online,
 and by `wandb sync`, at a small W&B server on this machine."""
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from unittest.mock import patch
 
 import polars as pl
 import pytest
-from commands import TABLE, write_table
+from commands import TABLE, launch, read_json, words_of, write_table
 from helpers import small_beams
 from omegaconf import OmegaConf
 from wandb_stub import WandbStub, forget_wandb, offline_runs
 
-from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
@@ -22,18 +23,20 @@ from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.tracker import Tracker, git_commit
 
-TRAIN = [
-    *("train", *TABLE, "policy=utility", "policy.hidden=8", "seeds=[0,3]", "baselines=false"),
-    *("optimiser.teacher_iterations=2", "optimiser.warmup_iterations=2", "optimiser.iterations=4"),
-    *("optimiser.contexts=16", "optimiser.evaluate_every=2", "tracking.tags=[nightly]"),
-    "name=tiny",
-]
-SELECT = [
-    *("train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6"),
-    *("beams.validation=0.2", "selector.width=16", "selector.heads=2", "sft.epochs=1"),
-    *("rce.epochs=1", "variants.grpo_recorded.epochs=1"),
-    *("variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name=tiny"),
-]
+TRAIN = words_of(
+    "train",
+    TABLE,
+    "policy=utility policy.hidden=8 seeds=[0,3] baselines=false",
+    "optimiser.teacher_iterations=2 optimiser.warmup_iterations=2",
+    "optimiser.iterations=4 optimiser.contexts=16 optimiser.evaluate_every=2",
+    "tracking.tags=[nightly] name=tiny",
+)
+SELECT = words_of(
+    "train experiment=selector_replay beams.path=b.safetensors beams.train=0.6",
+    "beams.validation=0.2 selector.width=16 selector.heads=2 sft.epochs=1",
+    "rce.epochs=1 variants.grpo_recorded.epochs=1",
+    "variants.shuffled_recorded.epochs=1 seeds=[0,3] jobs=1 name=tiny",
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def online(stub):
 def offline(place):
     """A run of each system, logged offline."""
     for words in (TRAIN, SELECT):
-        assert main([*words, "tracking=offline"]) == 0
+        launch(words, "tracking=offline")
     return {
         "controller": place / "runs/controller/tiny",
         "selector": place / "runs/selector_replay/tiny",
@@ -77,39 +80,33 @@ def sync(stub, run):
     known = set(stub.runs)
     sessions = sorted(map(str, (run / "wandb").glob("offline-run-*")))
     command = [sys.executable, "-m", "wandb", "sync", "--yes", *sessions]
-    done = subprocess.run(
-        command,
-        env=os.environ | stub.environment,
-        cwd=run.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [found for name, found in stub.runs.items() if name not in known]
+    environment = os.environ | stub.environment
+    subprocess.run(command, env=environment, cwd=run.parent, capture_output=True, check=True)
+    return news(stub, known)
+
+
+def news(stub, known):
+    """The runs of the server that were not known before."""
+    return [run for name, run in stub.runs.items() if name not in known]
 
 
 def curves(run, seed):
     """metrics.csv of a seed, everything of one step together."""
-    frame = (
-        pl.read_csv(run / "metrics.csv", infer_schema_length=None)
-        .filter(pl.col("seed") == seed)
-        .drop("seed")
-    )
-    steps = frame.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
+    frame = pl.read_csv(run / "metrics.csv", infer_schema_length=None)
+    rows = frame.filter(seed=seed).drop("seed")
+    steps = rows.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
     return [whole_of(row) for row in steps.to_dicts()]
 
 
 def tables(found):
     """Name → content."""
-    content_of = {}
+    by_name = {}
     for path, body in found.files.items():
         if path.endswith(".table.json"):
-            content, name = json.loads(body), path.removeprefix("media/table/").rsplit("_", 2)[0]
-            content_of[name] = pl.DataFrame(
-                content["data"], content["columns"], orient="row", infer_schema_length=None
-            )
-    return content_of
+            table = json.loads(body)
+            rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+            by_name[path.removeprefix("media/table/").rsplit("_", 2)[0]] = rows
+    return by_name
 
 
 def flat(row):
@@ -127,8 +124,7 @@ def whole_of(row):
 def same(shown, rows):
     """A table of W&B and rows of a file, number by number; a column that a row does not have is
     empty there."""
-    for one, row in zip(shown.iter_rows(named=True), rows, strict=True):
-        assert whole_of(one) == whole_of(row)
+    assert list(map(whole_of, shown)) == list(map(whole_of, rows))
 
 
 def of_stage(rows, stage):
@@ -148,12 +144,10 @@ def holds(found, run):
     named = {each.about["displayName"]: each for each in found}
     assert len(named) == len(found)
     settings = OmegaConf.load(run / "config.yaml")
-    results = json.loads((run / "results.json").read_text())
-    trained = {
-        " ".join(filter(None, ("tiny", stage, f"s{seed}"))): (stage, seed)
-        for stage in results.get("validation", [""])
-        for seed in (0, 3)
-    }
+    results = read_json(run / "results.json")
+    trained = {}
+    for stage, seed in itertools.product(results.get("validation", [""]), (0, 3)):
+        trained[" ".join(["tiny", *stage.split(), f"s{seed}"])] = stage, seed
     assert set(named) == {"tiny", *trained}
     for name, each in named.items():
         stage, seed = trained.get(name, ("", None))
@@ -179,7 +173,7 @@ def holds(found, run):
 def holds_test_scores(found, run):
     """The runs that trained hold the scores of their seed: what `results.json` has, seed by
     seed."""
-    results = json.loads((run / "results.json").read_text())
+    results = read_json(run / "results.json")
     for stage in results.get("validation", [""]):
         place = {"shots": 2} if stage else {"budget_ms": None}
         wanted = {"policy": stage or "controller"} | place
@@ -195,7 +189,7 @@ def holds_test_scores(found, run):
 def holds_results(evaluated, run):
     """What is in results.json is in its summary and in its tables, over budgets or shots in one of
     them."""
-    results = json.loads((run / "results.json").read_text())
+    results = read_json(run / "results.json")
     selector = results.get("system") == "selector"
     place, middle, score = ("shots", 2, "accuracy") if selector else ("budget_ms", None, "utility")
     rows = [flat(row) for row in [*results["rows"], *results.get("controls", [])]]
@@ -215,12 +209,8 @@ def holds_results(evaluated, run):
     assert gained == flat(results.get("grpo_gain", {}))
 
     usage = results.get("knob_usage", [])
-    wanted = {
-        "Test/policies": at_middle,
-        f"Test/by_{place.removesuffix('_ms')}_table": [
-            row for row in rows if row[place] is not None
-        ],
-    }
+    by_place = [row for row in rows if row[place] is not None]
+    wanted = {"Test/policies": at_middle, f"Test/by_{place.removesuffix('_ms')}_table": by_place}
     if selector:
         wanted["Test/differences"] = [flat(row) for row in results["differences"]]
     for knob in {use["knob"] for use in usage}:
@@ -243,7 +233,7 @@ def holds_results(evaluated, run):
 def holds_artifacts(stub, found, run, lineage):
     """The profile leads to the run that trained, this one to the model, and the model to the
     results."""
-    results = json.loads((run / "results.json").read_text())
+    results = read_json(run / "results.json")
     by_name = {each.name: each for each in found}
     logged = [artifact for artifact in stub.artifacts.values() if artifact.run in by_name]
     assert all(artifact.committed for artifact in stub.artifacts.values())
@@ -272,8 +262,8 @@ def holds_artifacts(stub, found, run, lineage):
 @pytest.mark.usefixtures("online")
 def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     known = set(stub.runs)
-    assert main([*TRAIN, "tracking=online", "runs=online"]) == 0
-    found = [run for name, run in stub.runs.items() if name not in known]
+    launch(TRAIN, "tracking=online runs=online")
+    found = news(stub, known)
     run = place / "online" / "controller" / "tiny"
     evaluated = holds(found, run)
     holds_test_scores(found, run)
@@ -308,13 +298,7 @@ ROWS = [
 
 def tracker(folder, mode, **more):
     settings = TrackingSettings(mode=mode, tensorboard=False)
-    arguments = {
-        "name": "again",
-        "experiment": "e",
-        "job_type": "train",
-        "config": {},
-        "seed": 0,
-    }
+    arguments = {"name": "again", "experiment": "e", "job_type": "train", "config": {}, "seed": 0}
     return Tracker(folder, settings=settings, **arguments | more)
 
 
@@ -354,7 +338,7 @@ def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(tmp_path, s
     monkeypatch.setenv("WANDB_RESUME", "must")  # meant for the one run of another program
     known = set(stub.runs)
     stopped_and_gone_on(tmp_path, "online")
-    (run,) = [run for name, run in stub.runs.items() if name not in known]
+    (run,) = news(stub, known)
     arrived(run)
 
 
@@ -371,11 +355,12 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(place, stub, monkeypat
     monkeypatch.setattr(wandb_run, "PATIENCE_S", 3)
     words = [word for word in TRAIN if not word.startswith(("name=", "seeds="))]
     known = len(stub.runs)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            stub, "refuse", lambda what: what == "UpsertBucket" and len(stub.runs) > known
-        )
-        assert main([*words, "seeds=[0]", "tracking=online", "name=last"]) == 0
+
+    def refuse(what):
+        return what == "UpsertBucket" and len(stub.runs) > known
+
+    with patch.object(stub, "refuse", refuse):
+        launch(words, "seeds=[0] tracking=online name=last")
     run = place / "runs" / "controller" / "last"
     assert not (run / ".unfinished").exists()
     assert (run / "results.json").exists()
@@ -407,16 +392,14 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(read_results(offline["controller"]), {}, None)
     (logged,) = offline_runs(tmp_path)
-    shown = tables(logged)["Test/decisions"]
+    shown = pl.DataFrame(tables(logged)["Test/decisions"])
     assert "Test/decisions" in capfd.readouterr().err
     assert 500 < len(shown) * len(shown.columns) <= 1000
     whole = whole.filter(pl.col("policy").is_in(shown["policy"].unique()))
     samples = sorted(shown["sample_id"].unique())
     assert samples == sorted(whole["sample_id"].unique())[: len(samples)]
     assert len(whole.filter(pl.col("sample_id").is_in(samples))) == len(shown)
-    config = {}
-    for record in logged.records:
-        if record["type"] == "config":
-            config |= record["config"]["update"]
+    changes = [record["config"]["update"] for record in logged.records if "config" in record]
+    config = {key: value for change in changes for key, value in change.items()}
     chart = config["_wandb.visualize.Test/by_budget"]["panel_config"]
     assert chart["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from commands import mistake
+from commands import launch, mistake, read_json
 from wandb_stub import ENTITY, WandbStub, forget_wandb
 from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 
@@ -44,9 +44,9 @@ def saved(stub):
 
 
 def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
-    assert main(["workspace", "json=view.json", "knobs=[size]"]) == 0
+    launch("workspace json=view.json knobs=[size]")
     assert capsys.readouterr().err == ""
-    content = json.loads((tmp_path / "view.json").read_text())
+    content = read_json(tmp_path / "view.json")
     spec = WorkspaceViewspec.model_validate(content)
     assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
     by_kind = {}
@@ -94,24 +94,24 @@ def test_a_project_of_the_environment_and_offline_by_wish(monkeypatch, capsys):
     assert view_of(WorkspaceRun(project="mine")).project == "mine"
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert main(["workspace"]) == 0
+    launch("workspace")
     assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
 
 
 def test_with_a_key_it_is_saved_and_replaced(stub, capfd):
-    assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
+    launch("workspace", ["name='our runs'"], "json=view.json")
     out, err = capfd.readouterr()
     assert err == ""
     identity, view, address = saved(stub)
     wanted = {"entityName": ENTITY, "projectName": "knobwise", "displayName": "our runs"}
     assert view.items() >= (wanted | {"type": "project-view"}).items()
-    assert json.loads(view["spec"]) == json.loads(Path("view.json").read_text())
+    assert json.loads(view["spec"]) == read_json("view.json")
     assert f"saved: {address}" in out
-    assert main(["workspace", "name='our runs'", "knobs=[size]"]) == 0
+    launch("workspace", ["name='our runs'"], "knobs=[size]")
     assert f"saved: {address}" in capfd.readouterr().out
     assert list(stub.views) == [identity]
     assert "Knobs/size_table" in stub.views[identity]["spec"]
-    assert main(["workspace", "name=another", "project=other", "entity=team"]) == 0
+    launch("workspace name=another project=other entity=team")
     assert "/team/other?nw=" in capfd.readouterr().out
     assert len(stub.views) == 2
     assert stub.unknown == []

@@ -3,16 +3,15 @@ selector."""
 
 import json
 import sys
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
 import commands
-import polars as pl
 import pytest
 import torch
-from commands import mistake, refused
+from commands import launch, mistake, read_json, refused, words_of
 from helpers import small_beams
-from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 from tiny_models import picture, tiny_clip
 
@@ -25,15 +24,14 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BeamFiles, ClipLora
 
-CLIP = [
-    *("encoder=clip", "encoder.model=clip", "encoder.data=queries.jsonl"),
-    "encoder.bank=bank.jsonl",
-]
-SHORT = [
-    *("sft.epochs=1", "variants.grpo_recorded.epochs=1", "variants.shuffled_recorded=null"),
+CLIP = words_of(
+    "encoder=clip encoder.model=clip encoder.data=queries.jsonl", "encoder.bank=bank.jsonl"
+)
+SHORT = words_of(
+    "sft.epochs=1 variants.grpo_recorded.epochs=1 variants.shuffled_recorded=null",
     "judged_shots=[2]",
-]
-KEPT = ["sft.lr=1e-2", "sft.keep=last", "rce.keep=last", "grpo.keep=last"]
+)
+KEPT = words_of("sft.lr=1e-2 sft.keep=last rce.keep=last grpo.keep=last")
 TRAIN = [*commands.REPLAY, *CLIP, *SHORT, *KEPT]
 SEED = Path("whole/latest/checkpoints/seed0")
 
@@ -42,11 +40,9 @@ def write_items(path, count, prefix):
     """Write `count` questions about four pictures."""
     rows = []
     for n in range(count):
-        question = f"How many {'dogs' if n % 3 else 'cats'} ?"
-        rows.append(
-            {"id": f"{prefix}{n}", "image": f"{n % 4}.png", "question": question, "answers": ["2"]}
-        )
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        row = {"id": f"{prefix}{n}", "image": f"{n % 4}.png", "answers": ["2"]}
+        rows.append(json.dumps(row | {"question": f"How many {'dogs' if n % 3 else 'cats'} ?"}))
+    Path(path).write_text("\n".join(rows))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +50,7 @@ def source(tmp_path_factory):
     """Beams as a table that names items by their ids, and as RL data; their items; a CLIP model; a
     finished run."""
     folder = tmp_path_factory.mktemp("clip")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         table, _ = small_beams(40)
         write_rl_data(table, "f.json")
         save_file({"embeddings": table.candidates}, "c.safetensors")
@@ -66,7 +61,7 @@ def source(tmp_path_factory):
         for number in range(4):
             picture(number, 8, 12).save(f"{number}.png")
         tiny_clip("clip")
-        assert main([*TRAIN, "name=x", "runs=whole"]) == 0
+        launch(TRAIN, "name=x runs=whole")
     return folder
 
 
@@ -85,42 +80,27 @@ def lora_of(path):
     return dict(encoder.state_dict())
 
 
-def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(
-    folder,
-):
-    assert load_checkpoint(SEED / "sft" / "best.pt").selector.features == 12, (
-        "CLIP's width, not that of the beams"
-    )
+def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(folder):
+    # CLIP's width, not that of the beams
+    assert load_checkpoint(SEED / "sft" / "best.pt").selector.features == 12
     sft, rce, grpo = (lora_of(SEED / stage) for stage in ("sft", "rce", "grpo_recorded"))
     for before, after in ((sft, rce), (rce, grpo)):
-        assert any(not torch.equal(before[name], after[name]) for name in before)
-        assert all((before[name] - after[name]).abs().max() < 0.1 for name in before), (
-            "it goes on where it was"
-        )
-    again = ["evaluate", "beams=files", "beams.path=b.safetensors", "beams.train=0.6"]
-    again += ["beams.validation=0.2", "judged_shots=[2]", "json=again.json"]
-    assert main([*again, *CLIP, f"checkpoint={SEED}/grpo_recorded/best.pt"]) == 0
+        assert not commands.same(before, after)
+        # it goes on where it was
+        assert all((before[name] - after[name]).abs().max() < 0.1 for name in before)
+    again = words_of("evaluate beams=files beams.path=b.safetensors beams.train=0.6")
+    again += words_of("beams.validation=0.2 judged_shots=[2] json=again.json")
+    launch(again, CLIP, f"checkpoint={SEED}/grpo_recorded/best.pt")
     trained, judged = (
-        {row["policy"]: row["accuracy"] for row in json.loads(Path(path).read_text())["rows"]}
+        {row["policy"]: row["accuracy"] for row in read_json(path)["rows"]}
         for path in ("whole/latest/results.json", "again.json")
     )
     assert judged.items() <= trained.items()
     assert "grpo_recorded" in judged
 
 
-def test_an_interrupted_run_with_clip_ends_like_any(folder):
-    with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == ("grpo", 2)):
-        assert main([*TRAIN, "name=x"]) == 130
-    assert main([*TRAIN, "name=x"]) == 0
-    first, second = (
-        load_checkpoint(f"{runs}/latest/checkpoints/best.pt") for runs in ("runs", "whole")
-    )
-    assert commands.same(first.selector.state_dict(), second.selector.state_dict())
-    assert_frame_equal(*(pl.read_csv(f"{runs}/latest/metrics.csv") for runs in ("runs", "whole")))
-
-
 def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder, capsys):
-    words = ["evaluate", "beams=files", "beams.path=b.safetensors", "judged_shots=[2]"]
+    words = words_of("evaluate beams=files beams.path=b.safetensors judged_shots=[2]")
     line = mistake([*words, f"checkpoint={SEED}/sft/best.pt"], capsys)
     assert "was trained with encoder=clip" in line
     table, _ = small_beams(4)
@@ -143,19 +123,13 @@ def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(fol
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("turned.jsonl").write_text("\n".join(lines[::-1]))
     read = []
-    for path, data in (
-        ("f.json", "queries"),
-        ("b.safetensors", "queries"),
-        ("b.safetensors", "turned"),
-    ):
+    for path, data in {"f.json": "queries", "b.safetensors": "turned"}.items():
         beams = BeamFiles(path=path, embeddings="c.safetensors", query_embeddings="q.safetensors")
-        items = read_data(
-            beams, ClipLora(model="clip", data=f"{data}.jsonl", bank="bank.jsonl")
-        ).items
-        assert items is not None
+        encoder = ClipLora(model="clip", data=f"{data}.jsonl", bank="bank.jsonl")
+        items = read_data(beams, encoder).items
         read.append(items.pixel_values[items.queries.long().flatten()])
     assert len(read[0].flatten(1).unique(dim=0)) == 4
-    assert all(torch.equal(pixels, read[0]) for pixels in read)
+    assert torch.equal(*read)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,24 @@
 """`split.repeats`: several random splits are one run with one table, each judged on its own test
 samples."""
 
-import json
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, ctrl_c, refused, same, write_table
+from commands import (
+    OPTIMISER,
+    TABLE,
+    ctrl_c,
+    launch,
+    read_json,
+    refused,
+    same,
+    words_of,
+    write_table,
+)
 from helpers import small_table
 from polars.testing import assert_frame_equal
 
@@ -21,10 +31,13 @@ from knobwise.envs.readers.long_table import long_frame
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.train import controller
 
-TRAIN = [
-    *("train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0,1]", "baselines=false"),
-    *("own_cost=false", "tracking.tensorboard=false"),
-]
+TRAIN = words_of(
+    "train",
+    TABLE,
+    OPTIMISER,
+    "policy=independent seeds=[0,1] baselines=false own_cost=false",
+    "tracking.tensorboard=false",
+)
 RUNS = Path("runs/controller")
 SPLITS = [1, 2, 3]
 
@@ -34,10 +47,9 @@ def made(tmp_path_factory):
     """A folder with a profile, a run on three splits, and a run on each of them at the same
     budgets."""
     folder = tmp_path_factory.mktemp("splits")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         write_table(60, holes=0.2)
-        assert main([*TRAIN, "split.seed=1", "split.repeats=3", "name=three"]) == 0
+        launch(TRAIN, "split.seed=1 split.repeats=3 name=three")
         budgets = f"budgets_ms={results_of('three')['budgets_ms']}".replace(" ", "")
         for seed in SPLITS:
             assert main([*TRAIN, f"split.seed={seed}", budgets, f"name=split{seed}"]) == 0
@@ -51,7 +63,7 @@ def folder(made, monkeypatch):
 
 
 def results_of(name):
-    return dict(json.loads((RUNS / name / "results.json").read_text()))
+    return dict(read_json(RUNS / name / "results.json"))
 
 
 def decisions_of(name):
@@ -87,38 +99,34 @@ def test_the_first_split_is_deployed_and_reported(folder):
     together, first = results_of("three"), results_of("split1")
     for name in ("best_seed", "validation_utility", "chosen", "guard"):
         assert together[name] == first[name]
-    weights = [
-        load_checkpoint(RUNS / name / "checkpoints" / "best.pt") for name in ("three", "split1")
-    ]
-    assert same(*(each.controller.state_dict() for each in weights))
-    assert_frame_equal(*(pl.read_csv(RUNS / name / "metrics.csv") for name in ("three", "split1")))
-    for name, shown in {"three": True, "split1": False}.items():
-        assert ("3 splits (36 samples)" in (RUNS / name / "report.html").read_text()) == shown
+    runs = RUNS / "three", RUNS / "split1"
+    best = [load_checkpoint(run / "checkpoints" / "best.pt").controller for run in runs]
+    assert same(*(controller.state_dict() for controller in best))
+    assert_frame_equal(*(pl.read_csv(run / "metrics.csv") for run in runs))
+    reports = [(run / "report.html").read_text() for run in runs]
+    assert ["3 splits (36 samples)" in report for report in reports] == [True, False]
 
 
 def test_no_split_is_fitted_on_what_it_is_judged_on(folder):
     table, decisions, tests = small_table(60), decisions_of("three"), []
-    for number, path in enumerate(("checkpoints", "split1/checkpoints", "split2/checkpoints")):
-        extra = load_checkpoint(RUNS / "three" / path / "best.pt").extra
+    for number, path in enumerate((".", "split1", "split2")):
+        extra = load_checkpoint(RUNS / "three" / path / "checkpoints" / "best.pt").extra
         tests.append(set(extra["test_rows"].tolist()))
-        assert tests[-1].isdisjoint(
-            torch.cat([extra["train_rows"], extra["validation_rows"]]).tolist()
-        )
+        fitted = torch.cat([extra["train_rows"], extra["validation_rows"]])
+        assert tests[-1].isdisjoint(fitted.tolist())
         judged = decisions.filter(pl.col("split") == number)["sample_id"].unique()
         assert set(judged) == {table.sample_ids[row] for row in tests[-1]}
     assert tests[0] != tests[1] != tests[2]
 
 
 def test_an_interrupted_run_resumes_split_by_split(folder, capsys):
-    words = [*TRAIN, "split.seed=1", "split.repeats=3", "name=killed"]
-    with ctrl_c(
-        lambda trainer: trainer.title.startswith("split 1, seed 1") and trainer.iteration == 6
-    ):
+    words = words_of(TRAIN, "split.seed=1 split.repeats=3 name=killed")
+    with ctrl_c(lambda trainer: (trainer.title[:15], trainer.iteration) == ("split 1, seed 1", 6)):
         assert main(words) == 130
     assert not (RUNS / "killed" / "split2").exists()
     finished = RUNS / "killed" / "split1" / "checkpoints" / "seed0" / "last.pt"
     before = finished.stat().st_mtime_ns
-    assert main(words) == 0
+    launch(words)
     assert finished.stat().st_mtime_ns == before
     assert_frame_equal(decisions_of("killed"), decisions_of("three"))
     rows = zip(results_of("three")["rows"], results_of("killed")["rows"], strict=True)
@@ -134,16 +142,13 @@ def test_every_split_divides_the_folds_of_its_baselines_anew(folder, monkeypatch
         return make(table, split, seed, *rest, **others)
 
     monkeypatch.setattr(controller, "make_baselines", noted)
-    for module in (baselines, controller):
-        monkeypatch.setattr(
-            module, "FAMILIES", ("ridge",), raising=False
-        )  # the others take seconds
+    for module in (baselines, controller):  # the other families take seconds
+        monkeypatch.setattr(module, "FAMILIES", ("ridge",))
     words = [word for word in TRAIN if not word.startswith(("baselines", "seeds"))]
-    assert main([*words, "seeds=[4]", "split.repeats=2", "name=baselines"]) == 0
+    launch(words, "seeds=[4] split.repeats=2 name=baselines")
     assert seeds == [4, 5]
-    rows = {
-        row["policy"]: row for row in results_of("baselines")["rows"] if row["budget_ms"] is None
-    }
+    means = [row for row in results_of("baselines")["rows"] if row["budget_ms"] is None]
+    rows = {row["policy"]: row for row in means}
     assert len(rows["ridge"]["utility_per_split"]) == 2
     assert len(rows["controller"]["utility_per_seed"]) == 1
     assert "utility_per_seed" not in rows["ridge"]
@@ -151,7 +156,7 @@ def test_every_split_divides_the_folds_of_its_baselines_anew(folder, monkeypatch
 
 def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder, capsys):
     for first, second in (("three", "split1"), ("split1", "three")):
-        assert main(["compare", str(RUNS / first), str(RUNS / second), "html=null"]) == 0
+        launch("compare", [str(RUNS / first)], [str(RUNS / second)], "html=null")
         printed = capsys.readouterr().out
         assert "three was judged on several splits" in printed
         assert "is the highest" not in printed

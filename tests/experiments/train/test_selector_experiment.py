@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections import defaultdict
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import refused
+from commands import launch, read_json, refused, words_of
 from helpers import few_demonstrations, small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
@@ -25,16 +26,12 @@ from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BuiltinBeams
 
 EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
-REPLAY = [
-    *commands.REPLAY,
-    *EPOCHS,
-    "variants.grpo_recorded.epochs=2",
-    "variants.shuffled_recorded.epochs=2",
-]
-FILES = ["train", "experiment=selector", "beams=files", *commands.BEAMS, *EPOCHS]
+VARIANTS = ("grpo_recorded", "shuffled_recorded")
+REPLAY = words_of(commands.REPLAY, EPOCHS, (f"variants.{name}.epochs=2" for name in VARIANTS))
+FILES = words_of("train experiment=selector beams=files", commands.BEAMS, EPOCHS)
 EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
-MODEL = [*(f"variants.{name}=null" for name in ("grpo_recorded", "shuffled_recorded"))]
-MODEL += ["variants={mine:{reward_model:{width:8},epochs:2}}"]
+ALONE = [f"variants.{name}=null" for name in VARIANTS]
+MODEL = words_of(ALONE, "variants={mine:{reward_model:{width:8},epochs:2}}")
 RUN = Path("runs/selector_replay")
 STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
@@ -48,10 +45,8 @@ def folder(tmp_path, monkeypatch):
     table.save("b.safetensors")
     write_rl_data(table, "f.json")
     ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
-    scores = table.fields["beam_score"].tolist()
-    legacy = {
-        q: {"id_list": ids[i], "score_list": scores[i]} for i, q in enumerate(table.query_ids)
-    }
+    beams = zip(table.query_ids, ids, table.fields["beam_score"].tolist(), strict=True)
+    legacy = {query: {"id_list": rows, "score_list": scores} for query, rows, scores in beams}
     Path("e.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
@@ -62,15 +57,14 @@ def folder(tmp_path, monkeypatch):
 def whole(tmp_path_factory):
     """A finished run of `REPLAY` that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         small_beams(60)[0].save("b.safetensors")
-        assert main([*REPLAY, "name=x"]) == 0
+        launch(REPLAY, "name=x")
     return folder / RUN / "x"
 
 
 def results_of(run="runs/latest"):
-    return json.loads(Path(run, "results.json").read_text())
+    return read_json(Path(run, "results.json"))
 
 
 def numbers(results):
@@ -91,8 +85,8 @@ def named(rows):
 
 
 def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
-    words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
-    assert main(words) == 0
+    words = words_of(REPLAY, EMBEDDINGS, "beams.path=f.json tracking=offline name=first")
+    launch(words)
     run = folder / RUN / "first"
     assert (folder / "runs" / "latest").resolve() == run
     for name in ("report.html", "checkpoints/last.pt", "checkpoints/best.pt"):
@@ -128,13 +122,13 @@ def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     assert {("grpo_recorded", "rce"), ("rce", "sft"), ("shuffled_recorded", "sft")} <= pairs
     assert "reward.mode" not in capsys.readouterr().err
     words = [word for word in words if word.startswith("beams.")]
-    assert main(["evaluate", "beams=files", *words, "json=again.json"]) == 0
-    again = named(json.loads(Path("again.json").read_text())["rows"])
+    launch("evaluate beams=files", words, "json=again.json")
+    again = named(read_json("again.json")["rows"])
     assert ("grpo_recorded", 2) in again
     assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
 
 
-SMALL = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]", "name=x"]
+SMALL = words_of("selector.width=16 selector.heads=2 tracking=disabled seeds=[0] name=x")
 
 
 def short(queries):
@@ -150,7 +144,7 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     few_demonstrations(monkeypatch, test=1500)
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
     words = [*SMALL, *short(1024), *left_out, "variants.grpo_live.epochs=1"]
-    assert main(["train", "experiment=selector", *words]) == 0
+    launch("train experiment=selector", words)
     results = results_of()
     learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
     wanted = {*learned, "random", "image_similarity", "similarity", "part_similarity"}
@@ -171,11 +165,8 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
         pair = [rows[row[key], row["shots"]]["accuracy"] for key in ("policy", "against")]
         assert row["difference"] == pytest.approx(pair[0] - pair[1])
     compared = {(row["policy"], row["against"]) for row in results["differences"]}
-    assert {
-        ("grpo_live", "rce"),
-        ("grpo_recorded", "rce"),
-        ("shuffled_recorded", "sft"),
-    } <= compared
+    wanted = {("grpo_live", "rce"), ("grpo_recorded", "rce"), ("shuffled_recorded", "sft")}
+    assert wanted <= compared
     trained = {path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()}
     assert trained == {*learned, "shuffled_recorded"}
 
@@ -183,11 +174,11 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
 def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
-    words = ["judged_shots=[2]", "jobs=1", "reward_model.width=8", "reward_model.epochs=1"]
+    words = words_of("judged_shots=[2] jobs=1 reward_model.width=8 reward_model.epochs=1")
     words += ["variants.shuffled_learned.epochs=1", "variants.learned_1k=null"]
     for name in ("learned_10k", "shuffled_learned"):
         words.append(f"variants.{name}.reward_model.calls=90")
-    assert main(["train", "experiment=selector_reward_model", *SMALL, *short(256), *words]) == 0
+    launch("train experiment=selector_reward_model", SMALL, short(256), words)
     results = results_of()
     spent = {row["policy"]: (*row["calls"], row["recorded"]) for row in results["true_calls"]}
     live, recorded = spent.pop("live"), spent["learned_0"][1]
@@ -213,7 +204,7 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
 
 
 def test_replay_trains_on_a_learned_reward_without_true_calls(folder):
-    assert main([*REPLAY, *MODEL]) == 0
+    launch(REPLAY, MODEL)
     results = results_of()
     assert results["true_calls"] == [{"policy": "mine", "calls": [0], "recorded": 36 * 4}]
     assert "calibration" not in results
@@ -222,26 +213,26 @@ def test_replay_trains_on_a_learned_reward_without_true_calls(folder):
 def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder, capsys):
     """Format E knows neither right answers nor sequences that were found without looking at the
     answer. A folder with such a file picks the reward by itself and says so."""
-    groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
+    groups = [f"variants.{name}.groups=all" for name in VARIANTS]
     Path("recorded").mkdir()
     Path("e.json").rename("recorded/e.json")
     words = [*REPLAY, *EMBEDDINGS, "beams.path=recorded", *groups]
-    assert main(words) == 0
+    launch(words)
     assert capsys.readouterr().err.count("reward.mode=legacy:") == 1
     results = results_of()
     assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
-    assert main([*words, "reward.mode=legacy"]) == 0
+    launch(words, "reward.mode=legacy")
     assert "reward.mode=legacy:" not in capsys.readouterr().err
     assert numbers(results_of()) == numbers(results)
     assert named(results["rows"])["best_recorded", 2]["accuracy"] == 1
 
 
 def test_the_command_in_the_results_gives_the_same_numbers(folder):
-    assert main([*REPLAY, "reward.mode=legacy", "runs=some runs"]) == 0
+    launch(REPLAY, "reward.mode=legacy", ["runs=some runs"])
     first = results_of("some runs/latest")
     knobwise, *words = shlex.split(first["command"])
     assert knobwise == "knobwise"
-    assert main(words) == 0
+    launch(words)
     assert len(list(Path("some runs/selector_replay").iterdir())) == 2
     assert numbers(results_of("some runs/latest")) == numbers(first)
 
@@ -300,8 +291,7 @@ def test_beams_without_any_found_by_looking_at_the_answer(folder, capsys):
 
 
 def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder):
-    alone = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
-    assert main([*REPLAY, *alone, "variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]) == 0
+    launch(REPLAY, ALONE, "variants={blind:{epochs:1,groups:all,hidden:[liar]}}")
     results = results_of()
     assert results["best_policy"] == "rce"  # the one that sees
     kept = [Path("runs/latest/checkpoints", name, "best.pt") for name in (".", "seed0/rce")]
@@ -330,14 +320,12 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
     folder, whole, capsys
 ):
     words = [*REPLAY, "name=x"]
-    for stop in (("sft", 3), ("rce", 2), ("grpo", 7), None):
-        in_training = commands.ctrl_c(
-            lambda trainer, stop=stop: (trainer.stage.name, trainer.iteration) == stop
-        )
-        with in_training if stop else commands.ctrl_c_in_report():
-            assert main(words) == 130, stop
+    stops = [commands.ctrl_c_at(*place) for place in (("sft", 3), ("rce", 2), ("grpo", 7))]
+    for stop in (*stops, commands.ctrl_c_in_report()):
+        with stop:
+            assert main(words) == 130
         assert "repeat the command to resume" in capsys.readouterr().err
-    assert main(words) == 0
+    launch(words)
     assert [path.name for path in RUN.iterdir()] == ["x"]
     assert Path("runs/latest/report.html").exists()
     assert numbers(results_of()) == numbers(results_of(whole))
@@ -347,13 +335,11 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 @pytest.mark.campaign
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder):
-    words = [
-        *REPLAY,
-        "variants.shuffled_recorded=null",
-        "variants.grpo_recorded.epochs=6",
-        "seeds=[0,1]",
+    words = words_of(
+        REPLAY,
+        "variants.shuffled_recorded=null variants.grpo_recorded.epochs=6 seeds=[0,1]",
         "name=x",
-    ]
+    )
     killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     children = []
@@ -367,8 +353,8 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder):
     # or they would go on writing beside the run that goes on
     commands.wait_for(lambda: not any(map(commands.alive, children)))
     assert not all((seed / "grpo_recorded" / "epoch6.pt").exists() for seed in seeds)
-    assert main(words) == 0
-    assert main([*words, "runs=whole", "jobs=1"]) == 0
+    launch(words)
+    launch(words, "runs=whole jobs=1")
     assert [path.name for path in RUN.iterdir()] == ["x"]
     assert numbers(results_of()) == numbers(results_of("whole/latest"))
     assert_frame_equal(metrics_of("runs/latest"), metrics_of("whole/latest"))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import REPLAY, TABLE, ctrl_c, refused, same, write_table
+from commands import (
+    REPLAY,
+    TABLE,
+    ctrl_c_at,
+    launch,
+    read_json,
+    refused,
+    same,
+    words_of,
+    write_table,
+)
 from helpers import equal_states, small_beams
 
 from knobwise.__main__ import main
@@ -34,19 +44,10 @@ def data_of(table, scorer):
 
 
 def run_of(variants, **settings):
-    return SelectorRun(
-        beams=None,
-        selector=SelectorConfig(width=16, heads=2),
-        sft=STAGE,
-        rce=STAGE,
-        grpo=STAGE,
-        variants=variants,
-        shots=2,
-        seeds=[0],
-        judged_shots=[2],
-        tracking=TrackingSettings(mode="disabled", tensorboard=False),
-        **settings,
-    )
+    quick = {"selector": SelectorConfig(width=16, heads=2), "shots": 2, "judged_shots": [2]}
+    quick |= dict.fromkeys(("sft", "rce", "grpo"), STAGE)
+    tracking = TrackingSettings(mode="disabled", tensorboard=False)
+    return SelectorRun(variants=variants, seeds=[0], tracking=tracking, **quick, **settings)
 
 
 class Watched(selector.SelectorTrainer):
@@ -131,34 +132,22 @@ def test_the_kept_epoch_is_judged(tmp_path):
         (seed / name / "last.pt").write_bytes((seed / "sft" / "epoch0.pt").read_bytes())
     again, decided_again = selector.judge_run(config, data, tmp_path)
     assert decisions.drop("decision_us").equals(decided_again.drop("decision_us"))
-    rows = [
-        [{**row, "decision_us_p50": None} for row in results["rows"]] for results in (before, again)
-    ]
-    assert rows[0] == rows[1]
+    for row in (*before["rows"], *again["rows"]):
+        row.pop("decision_us_p50")
+    assert before["rows"] == again["rows"]
     assert before["epochs"] == {"sft": [1], "rce": [1], "warm": [1]}
     assert {row["policy"] for row in before["votes"]} == {"sft", "rce", "warm"}
 
 
 # -- runs that start from a checkpoint, through the command line -----------------------------------
 
-TRAIN = [
-    *(
-        "train",
-        *TABLE,
-        "policy=independent",
-        "seeds=[0]",
-        "optimiser.warmup_iterations=0",
-        "optimiser.iterations=9",
-    ),
-    *(
-        "policy.hidden=16",
-        "policy.dropout=0",
-        "baselines=false",
-        "tracking=disabled",
-        "optimiser.contexts=32",
-    ),
-    "optimiser.evaluate_every=3",
-]
+TRAIN = words_of(
+    "train",
+    TABLE,
+    "policy=independent seeds=[0] optimiser.warmup_iterations=0",
+    "optimiser.iterations=9 policy.hidden=16 policy.dropout=0 baselines=false",
+    "tracking=disabled optimiser.contexts=32 optimiser.evaluate_every=3",
+)
 START = "init_from=runs/controller/warm"
 SFT = "checkpoints/seed0/sft/best.pt"
 
@@ -168,16 +157,12 @@ def made(tmp_path_factory):
     """A folder with a profile, beams, a finished run of a controller, and the stages of a
     selector."""
     folder = tmp_path_factory.mktemp("starts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         write_table()
         beams = small_beams(60)
         beams[0].save("b.safetensors")
         SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, folder).all()
-        assert (
-            main([*TRAIN, "optimiser.warmup_iterations=30", "optimiser.iterations=0", "name=warm"])
-            == 0
-        )
+        launch(TRAIN, "optimiser.warmup_iterations=30 optimiser.iterations=0 name=warm")
     return folder
 
 
@@ -193,9 +178,9 @@ def state(path):
 
 def interrupted(words, iteration, stage):
     """Run the command until Ctrl-C in this iteration of a stage, then again."""
-    with ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
+    with ctrl_c_at(stage, iteration):
         assert main(words) == 130
-    assert main(words) == 0
+    launch(words)
 
 
 def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder):
@@ -205,40 +190,28 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder):
     for name in ("best.pt", "last.pt"):
         assert same(*(state(f"{run}/checkpoints/{name}") for run in runs))
     assert Path(runs[0], "metrics.csv").read_bytes() == Path(runs[1], "metrics.csv").read_bytes()
-    start = dict(load_checkpoint("runs/controller/warm/checkpoints/best.pt").network.state_dict())
-    assert same(
-        load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]["reference"], start
-    )
-    results = json.loads(Path(runs[0], "results.json").read_text())
-    assert results["training"] == {
-        "warmup_iterations": 0,
-        "iterations": 9,
-        "method": "GRPO",
-        "hidden": 16,
-    }
+    start = load_checkpoint("runs/controller/warm/checkpoints/best.pt").network.state_dict()
+    training = load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]
+    assert same(training["reference"], start)
+    results = read_json(Path(runs[0], "results.json"))
+    training = {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
+    assert results["training"] == training
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with
 
 
 def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder, tmp_path):
-    config, data = (
-        run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT),
-        data_of(*small_beams(60)),
-    )
+    data = data_of(*small_beams(60))
+    config = run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT)
     config.sft = replace(STAGE, epochs=0)
     SelectorStages(config, data, 0, tmp_path / "whole").all()
-    with (
-        ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == ("rce", 2)),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with ctrl_c_at("rce", 2), pytest.raises(KeyboardInterrupt):
         SelectorStages(config, data, 0, tmp_path / "killed").all()
     SelectorStages(config, data, 0, tmp_path / "killed").all()
     seeds = [tmp_path / name / "checkpoints" / "seed0" for name in ("whole", "killed")]
     start = state(SFT)
     assert same(start, state(f"{seeds[0]}/sft/best.pt"))
     reference = load_checkpoint(seeds[0] / "warm" / "last.pt").extra["training"]["reference"]
-    assert same(
-        start, {name.removeprefix("selector."): values for name, values in reference.items()}
-    )
+    assert same({f"selector.{name}": values for name, values in start.items()}, reference)
     for name in ("rce", "warm"):
         assert same(*(state(f"{seed}/{name}/last.pt") for seed in seeds))
     # what must not see a block does not start from weights that have seen it
