@@ -39,6 +39,7 @@ LESS = {
 }
 """Setting of the product → how little work is enough, but for the tests of these folders."""
 LESS_OF_RUNS = {
+    "agents.selector.evaluation.REPEATS": (2,),
     "experiments.deploy.live.WARM_UP": (1,),
     "experiments.deploy.live.CALIBRATION": (6,),
     "experiments.deploy.export.CALLS": (20,),
@@ -93,7 +94,7 @@ def _draw_little(patch):
     Image.new("RGB", (1, 1)).save(picture, "png")
 
     def few_curves(points, *arguments, **options):
-        panels = points["panel"].unique(maintain_order=True).head(CURVES)
+        panels = points["panel"].unique(maintain_order=True).head(CURVES).to_list()
         return curves(points.filter(points["panel"].is_in(panels)), *arguments, **options)
 
     patch.setattr(charts, "curves", few_curves)
