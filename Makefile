@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.knobwise
 # keep bytecode whatever the environment says: tests start hundreds of processes, each of which would compile torch
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run quick test lint docs bench campaign clean
+.PHONY: run quick test suite lint docs bench campaign clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
@@ -24,7 +24,13 @@ run: $(INSTALLED)
 quick: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=lean seeds=[0] baselines=false
 
-test: $(INSTALLED)-test lint
+test: $(INSTALLED)-test
+	$(MAKE) -j 2 suite lint
+
+# two processes of one thread each
+suite: export OMP_NUM_THREADS = 1
+suite: export POLARS_MAX_THREADS = 1
+suite: $(INSTALLED)-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)-test

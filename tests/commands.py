@@ -173,13 +173,13 @@ def started(words, **variables):
 
 class Command:
     """A command at work, in a process forked from one that has imported everything, which others
-    need seconds for."""
+    need seconds for. Its stderr may be `gone`: "closed", or "unread" by anybody."""
 
-    def __init__(self, words):
+    def __init__(self, words, gone=""):
         self.printed = [Path(tempfile.mkstemp(prefix=name)[1]) for name in ("out-", "err-")]
         environment = {**os.environ, **VARIABLES}
         context = multiprocessing.get_context("forkserver")
-        arguments = words, os.getcwd(), environment, self.printed
+        arguments = words, os.getcwd(), environment, self.printed, gone
         self.process = context.Process(target=_work, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -205,13 +205,21 @@ class Command:
         return out, err
 
 
-def _work(words, folder, environment, printed):
+def _work(words, folder, environment, printed, gone):
     """`python -m knobwise …` in this process."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate(printed, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    if gone == "closed":
+        os.close(2)
+        sys.stderr = None  # as Python begins without it
+    elif gone == "unread":
+        reader, writer = os.pipe()
+        os.dup2(writer, 2)
+        os.close(reader)
+        sys.stderr = os.fdopen(2, "w", buffering=1)  # the one before was a file
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["__main__"], sys.argv = knobwise.__main__, [str(knobwise.__main__.__file__), *words]
     sys.exit(main())

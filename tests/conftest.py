@@ -1,17 +1,20 @@
 """Warnings of libraries are not ours; neither is their chatter. One thread: the tests run side by
 side."""
 
+import io
 import logging
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from commands import VARIABLES
+from PIL import Image
 
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.serving import own_cost
 from knobwise.common import interruption
 
 PRELOADED = [
@@ -25,7 +28,27 @@ PRELOADED = [
     *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
 ]
 """By the process that others are forked from: imported there once, and not for seconds in each."""
-LONG = ("test_tutorial.py", "test_docs.py", "test_layout.py", "test_everywhere.py")
+LONG = ("test_docs.py", "test_layout.py", "test_everywhere.py")
+LESS = {
+    "agents.serving.own_cost.ROUNDS": (1, "serving"),
+    "agents.serving.own_cost.CALLS": (4, "serving"),
+    "agents.serving.own_cost.WARM_UP": (1, "serving"),
+    "agents.learning.adaptation.STEPS": (50, "learning", "serving"),
+    "agents.learning.adaptation.LR": (4e-3, "learning", "serving"),
+    "agents.learning.update.FOLDS": (2,),
+}
+"""Setting of the product → how little work is enough, but for the tests of these folders."""
+LESS_OF_RUNS = {
+    "agents.selector.evaluation.REPEATS": (2,),
+    "experiments.deploy.live.WARM_UP": (1,),
+    "experiments.deploy.live.CALIBRATION": (6,),
+    "experiments.deploy.export.CALLS": (20,),
+    "experiments.results.explanation.REPEATS": (1, "results", "deploy"),
+    "experiments.results.explanation.TOP": (2, "results", "deploy"),
+}
+"""The same for tests that run commands; others need not import these modules."""
+CURVES = 3
+"""Panels of training curves in a report, of some thirty."""
 
 
 def pytest_collection_modifyitems(items):
@@ -37,24 +60,45 @@ def pytest_collection_modifyitems(items):
 def _quiet_and_single_threaded():
     torch.set_num_threads(1)
     os.environ |= VARIABLES
+    # the settings of each command are composed from dozens of files: by libyaml in a third less time
+    yaml.SafeLoader = yaml.CSafeLoader
     multiprocessing.set_forkserver_preload(PRELOADED)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_work(request):
-    """Fewer boosted trees where tests are not about what predictors have learned, and fewer
-    decisions timed where they are not about time."""
+    """Fewer boosted trees, timed decisions and shuffles, and next to no pictures, where tests are
+    not about these."""
+    part, *_ = request.path.relative_to(Path(__file__).parent).parts
+    folder = request.path.parent.name
+    runs = part not in ("agents", "envs", "losses")
     with pytest.MonkeyPatch.context() as patch:
         boosting = FAMILIES["gradient_boosting"]
         trees = {"predictors": (50, 100), "judging": boosting.settings}
-        settings = trees.get(request.path.parent.name, (10, 40))
+        settings = trees.get(folder, (10, 40))
         patch.setitem(FAMILIES, "gradient_boosting", boosting._replace(settings=settings))
-        if request.path.parent.name != "serving":
-            patch.setattr(own_cost, "ROUNDS", 1)
-            patch.setattr(own_cost, "CALLS", 4)
-            patch.setattr(own_cost, "WARM_UP", 1)
+        for name, (value, *about) in (LESS | LESS_OF_RUNS if runs else LESS).items():
+            if folder not in about:
+                patch.setattr(f"knobwise.{name}", value)
+        if runs and folder not in ("report", "compare"):
+            _draw_little(patch)
         yield
+
+
+def _draw_little(patch):
+    from knobwise.experiments.report import charts, page
+
+    curves = charts.curves
+    picture = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(picture, "png")
+
+    def few_curves(points, *arguments, **options):
+        panels = points["panel"].unique(maintain_order=True).head(CURVES).to_list()
+        return curves(points.filter(points["panel"].is_in(panels)), *arguments, **options)
+
+    patch.setattr(charts, "curves", few_curves)
+    patch.setattr(page, "png", lambda figure: picture.getvalue())
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,14 @@ def question_of(experiment: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
+def sweep_of(experiment: str) -> Mapping[str, str]:
+    """Return what the file of an experiment varies under `-m`: key → values; {} for nothing."""
+    path = CONF / "experiment" / f"{experiment}.yaml"
+    if not path.exists():
+        return {}
+    return OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params", default={})
+
+
 # -- composing -------------------------------------------------------------------------------------
 
 

@@ -170,7 +170,7 @@ def _run(arguments: list[str]) -> int:
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
-        run(schema, config, arguments)
+        run(config, arguments)
     else:
         run(config)
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.progress import has_terminal, say
-from knobwise.experiments.command_line.compose import composed, question_of
+from knobwise.experiments.command_line.compose import question_of, sweep_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 
@@ -37,10 +37,9 @@ def train(config: Any, words: list[str], once: bool = False) -> Path:
     return experiment(replace(config, tracking=tracking)).run(words, once)
 
 
-def run(schema: str, config: Any, arguments: list[str]) -> None:
+def run(config: Any, arguments: list[str]) -> None:
     """Train one run, and mention the sweep that the experiment's file has."""
-    sweeper = composed(schema, arguments, return_hydra_config=True).hydra.sweeper
-    if sweeper.params:
-        variants = " ".join(f"{key}={values}" for key, values in sweeper.params.items())
+    variants = " ".join(f"{key}={values}" for key, values in sweep_of(config.experiment).items())
+    if variants:
         say(f"{config.experiment}: one run with the defaults of its file; -m runs {variants}")
     train(config, arguments)

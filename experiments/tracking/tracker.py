@@ -8,6 +8,7 @@ an account or a network.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import netrc
@@ -328,8 +329,10 @@ def _without_infinity(value: Any) -> Any:
     return value
 
 
+@functools.cache
 def code_digest() -> str:
     """Return a digest of the code that runs, edits that are not committed included."""
+    # read once: what is edited later is not what runs
     parts = Path(knobwise.__file__).parent.iterdir()
     files = [path for part in parts if part.is_dir() for path in part.resolve().rglob("*.py")]
     content = b"\0".join(path.read_bytes() for path in sorted(files))

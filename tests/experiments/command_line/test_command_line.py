@@ -179,7 +179,8 @@ def test_a_table_without_knobs(folder):
     long_frame(table).select("sample_id", name, "accuracy", "latency_ms").write_csv("solvers.csv")
     write_features(table, "instances.npz")
     words = words_of("profile=table profile.path=solvers.csv profile.features=instances.npz")
-    launch("train", words, QUICK, "seeds=[0] optimiser.warmup_iterations=300")
+    words += words_of("policy.experts=[ridge] policy.members=2 baselines=false")
+    launch("train", words, QUICK, "seeds=[0] optimiser.warmup_iterations=200")
     results = read_json("runs/latest/results.json")
     assert (results["profile"]["samples"], results["profile"]["configurations"]) == (300, 37)
     means = {row["policy"]: row["utility"] for row in results["rows"] if row["budget_ms"] is None}

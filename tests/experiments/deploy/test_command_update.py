@@ -21,6 +21,7 @@ from wandb_stub import offline_runs
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.learning import adaptation
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import RequestLog
@@ -206,6 +207,7 @@ def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
         serve_requests(model, table, count, seed=1)
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
+    monkeypatch.setattr(adaptation, "STEPS", 5)
     words = ["update", f"log={tmp_path / 'log'}", f"out={out}", "every=40"]
     words.append("tracking=offline")
     assert main(words) == 130

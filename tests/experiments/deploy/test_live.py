@@ -44,12 +44,6 @@ class Case(NamedTuple):
     controller: DeployedController
 
 
-@pytest.fixture(autouse=True)
-def few_untimed_requests(monkeypatch):
-    monkeypatch.setattr(live, "CALIBRATION", 6)
-    monkeypatch.setattr(live, "WARM_UP", 1)
-
-
 @pytest.fixture(scope="module")
 def case():
     table = builtin_profile()
@@ -301,10 +295,13 @@ class Failing(ElasticAdaptive):
 
 
 @pytest.mark.parametrize(
-    ("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))]
+    ("answers", "kept"), [(3, (0, 0)), (12 + 6 * 5, (4, 1)), (12 + 6 * 14, (8, 1))]
 )
-def test_what_was_served_before_a_server_died_is_kept(case, checkpoint, tmp_path, answers, kept):
-    config = replace(SHORT, requests=40, repeats=2)
+def test_what_was_served_before_a_server_died_is_kept(
+    case, checkpoint, tmp_path, monkeypatch, answers, kept
+):
+    monkeypatch.setattr(live, "IN_A_ROW", 4)
+    config = replace(SHORT, requests=8, repeats=2)
     path = tmp_path / "live.json"
     # 26 cells are timed before: 20 to warm up, then 6
     with pytest.raises(InputError, match="ConnectionError: the server is gone"):

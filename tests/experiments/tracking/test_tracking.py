@@ -341,7 +341,7 @@ def append_many(path, seed):
 
 def test_several_processes_lose_nothing(tmp_path):
     path = tmp_path / "metrics.csv"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     writers = [context.Process(target=append_many, args=(path, seed)) for seed in range(3)]
     for writer in writers:
         writer.start()

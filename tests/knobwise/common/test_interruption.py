@@ -370,14 +370,11 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
     assert bar.search(message), message
 
 
-@pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])
+@pytest.mark.parametrize("gone", ["closed", "unread"])
 def test_a_stderr_that_is_gone_does_not_stop_training(folder, gone):
-    words = [*COMMAND, *TRAIN, "optimiser.iterations=2", "seeds=[0]"]
-    command = ["bash", "-c", f"{shlex.join(words)} {gone}"]
-    done = subprocess.run(
-        command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = commands.Command([*TRAIN, "optimiser.iterations=2", "seeds=[0]"], gone)
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
     assert Path("runs/controller/x/report.html").exists()
 
 
