@@ -138,11 +138,11 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[flo
     """Return Spearman's rank correlation of x and y, [n] each, and its 95 % bootstrap interval.
 
     Samples are drawn again, but keep the ranks that they have among all. Both results are None if x
-    or y is constant.
+    or y is constant, or empty.
     """
     from scipy.stats import rankdata
 
-    if min(np.ptp(x), np.ptp(y)) == 0:
+    if min(len(np.unique(x)), len(np.unique(y))) < 2:
         return None, None
     # shares of n, so that small numbers are rounded little
     a, b = rankdata([x, y], axis=1) / np.size(x)

@@ -67,6 +67,11 @@ def test_difficulty_against_latency_by_hand():
     assert all(row["difficulty_ms"] == row["policy_ms"] for row in seen["groups"])
 
 
+def test_without_two_values_there_is_no_rank_correlation():
+    for sides in ([], []), ([1.0], [2.0]), ([1.0, 2.0], [3.0, 3.0]):
+        assert rank_correlation(*sides) == (None, None)
+
+
 def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws():
     """Of 50 draws of 100 pairs with a known correlation nearly 95 % hold it."""
     generator = np.random.default_rng(0)
