@@ -1,9 +1,9 @@
 """SmolLM2 with demonstrations before each question: how many, and how they are chosen, are its
 knobs.
 
-    knobwise profile model=shots out=DIR
+    knobwise profile model=shots out=DIR knobs.clock=cpu
 
-measures it on questions that the selector which comes with knobwise was not trained on.
+measures it, on questions that the selector which comes with knobwise was not trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
 _DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 SELECTOR = _DATA / "smollm2-selector.pt"
-"""`knobwise train experiment=selector_language seeds=[0]` makes it, with RCE; see docs/beams.md."""
+"""`knobwise train experiment=selector_language beams.model=null seeds=[0] judged_shots=[2]
+variants.grpo_recorded=null variants.grpo_live=null variants.shuffled_recorded=null` makes it in a
+minute: checkpoints/seed0/rce/best.pt of the run."""
 BEAMS = _DATA / "smollm2-beams.safetensors"
 SHARES = (0.55, 0.1)
 """Training and validation shares of the queries in `BEAMS` that the selector learned from."""

@@ -8,8 +8,10 @@ from tiny_models import tiny_tokenizer
 
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.serving import demonstrated_model
 from knobwise.agents.serving.demonstrated_model import POOL, DemonstratedModel
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
@@ -23,8 +25,7 @@ BANK = tuple(
 )
 
 
-@pytest.fixture(scope="module")
-def model():
+def tiny_llama():
     tokenizer = tiny_tokenizer()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -39,9 +40,15 @@ def model():
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        llama = transformers.LlamaForCausalLM(config)
+        return transformers.LlamaForCausalLM(config), tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         selector = Selector(SelectorConfig(version="v1", width=8), 80)
-    return DemonstratedModel(llama, tokenizer, BANK, selector, max_new_tokens=4)
+    return DemonstratedModel(*tiny_llama(), BANK, selector, max_new_tokens=4)
 
 
 def questions_of(demonstrations):
@@ -100,3 +107,20 @@ def test_a_profile_has_both_knobs(model, tmp_path):
             profile_vlm(tmp_path, model, BANK[:2], config)
     finally:
         model.bank = bank
+
+
+def test_the_selector_that_comes_with_knobwise_is_asked_about_what_it_did_not_learn(monkeypatch):
+    monkeypatch.setattr(demonstrated_model, "smollm_folder", lambda: "")
+    monkeypatch.setattr(demonstrated_model, "load_pretrained", lambda *_: tiny_llama())
+    model = demonstrated_model.SmollmShots()
+    beams = BeamTable.load(demonstrated_model.BEAMS)
+    learned = {beams.query_ids[row] for row in beams.split(*demonstrated_model.SHARES).train}
+    names = [item.id for item in model.questions]
+    assert len(names) == len(set(names)) >= 1000
+    assert not learned.intersection(names)
+    # it was trained to choose by kind; what it chooses here is mostly of the question's own
+    same = []
+    for item in model.questions[:40]:
+        shown = model.demonstrations(item.question, 2, "learned")
+        same += [item.question_type == shot.question_type for shot in shown]
+    assert sum(same) > len(same) / 2
