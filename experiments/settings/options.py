@@ -253,10 +253,10 @@ class ProfileRun:
     it."""
 
     model: str = "elastic"
-    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr]; shots,
-    SmolLM2, whose knobs are the demonstrations before a question; a Hugging Face model by its name
-    or folder, or smollm2, with `data`; or module:Class, a class of your own, which may bring its
-    questions along (docs/real_models.md). To record demonstrations: learner, the built-in
+    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr];
+    shots, SmolLM2, whose knobs are the demonstrations before a question; a Hugging Face model by
+    its name or folder, or smollm2, with `data`; or module:Class, a class of your own, which may
+    bring its questions along (docs/real_models.md). To record demonstrations: learner, the built-in
     in-context learner, smollm2, or with vlm.data a Hugging Face model or module:Class, a scorer of
     your own (docs/beams.md)."""
     data: str | None = None
