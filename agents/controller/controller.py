@@ -106,7 +106,8 @@ class Controller(nn.Module):
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
     def alone(self) -> Controller:
-        """Return a copy of the network that is deployed, without those beside it."""
+        """Return a copy with the deployed network alone, without teacher, experts and networks of
+        folds."""
         controller = copy.deepcopy(self)
         controller.config = replace(self.config, teacher=False, experts=(), members=1)
         for parameter in controller.network.parameters():

@@ -16,15 +16,16 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class Policy(Protocol):
-    """Chooses one configuration for each request under its limit."""
+    """Chooses a configuration for each request, under the request's budget, or at what a right
+    answer is worth."""
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None, /) -> Array:
         """Choose for n requests.
 
         Args:
             features: block name → float [n, d]; may be empty.
-            limits: float [n], budgets in ms; for a policy that works at a price the worths of a
-                right answer in ms.
+            limits: float [n], the requests' budgets in ms; for a policy that knows no budgets the
+                worths of a right answer, the ms that it may cost.
             mask: bool [n, C], the configurations that may be chosen, at least one for each request;
                 None for all.
 

@@ -201,8 +201,8 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
 def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     """Estimate offsets δ of the accuracies' logits, float64 [C], from labelled requests.
 
-    They are additive over the knobs and shrunk like those of latencies, and averaged over prior
-    scales by their evidence.
+    They are additive over the knobs and shrunk like those of latencies: the mean over several prior
+    scales, weighted by the evidence of each.
     """
     expected = _predictions(agent, logged).accuracy[torch.arange(len(logged)), logged.choice]
     predicted = expected.double().clamp(0.01, 0.99).logit()

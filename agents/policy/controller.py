@@ -302,8 +302,9 @@ class NumpyController:
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift | None
     ) -> tuple[Array, Array, Array | None]:
-        """Return features float32 [n, d], limits float64 without the part that drift takes, and the
-        mask, or raise a ValueError."""
+        """Check a call, and return features float32 [n, d], limits float64 divided by the mean
+        drift of the machine, and the mask. Raises ValueError for shapes and values that make no
+        sense."""
         limits = np.asarray(limits, np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")

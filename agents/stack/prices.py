@@ -294,7 +294,8 @@ class MeanBudgetPolicy:
 def worths_for(
     decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find the worth at which a policy is most accurate within each mean budget, by trying many.
+    """Find the worth at which a policy is most accurate within each mean budget, among `WORTHS` of
+    them. A worth is the time in ms that a right answer may cost.
 
     Args:
         decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that

@@ -196,20 +196,21 @@ def _dense_fields(
     shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
     cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
-    times = np.bincount(cell, minlength=shape[0] * shape[1])
+    count = np.bincount(cell, minlength=shape[0] * shape[1])
     repetition = np.zeros_like(cell)
-    if times.max() > 1:
+    if count.max() > 1:
         rows = rows.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
-        # the distance of each row from the first of its cell
+        # rows of a cell are neighbours now; each is numbered from the first of its cell
         cell = rows["cell"].to_numpy()
-        repetition = np.arange(cell.size) - (times.cumsum() - times)[cell]
+        first_of_cell = count.cumsum() - count
+        repetition = np.arange(cell.size) - first_of_cell[cell]
         _refuse_copies(rows, samples, configurations, knobs, source)
-        _note_repeated(rows, times, notes)
+        _note_repeated(rows, count, notes)
     # from rows to cells
-    repeats = np.full((times.size, times.max()), np.nan, np.float32)
+    repeats = np.full((count.size, count.max()), np.nan, np.float32)
     repeats[cell, repetition] = rows["latency"].clip(0)
     repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
-    accuracy = _means(rows["accuracy"].clip(0, 1), cell, times).view(shape)
+    accuracy = _means(rows["accuracy"].clip(0, 1), cell, count).view(shape)
     fields: dict[str, Any] = {
         "knobs": knobs,
         "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
@@ -218,12 +219,12 @@ def _dense_fields(
         "mask": ~accuracy.isnan(),
         **_names(samples, notes),
     }
-    first_look_ms = _means(rows["first_look"], cell, times).view(shape).nan_to_num(0.0)
+    first_look_ms = _means(rows["first_look"], cell, count).view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
         fields["latency_ms"] = fields["latency_ms"] + first_look_ms
         repeats_ms = repeats_ms + first_look_ms.unsqueeze(-1)
-    if times.max() > 1:
+    if count.max() > 1:
         fields["repeats_ms"] = repeats_ms
     return fields
 

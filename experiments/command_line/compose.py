@@ -224,8 +224,8 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
 
 @contextmanager
 def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
-    """Turn what Hydra refuses in the arguments of a verb, or these errors, into an InputError: the
-    message, and what is probably meant."""
+    """Raise InputError, with a suggestion, where Hydra refuses the arguments of a verb, or one of
+    these errors is raised."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, *errors) as error:

@@ -126,17 +126,19 @@ def _under_mean_budgets(results: Results) -> list[str]:
     and other policies."""
     learned = rows_at(results, None)[LEARNED]
     budgets = MEAN_BUDGET.judged_at(results)
-    # where time is short, choosing matters most
+    # the two tightest: where time is short, choosing matters most
     tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
     gains = listed([points(row["over_best_single"]) for row in tight])
     latencies = listed([quantity(row["latency_ms_mean"], unit_of(results)) for row in tight])
     # the gain of the oracle over the best single configuration
-    most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
+    of_oracle = [
+        row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight
+    ]
     ci95 = learned["over_static_mix_ci95"]
     return [
         f"At the tightest mean budgets the controller gains {gains} points of accuracy over the "
         f"best single configuration of equal mean latency ({latencies}); the oracle gains "
-        f"{listed(list(map(points, most)))}.",
+        f"{listed(list(map(points, of_oracle)))}.",
         f"The learned controller {COMPARED[sign_of(ci95)]} the static mix of equal mean latency: "
         f"accuracy {points(learned['over_static_mix'])} points{span(ci95)}, mean over "
         f"{len(budgets)} mean budgets; {number(learned['gap_closed'], '.0%')} of the oracle gap "

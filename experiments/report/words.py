@@ -307,7 +307,8 @@ def differences_at(results: Results, shots: int) -> dict[tuple[str, str], Row]:
 
 
 def baselines(results: Results) -> list[str]:
-    """Return the policies that are neither learned nor references, the best first."""
+    """Return the baselines, the best first: of demonstrations the simple ways, else every policy
+    that is neither learned nor a reference."""
     from knobwise.agents.selector.baselines import SIMPLE  # imports torch, which is slow to load
 
     problem = problem_of(results)

@@ -67,7 +67,8 @@ def sections_of(study: str) -> dict[str, list[str]]:
 
 
 def run(config: StudyConfig) -> list[str]:
-    """Train what is not finished, write the pages, and return a line for each failure.
+    """Train the runs that are not finished, and compare those of each section in an HTML page;
+    return a line for each failure.
 
     Raises:
         InputError: there is no such study, no seeds, the study lacks a section, or a finished run

@@ -112,11 +112,13 @@ class Trainee(nn.Module):
             cast(Block, block).experts.register_forward_pre_hook(self._add_balance)
 
     def _add_balance(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Note experts · Σ (mean router share · share of the chosen) of the tokens of a block."""
         experts = cast(Experts, module)
         x, top_k = arguments
         logits = experts.router(x)
         chosen = logits.topk(experts.max_top_k).indices[:, :top_k].flatten()
         counts = chosen.bincount(minlength=logits.shape[1])
+        # tanh, so that a router which is sure of itself still has a gradient
         share = logits.tanh().softmax(-1).mean(0)
         self.balance.append(logits.shape[1] * (share * counts / len(chosen)).sum())
 

@@ -112,23 +112,23 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
     def remembered(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         count = _row_count(call)
-        known: dict[int, int] = {}  # index of an overview by row
+        overview_of_row: dict[int, int] = {}
         for index, overview in enumerate(overviews):
-            # one row each: without the overview, a tile of the same pixels would have been computed
-            # too
-            if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
-                known[free[0]] = index
+            # each overview takes the place of one row; a tile with the same pixels is computed
+            equal = _equal_rows(overview.inputs, call)
+            if free := [row for row in equal if row not in overview_of_row]:
+                overview_of_row[free[0]] = index
                 taken.add(index)
-        if not known:
+        if not overview_of_row:
             return forward(*args, **kwargs)
-        rest = [row for row in range(count) if row not in known]
-        parts = [overviews[index].output for index in known.values()]
+        rest = [row for row in range(count) if row not in overview_of_row]
+        parts = [overviews[index].output for index in overview_of_row.values()]
         if rest:
             args, kwargs = _picked(call, count, rest)
             # the rows that no overview has
             parts.insert(0, forward(*args, **kwargs))
-        # where each row is in the joined output: first the computed, then the known
-        order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
+        # where each row is in the joined output: first those that were computed
+        order = torch.tensor([*rest, *overview_of_row]).argsort().to(tree_leaves(call)[0].device)
         return tree_map(
             lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts
         )

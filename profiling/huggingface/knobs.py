@@ -122,7 +122,7 @@ class HuggingFaceKnobs:
         """Return the blocks that run when `count` blocks are active, in ascending order.
 
         Raises:
-            InputError: more blocks must run, or there are not so many.
+            InputError: `count` is below the least that must run, or above the number of blocks.
         """
         total = len(self._blocks)
         check_configuration(self.knobs, {KNOBS[2]: count})
@@ -135,6 +135,7 @@ class HuggingFaceKnobs:
         # from the last block to block 1
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
+            # the last block goes last
             return sorted(free, key=lambda block: block == total - 1)
         if wrong := [block for block in importance if not 0 <= block < total]:
             raise InputError(
