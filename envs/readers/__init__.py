@@ -2,5 +2,6 @@
 
 A new reader is a module here that ends in `long_table.table_from_frame`. To choose it as
 `profile=…`, add a dataclass in `knobwise.experiments.settings.profiles`, with an entry in
-`PROFILES` and one in the table of `_read` there, and its name in `experiments/command_line/usage.txt`.
+`PROFILES` and one in the table of `_read` there, and its name in
+`experiments/command_line/usage.txt`.
 """

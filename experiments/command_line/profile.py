@@ -68,13 +68,26 @@ def measure(config: ProfileRun) -> Path:
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds, or only its folder while other processes still
     measure."""
+    import polars as pl
+
     # there is none before the last process is done
     table = folder / "table.parquet"
-    if table.exists():
-        features = next(map(str, sorted(folder.glob("features.*"))), None)
-        written = TableProfile(path=str(table), features=features, name=folder.name)
-        inspect(InspectRun(profile=written))
     print(f"profile: {folder}")
+    if not table.exists():
+        return
+    features = next(map(str, sorted(folder.glob("features.*"))), None)
+    inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
+    answers = pl.read_parquet(table, columns=["accuracy", "pred"])
+    if not (answers["accuracy"] > 0).any():
+        texts = answers["pred"].unique(maintain_order=True).head(3)
+        print(
+            "no answer is right under any configuration; the model says, for example, "
+            f"{', '.join(map(repr, texts))}: look at knobs.metric, knobs.prompt and the data"
+        )
+    words = f"profile=table profile.path={table}"
+    if features is not None:
+        words += f" profile.features={features}"
+    print(f"next:    knobwise train {words}")
 
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:

@@ -118,7 +118,7 @@ class Trainee(nn.Module):
         logits = experts.router(x)
         chosen = logits.topk(experts.max_top_k).indices[:, :top_k].flatten()
         counts = chosen.bincount(minlength=logits.shape[1])
-        # tanh, so that a router which is sure of itself still has a gradient
+        # capped as in `Experts`
         share = logits.tanh().softmax(-1).mean(0)
         self.balance.append(logits.shape[1] * (share * counts / len(chosen)).sum())
 

@@ -61,9 +61,7 @@ def load_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     except Exception as error:  # what is damaged, or does not fit, fails in many ways
-        raise InputError(
-            f"{name_or_path}: cannot be loaded as a {what} ({' '.join(str(error).split())})"
-        ) from error
+        raise _refused(name_or_path, what, error) from error
     return model, processor
 
 
@@ -77,12 +75,18 @@ def reads_text_alone(name_or_path: str | Path) -> bool:
     try:
         config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{name_or_path}: cannot be loaded as a model of transformers ({reason})"
-        ) from error
+        raise _refused(name_or_path, "model of transformers", error) from error
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return not sees and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _refused(name_or_path: str | Path, what: str, error: Exception) -> InputError:
+    """Return the error for a model that transformers cannot load."""
+    where = ""
+    if not Path(name_or_path).is_dir():
+        where = "is no folder here, and, as a name on the Hugging Face hub, "
+    reason = " ".join(str(error).split())
+    return InputError(f"{name_or_path}: {where}cannot be loaded as a {what} ({reason})")
 
 
 def _transformers(name_or_path: str | Path) -> Any:

