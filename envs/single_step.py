@@ -62,8 +62,8 @@ class SingleStepEnv(EnvBase):
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """A step and the contexts after it; every episode ends here, so there is no need to check
-        `done`."""
+        """Step, then draw the next contexts. Every episode ends with its step, so `done` need not
+        be checked."""
         self._take_contexts(tensordict)
         return tensordict.set("next", self._decide(tensordict)), self._reset()
 

@@ -58,8 +58,8 @@ def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
 
 
 def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
-    """Return the knob values of each configuration by name, from each knob's values by name and the
-    indices of these values, int64 [C, K]."""
+    """Return the values of each configuration by knob. `knobs` holds the values of each knob, and
+    `configurations`, int64 [C, K], indices into them."""
     named = []
     for row in configurations.tolist():
         pairs = zip(knobs.items(), row, strict=True)

@@ -43,7 +43,7 @@ class Normaliser:
             tails = x[:, self.heavy]
             x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
         x -= self.mean
-        # not folded into the weights: features with large means would lose digits
+        # here and not in the weights of the first layer, where large means would cost digits
         x /= self.scale
         x.clip(self.low, self.high, out=x)
         if self.gappy.size:

@@ -293,7 +293,8 @@ def _numbers(name: str, value: Any) -> Array:
     try:
         if isinstance(value, Tensor):
             value = value.detach().float().cpu().numpy()
-        with np.errstate(over="ignore"):  # infinite values are refused by name
+        # what is too large becomes infinite, which the caller refuses by the name of the field
+        with np.errstate(over="ignore"):
             return np.array(value, np.float32)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: not an array of numbers ({error})") from error

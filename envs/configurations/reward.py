@@ -266,7 +266,8 @@ class RewardTable:
     def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
     ) -> Tensor:
-        """Return the reward of each outcome. All arguments broadcast; configurations are int64."""
+        """Return the reward of each outcome. The arguments broadcast against each other, and the
+        result has their common shape; configurations are int64."""
         if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0

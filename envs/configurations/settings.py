@@ -14,16 +14,16 @@ class BudgetConfig:
     """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
 
     strategy: str = "quantiles"
-    """`relative`: a random profiled latency of the sample itself times 0.8, 1.0 or
-    1.2 (the seeds' form); `quantiles`: evenly by rank between the 3 % and 97 % quantiles of all
-    profiled latencies; `uniform`: evenly in ms between these two; `fixed`: one of `values_ms`."""
+    """`quantiles`: evenly by rank between the 3 % and 97 % quantiles of all profiled latencies;
+    `uniform`: evenly in ms between these two; `relative`: a random profiled latency of the sample
+    itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of `values_ms`."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
     sense: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
-    exceed it. A policy is then conditioned on the worth of a right answer, in ms (1/λ, λ the price
-    of time), drawn evenly in logarithm, and rewarded by accuracy − latency/worth; the worth that
-    gives a mean latency is calibrated on held-out samples."""
+    exceed it. A policy is then conditioned on the worth of a right answer, the ms that it may cost
+    (1/λ, λ the price of time). Training draws worths evenly on a log scale, and rewards accuracy −
+    latency/worth. The worth that gives a mean latency is calibrated on held-out samples."""
 
 
 @dataclass

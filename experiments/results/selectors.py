@@ -120,8 +120,10 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
     ordered = decisions.sort("place", maintain_order=True)
     for part in ordered.partition_by("place", maintain_order=True):
         shots = int(part["place"][0])
-        # policies that anything is known about, and queries that are known to all of these
-        part = part.filter(known.any().over("policy")).filter(known.all().over("sample_id"))
+        # without policies about which nothing is known
+        part = part.filter(known.any().over("policy"))
+        # without queries that are unknown to any policy left
+        part = part.filter(known.all().over("sample_id"))
         policies = part["policy"].unique(maintain_order=True)
         answers = {policy: array_of(part, policy, column)[..., 0] for policy in policies}
         intervals = mean_intervals(list(answers.values()))

@@ -60,7 +60,7 @@ class MetricsFile:
                 self._write(kept)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one row to the file."""
+        """Add a row to the file; a new name rewrites the whole file."""
         row = self._row(step, values)
         with locked(self.path.parent):
             columns = self._columns()

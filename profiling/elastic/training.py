@@ -237,7 +237,8 @@ def answer_tokens(scene: Scene) -> Tensor:
 def draw_batch(
     rng: np.random.Generator, count: int, questions: tuple[str, ...], largest: int, augmented: bool
 ) -> list[Scene]:
-    """Draw scenes of one size from the digits for training, 2 to ``largest`` cells a side."""
+    """Draw scenes of one random size, 2 to `largest` cells along each side, from the training
+    digits."""
     rows, columns = rng.integers(2, largest + 1, size=2).tolist()
     digits = load_digits(held_out=False)
     if augmented:

@@ -176,12 +176,13 @@ class PromptedModel:
         dtype: str | torch.dtype = "auto",
         **settings: Any,
     ) -> Self:
-        """Load model and processor from a folder (offline) or by their name on the Hugging Face
-        hub.
+        """Load model and processor from a folder, offline, or by name from the Hugging Face hub.
 
         `device` None is the GPU where there is one; `arguments` and `settings` as for the class.
-        Raises InputError if transformers is not installed, or there is no such model, or of another
-        kind.
+
+        Raises:
+            InputError: transformers is missing, the model does not exist, or it is not of the kind
+                that this class loads.
         """
         kind = cls.kind
         if not kind:

@@ -215,7 +215,7 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
 def levels(column: NDArray[Any], order: Sequence[Any]) -> list[Any]:
     """Return the values of a knob that occur: numbers in ascending order, names as in `order`.
 
-    Names that `order` lacks stay in the order of their first occurrence.
+    If any name is not in `order`, all stay in the order of their first occurrence.
     """
     values = list(dict.fromkeys(column.tolist()))
     if not any(isinstance(value, str) for value in values):
