@@ -2,8 +2,9 @@
 `python -m knobwise.profiling.elastic.profile --out DIR`.
 
 Each of the scenes is answered at all 64 configurations, several times, in random order, on one
-thread and by its CPU time. Then how fast the machine was at the moment is divided out, and the
-files that make a built-in profile are written to DIR/builtin. Repeat the command to resume it.
+thread and by its CPU time. Fixed products, timed before and after each answer, show how fast the
+machine was at the moment; this is divided out. Then the files that make a built-in profile are
+written to DIR/builtin. Repeat the command to resume it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import argparse
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
@@ -25,8 +28,14 @@ from knobwise.envs.tables.tensor_file import tensors_and_metadata
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.model import shipped_model
 from knobwise.profiling.elastic.scenes import CELL
-from knobwise.profiling.measuring.adaptive_model import KNOBS
-from knobwise.profiling.measuring.machine import one_thread, write_json
+from knobwise.profiling.measuring.adaptive_model import (
+    KNOBS,
+    Answer,
+    Configuration,
+    FirstStage,
+    clock_ms,
+)
+from knobwise.profiling.measuring.machine import digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import read_logs
 from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
@@ -42,26 +51,64 @@ WINDOW = 51
 MEASURED = ("sample_id", *KNOBS)
 """The columns of what was measured several times."""
 TIMES = ("total_ms", "prefill_ms")
+REFERENCE = "extra.reference_ms"
+"""The column with the time of the products that show how fast the machine is."""
+TOKENS = torch.ones(400, 96)
+WEIGHTS = torch.ones(96, 384)
+"""The factors of these products."""
+FILES = ("table.parquet", "features.npz", "samples.parquet")
+
+
+class TimedElastic(ElasticAdaptive):
+    """The elastic model, which also times fixed products before and after each answer: the extra
+    `reference_ms`."""
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
+        """Answer as the elastic model does."""
+        before_ms = reference_ms()
+        answers = super().answer(stages, configuration)
+        both_ms = before_ms + reference_ms()
+        for answer in answers:
+            answer.extra["reference_ms"] = both_ms
+        return answers
+
+
+@torch.inference_mode()
+def reference_ms() -> float:
+    """Return the time of products as the model computes them, always the same: some 2 ms."""
+    start = clock_ms()
+    for _ in range(2):
+        torch.relu(TOKENS @ WEIGHTS) @ WEIGHTS.T
+    return clock_ms() - start
 
 
 def without_drift(log: pl.DataFrame) -> pl.DataFrame:
     """Divide the momentary speed of the machine out of the times of a log.
 
-    The model is ln ms = cell + level + jitter. The level is the running median of ln ms − cell over
-    `WINDOW` measurements, shifted to a median of 0; a cell is the median of its ln ms − level. The
-    two are estimated in turn. Cells are measured in random order, so every running median covers a
-    fair sample of them.
+    The model is ln ms = cell + slope · ln reference + level + jitter. The slope is that of a least
+    squares line within cells. The level, which is what the reference does not show, is the running
+    median of what is left over `WINDOW` measurements, shifted to a median of 0; a cell is the
+    median of its ln ms without both. Level and cells are estimated in turn. Cells are measured in
+    random order, so every running median covers a fair sample of them.
 
     Args:
-        log: a row for each measurement, in the order of measuring; at least three of each cell.
+        log: a row for each measurement, in the order of measuring; at least three of each cell,
+            with the time of the reference in `REFERENCE`.
     """
-    logs = log.select(*MEASURED, ln_ms=pl.col("total_ms").log())
-    level = pl.Series("level", np.zeros(len(log)))
+    ln = pl.col("ln_ms", "ln_reference")
+    logs = log.select(
+        *MEASURED, ln_ms=pl.col("total_ms").log(), ln_reference=pl.col(REFERENCE).log()
+    )
+    within = logs.select(ln - ln.mean().over(MEASURED))
+    slope = within.select(pl.col("ln_ms").dot("ln_reference")).item()
+    slope /= within.select(pl.col("ln_reference").dot("ln_reference")).item()
+    shown = slope * (logs["ln_reference"] - logs["ln_reference"].median())
+    level = pl.Series("level", shown)
     for _ in range(4):
         steady = logs.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
-        deviations = steady.select(pl.col("ln_ms") - pl.col("steady").median().over(MEASURED))
-        running = deviations.to_series().rolling_median(WINDOW, min_samples=1, center=True)
-        level = (running - running.median()).alias("level")
+        cells = steady.select(pl.col("steady").median().over(MEASURED)).to_series()
+        running = (logs["ln_ms"] - shown - cells).rolling_median(WINDOW, min_samples=1, center=True)
+        level = (shown + running - running.median()).alias("level")
     return log.with_columns(pl.col(TIMES) / level.exp())
 
 
@@ -139,9 +186,11 @@ def write(out: Path, samples: int) -> Path:
         "configurations": len(table.select(KNOBS).unique()),
         "clock": {
             "latency_ms": "CPU time of one thread, of four significant digits",
-            "drift": f"divided out, by the running median of {WINDOW} measurements",
+            "drift": f"divided out, by products that were timed before and after each answer, and "
+            f"by the running median of {WINDOW} measurements",
             "log_spread_of_one_measurement": spread_of(table),
         },
+        "sha256": digests(folder, FILES),
     }
     write_json(folder / "profile.json", content)
     return folder
@@ -155,7 +204,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.samples < 1:
         parser.error(f"--samples {arguments.samples}: must be at least 1")
-    model = ElasticAdaptive(shipped_model(MODEL), MODEL)
+    model = TimedElastic(shipped_model(MODEL))
     questions = ElasticRequests(least=LEAST_SIDE)
     count = math.prod(len(values) for values in model.measured.values())
     items = [questions.item(row) for row in range(arguments.samples)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.elastic import adapter, profile
+from knobwise.profiling.elastic import profile
 from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import SEED, draw_sample
 from knobwise.profiling.elastic.settings import ElasticSize
@@ -27,8 +27,12 @@ def log_of(level, samples=60, seed=0):
     log = pl.DataFrame(rows, columns, orient="row")
     true = 10.0 * np.exp(rng.normal(0, 0.4, (samples, 8)))[log["sample"], log["j"]]
     jitter = np.exp(rng.normal(0, 0.01, len(log)))
-    total = true * jitter * np.exp(level(np.linspace(0, 1, len(log))))
-    return log.with_columns(total_ms=total, prefill_ms=total / 2, true=true)
+    # what the reference shows comes and goes with every measurement
+    speed = rng.normal(0, 0.2, len(log))
+    total = true * jitter * np.exp(speed + level(np.linspace(0, 1, len(log))))
+    reference = 4.0 * np.exp(speed / 0.9 + rng.normal(0, 0.01, len(log)))
+    times = {"total_ms": total, "prefill_ms": total / 2, profile.REFERENCE: reference}
+    return log.with_columns(**times, true=true)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +59,9 @@ def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys)
     size = ElasticSize(
         width=16, heads=2, blocks=6, experts=4, expert_width=8, max_top_k=4, stride=4
     )
-    tiny = adapter.ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
+    tiny = profile.TimedElastic(ElasticVLM(size).eval(), "tiny")
     tiny.measured = {"max_crops": (2, 4), "top_k": (1,), "num_active_blocks": (3, 6)}
-    monkeypatch.setattr(profile, "ElasticAdaptive", lambda model, name: tiny)
+    monkeypatch.setattr(profile, "TimedElastic", lambda model: tiny)
     words = ["profile", "--out", str(tmp_path / "out"), "--samples", "3"]
     monkeypatch.setattr("sys.argv", words)
     profile.main()
@@ -72,5 +76,5 @@ def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys)
     assert facts["features_ms"] > 0
     assert facts["clock"]["log_spread_of_one_measurement"] > 0
     samples = pl.read_parquet(folder / "samples.parquet")
-    scenes = [draw_sample(i, SEED, 3) for i in range(3)]
+    scenes = [draw_sample(i, SEED, profile.LEAST_SIDE) for i in range(3)]
     assert samples["question"].to_list() == [scene.question for scene in scenes]
