@@ -102,13 +102,15 @@ def without_drift(log: pl.DataFrame) -> pl.DataFrame:
     within = logs.select(ln - ln.mean().over(MEASURED))
     slope = within.select(pl.col("ln_ms").dot("ln_reference")).item()
     slope /= within.select(pl.col("ln_reference").dot("ln_reference")).item()
-    shown = slope * (logs["ln_reference"] - logs["ln_reference"].median())
-    level = pl.Series("level", shown)
+    by_reference = slope * (logs["ln_reference"] - logs["ln_reference"].median())
+    level = pl.Series("level", by_reference)
     for _ in range(4):
         steady = logs.with_columns(level).with_columns(steady=pl.col("ln_ms") - pl.col("level"))
         cells = steady.select(pl.col("steady").median().over(MEASURED)).to_series()
-        running = (logs["ln_ms"] - shown - cells).rolling_median(WINDOW, min_samples=1, center=True)
-        level = (shown + running - running.median()).alias("level")
+        running = (logs["ln_ms"] - by_reference - cells).rolling_median(
+            WINDOW, min_samples=1, center=True
+        )
+        level = (by_reference + running - running.median()).alias("level")
     return log.with_columns(pl.col(TIMES) / level.exp())
 
 
