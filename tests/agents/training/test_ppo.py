@@ -80,7 +80,8 @@ def test_the_value_network_learns_and_is_not_deployed(tmp_path):
     explained = lines.values("Train/Explained_Variance")
     assert explained[0] == pytest.approx(0, abs=1e-4)
     assert explained[-1] > 0.05
-    for name in ("Loss", "Policy_Loss", "Value_Loss", "Entropy", "Clip_Fraction", "ESS"):
+    names = "Loss Policy_Loss Value_Loss Entropy Clip_Fraction ESS Ratio_Mean Grad_Norm LR"
+    for name in names.split():
         assert len(lines.values(f"Train/{name}")) == 4
     assert lines.values("Train/Reward_Mean")[-1] > lines.values("Train/Reward_Mean")[0]
     plain = trainer(400, loss=LossConfig()).agent
