@@ -112,6 +112,26 @@ def tiny_language_model():
     return seeded(transformers.MixtralForCausalLM, config), tokenizer
 
 
+def tiny_llama(seed=0):
+    """A new Llama of two blocks and its tokenizer; always the same weights for a seed."""
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = seeded(transformers.LlamaForCausalLM, config, seed)
+    # random weights of the usual size make all tokens equally likely
+    model.lm_head.weight.data *= 20
+    return model, tokenizer
+
+
 def word_tokenizer(*special):
     """One word, one token; a new line is a token, spaces are none."""
     words = dict.fromkeys(

@@ -3,8 +3,7 @@
 import polars as pl
 import pytest
 import torch
-import transformers
-from tiny_models import tiny_tokenizer
+from tiny_models import tiny_llama
 
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
@@ -23,24 +22,6 @@ BANK = tuple(
     for i, a in enumerate(WORDS)
     for j, b in enumerate(WORDS[:8])
 )
-
-
-def tiny_llama():
-    tokenizer = tiny_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config), tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from commands import main, mistake, refused
-from tiny_models import rows, seeded, tiny_tokenizer
+from tiny_models import rows, tiny_llama
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
@@ -30,26 +29,6 @@ BANK = (item("a", "One plus one?", "two"), item("b", "Two plus two?", "four"))
 QUERIES = (item("c", "One plus two?", "three", "three", "3"), item("d", "Four plus one?", "five"))
 DATA = VQAData(QUERIES, BANK)
 PROMPTS = [(0, [0, 1]), (0, [1, 0]), (1, []), (0, [1]), (1, [0, 1])]
-
-
-def tiny_llama(seed=0):
-    """A new Llama of two blocks and its tokenizer; always the same weights for a seed."""
-    tokenizer = tiny_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = seeded(transformers.LlamaForCausalLM, config, seed)
-    # random weights of the usual size make all tokens equally likely
-    model.lm_head.weight.data *= 20
-    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
