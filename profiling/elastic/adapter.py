@@ -71,7 +71,7 @@ class ElasticAdaptive(KeepsConfiguration):
         self.model = model or shipped_model()
         self.name = name
         self.questions = ElasticRequests()
-        """The questions of the built-in profile: 2,000 scenes, one question each, with digits that
+        """The questions of the built-in profile: 1,500 scenes, one question each, with digits that
         training never saw."""
         # the largest value of each knob is the largest in training
         full = self.model.full
@@ -236,17 +236,17 @@ class ElasticRequests(DrawnQuestions):
 
     Args:
         soft: score an answer by its share of right words, not by exact match.
-        least: the fewest cells along a side of a scene.
     """
 
-    def __init__(self, soft: bool = False, least: int = 2) -> None:
+    length = 1500
+
+    def __init__(self, soft: bool = False) -> None:
         super().__init__()
         self.soft = soft
-        self.least = least
 
     def draw(self, row: int) -> VQAItem:
         """Draw a scene from the seed that the built-in profile was made with."""
-        scene = draw_sample(row, SEED, self.least)
+        scene = draw_sample(row, SEED)
         return VQAItem(str(row), torch.from_numpy(scene.image), scene.question, (scene.answer,))
 
     def request(self, sample_id: str) -> Request:

@@ -1,4 +1,4 @@
-"""A small elastic vision-language model with three knobs that really change what is computed."""
+"""An elastic vision-language model with three knobs that really change what is computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -309,18 +310,20 @@ class ElasticVLM(nn.Module):
         )
 
 
-def shipped_model(name: str = "elastic") -> ElasticVLM:
-    """Load a trained model: `elastic`, which the built-in profile was measured on, or
-    `elastic_large`, with nine times as many tokens per tile.
+def shipped_model() -> ElasticVLM:
+    """Load the trained model that comes with knobwise, which the built-in profile was measured
+    on."""
+    return read_model(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
+
+
+def read_model(path: str | Path) -> ElasticVLM:
+    """Load a trained model from a file that `knobwise.profiling.elastic.training` wrote.
 
     The file holds weights in half precision. The model has single precision and is in evaluation
     mode.
     """
-    data = resources.files("knobwise.profiling") / "data"
-    weights, metadata = tensors_and_metadata(str(data / f"{name}.safetensors"))
+    weights, metadata = tensors_and_metadata(path)
     model = ElasticVLM(ElasticSize(**json.loads(metadata["size"])))
     model.drop_order = tuple(json.loads(metadata["drop_order"]))
-    # the file of the small model has a head too, which only its training used
-    extra = ("digit_head.weight", "digit_head.bias")
-    model.load_state_dict({name: w for name, w in weights.items() if name not in extra})
+    model.load_state_dict(weights)
     return model.eval()

@@ -1,9 +1,9 @@
-"""Measure a profile of the large elastic model:
+"""Measure the built-in profile:
 `python -m knobwise.profiling.elastic.profile --out DIR`.
 
-Each of the scenes is answered at all 64 configurations, several times, in random order, on one
-thread and by its CPU time. Fixed products, timed before and after each answer, show how fast the
-machine was at the moment; this is divided out. Then the files that make a built-in profile are
+The elastic model answers each of the scenes at all 64 configurations, several times, in random
+order, on one thread and by its CPU time. Fixed products, timed before and after each answer, show
+how fast the machine was at the moment; this is divided out. Then the files of the profile are
 written to DIR/builtin. Repeat the command to resume it.
 """
 
@@ -26,7 +26,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.tables.tensor_file import tensors_and_metadata
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
-from knobwise.profiling.elastic.model import shipped_model
 from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import (
     KNOBS,
@@ -41,11 +40,7 @@ from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
-MODEL = "elastic_large"
-SAMPLES = 1500
 REPEATS = 3
-LEAST_SIDE = 3
-"""The fewest cells along a side of a scene."""
 WINDOW = 51
 """Measurements that one estimate of the machine's speed is the median of."""
 MEASURED = ("sample_id", *KNOBS)
@@ -117,7 +112,7 @@ def without_drift(log: pl.DataFrame) -> pl.DataFrame:
 def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
     """Return the rows of the profile, by sample, configuration and repeat: exact match, the share
     of right words, and times with four significant digits."""
-    soft = ElasticRequests(soft=True, least=LEAST_SIDE)
+    soft = ElasticRequests(soft=True)
     answers = log.select("sample_id", "text").unique(maintain_order=True)
     scores = [(questions.score(*row), soft.score(*row)) for row in answers.rows()]
     judged = answers.with_columns(
@@ -158,7 +153,7 @@ def write(out: Path, samples: int) -> Path:
     """Write the profile from what was measured into ``out``; return its folder."""
     folder = out / "builtin"
     folder.mkdir(exist_ok=True)
-    questions = ElasticRequests(least=LEAST_SIDE)
+    questions = ElasticRequests()
     log = read_logs(out / "state").filter(pl.col("sample_id").cast(pl.Int64) < samples)
     table = table_of(without_drift(log), questions)
     write_table(folder / "table.parquet", table)
@@ -200,14 +195,19 @@ def write(out: Path, samples: int) -> Path:
 
 def main() -> None:
     """Measure and write as the command line says."""
-    parser = argparse.ArgumentParser(description="Measure the profile of the large elastic model.")
+    parser = argparse.ArgumentParser(description="Measure the built-in profile.")
     parser.add_argument("--out", type=Path, required=True, help="folder to measure into")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="scenes, each with a question")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=ElasticRequests.length,
+        help="scenes, each with a question",
+    )
     arguments = parser.parse_args()
     if arguments.samples < 1:
         parser.error(f"--samples {arguments.samples}: must be at least 1")
-    model = TimedElastic(shipped_model(MODEL))
-    questions = ElasticRequests(least=LEAST_SIDE)
+    model = TimedElastic()
+    questions = ElasticRequests()
     count = math.prod(len(values) for values in model.measured.values())
     items = [questions.item(row) for row in range(arguments.samples)]
     config = VLMProfileConfig(name="elastic_scenes", repeats=REPEATS, clock="cpu")

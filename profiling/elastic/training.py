@@ -339,7 +339,7 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> tuple[Trainee, floa
 
 
 def save(model: ElasticVLM, path: Path, cpu_s: float) -> None:
-    """Write the weights in half precision, as `shipped_model` reads them."""
+    """Write the weights in half precision, as `read_model` reads them."""
     metadata = {
         "size": json.dumps(asdict(model.size)),
         "drop_order": json.dumps(model.drop_order),

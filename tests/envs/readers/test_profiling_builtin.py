@@ -33,7 +33,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def arrays(table):
-    measures = ("accuracy", "soft_score", "latency_ms", "cpu_ms")
+    measures = ("accuracy", "soft_score", "latency_ms")
     table = table.group_by("sample_id", *KNOBS, maintain_order=True).agg(pl.median(measures))
     samples = table["sample_id"].n_unique()
     columns = {c: table[c].to_numpy().reshape(samples, -1) for c in measures}
@@ -48,26 +48,27 @@ def test_it_is_small_and_whole():
 
 def test_every_sample_was_measured_at_every_configuration(table):
     samples, configurations = ABOUT["samples"], ABOUT["configurations"]
-    assert samples >= 2000
+    assert samples >= 1500
     assert configurations >= 64
     cells = table.group_by("sample_id", *KNOBS).len()
     assert len(cells) == samples * configurations
     repeats = ABOUT["config"]["repeats"]
-    assert repeats >= 5
+    assert repeats >= 3
     assert set(cells["len"]) == {repeats}
     profile = builtin_profile()
     assert (profile.num_repeats, profile.notes) == (repeats, ())
     assert profile.features_ms == ABOUT["features_ms"] > 0
 
 
-def test_knobs_and_inputs_move_accuracy_and_latency():
+def test_knobs_and_inputs_move_accuracy_and_latency(table):
     facts = inspect_table(builtin_profile())
     for effect in facts["knobs"].values():
         assert max(effect["accuracy"]) - min(effect["accuracy"]) >= 0.05
-        # top_k saved 20 % on the machine of the first form, 17 % on this one
-        assert max(effect["latency_ms"]) / min(effect["latency_ms"]) >= 1.15
-    for question in ABOUT["questions"].values():
-        assert max(question["accuracy_range"].values()) >= 0.05
+        assert max(effect["latency_ms"]) / min(effect["latency_ms"]) >= 1.2
+    kinds = pl.read_parquet(FOLDER / "samples.parquet", columns=["sample_id", "question_type"])
+    means = table.join(kinds, "sample_id").group_by("question_type", *KNOBS).mean()
+    for _, kind in means.group_by("question_type"):
+        assert kind["accuracy"].max() - kind["accuracy"].min() >= 0.05
     assert facts["config_dependent_share"] >= 0.60
     assert facts["latency_cv_within_configuration"] >= 0.25
     assert (
@@ -95,12 +96,11 @@ def test_the_features_say_which_configuration_is_needed(arrays):
 
 
 def test_the_description_of_the_run_is_the_default_configuration():
-    assert ABOUT["command"].startswith("knobwise profile model=elastic out=DIR knobs.repeats=5")
-    assert ABOUT["config"]["seed"] == SEED
+    assert ABOUT["command"] == "python -m knobwise.profiling.elastic.profile --out DIR"
     model = ElasticAdaptive()
-    assert len(model.questions) == ABOUT["config"]["samples"] == ABOUT["samples"]
-    for knob, values in model.measured.items():
-        assert list(values) == ABOUT["config"][knob]
+    assert len(model.questions) == ABOUT["samples"]
+    knobs = builtin_profile().knobs
+    assert {knob: list(values) for knob, values in model.measured.items()} == knobs
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(

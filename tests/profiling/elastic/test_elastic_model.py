@@ -25,7 +25,6 @@ from knobwise.profiling.elastic.adapter import (
 from knobwise.profiling.elastic.model import (
     ElasticVLM,
     cut_windows,
-    shipped_model,
     tile_grid,
     window_coordinates,
 )
@@ -344,15 +343,12 @@ def test_what_the_model_cannot_take_is_refused(tiny, image, question, fault):
         tiny.first_stage(Request(image, question))
 
 
-def test_the_large_model_answers_and_needs_more_tokens():
-    """Its weights are those of the recipe: at the full setting it is right on most scenes."""
-    large = ElasticAdaptive(shipped_model("elastic_large"))
-    assert large.model.size.stride == 1
-    drawn = [scenes.draw_sample(row, 1, 3) for row in range(10)]
-    stages = [large.first_stage(request_of(scene)) for scene in drawn]
-    full = large.model.full._asdict()
-    answers = large.answer(stages, full)
-    right = [answer.text == scene.answer for answer, scene in zip(answers, drawn, strict=True)]
-    assert sum(right) >= 8
-    grid = tile_grid(*drawn[0].digits.shape, full["max_crops"])
+def test_the_shipped_model_is_right_on_most_scenes_at_the_full_setting(shipped):
+    stages = [shipped.first_stage(request_of(scene)) for scene in SCENES]
+    full = shipped.model.full._asdict()
+    answers = shipped.answer(stages, full)
+    right = [answer.text == scene.answer for answer, scene in zip(answers, SCENES, strict=True)]
+    assert np.mean(right) >= 0.75
+    # a window at every pixel
+    grid = tile_grid(*SCENES[0].digits.shape, full["max_crops"])
     assert answers[0].vision_tokens == 1 + 81 * (1 + grid.down * grid.across)

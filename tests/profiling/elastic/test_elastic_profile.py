@@ -61,7 +61,7 @@ def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys)
     )
     tiny = profile.TimedElastic(ElasticVLM(size).eval(), "tiny")
     tiny.measured = {"max_crops": (2, 4), "top_k": (1,), "num_active_blocks": (3, 6)}
-    monkeypatch.setattr(profile, "TimedElastic", lambda model: tiny)
+    monkeypatch.setattr(profile, "TimedElastic", lambda: tiny)
     words = ["profile", "--out", str(tmp_path / "out"), "--samples", "3"]
     monkeypatch.setattr("sys.argv", words)
     profile.main()
@@ -76,5 +76,5 @@ def test_the_command_writes_what_the_readers_read(tmp_path, monkeypatch, capsys)
     assert facts["features_ms"] > 0
     assert facts["clock"]["log_spread_of_one_measurement"] > 0
     samples = pl.read_parquet(folder / "samples.parquet")
-    scenes = [draw_sample(i, SEED, profile.LEAST_SIDE) for i in range(3)]
+    scenes = [draw_sample(i, SEED) for i in range(3)]
     assert samples["question"].to_list() == [scene.question for scene in scenes]

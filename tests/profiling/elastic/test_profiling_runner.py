@@ -6,29 +6,32 @@ from functools import partial
 import polars as pl
 import pytest
 import torch
+from small_elastic import SmallElastic
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.command_line.profile import measure
 from knobwise.experiments.settings.options import ProfileRun
-from knobwise.profiling.elastic.adapter import ElasticAdaptive
 from knobwise.profiling.elastic.settings import Configuration
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 GRID = {"max_crops": (1, 4), "top_k": (1, 2), "num_active_blocks": (3, 4)}
+MODEL = "small_elastic:SmallElastic"
 FEW = partial(VLMProfileConfig, samples=5, repeats=3, warm_up=0, **GRID)
 
 
 def measured(folder, **knobs):
     """Profile; return the table and `profile.json`."""
-    folder = measure(ProfileRun(out=str(folder), knobs=FEW(**knobs)))
+    folder = measure(ProfileRun(model=MODEL, out=str(folder), knobs=FEW(**knobs)))
     facts = json.loads((folder / "profile.json").read_text())
     return pl.read_parquet(folder / "table.parquet"), facts
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    return measure(ProfileRun(out=str(tmp_path_factory.mktemp("profile")), knobs=FEW()))
+    return measure(
+        ProfileRun(model=MODEL, out=str(tmp_path_factory.mktemp("profile")), knobs=FEW())
+    )
 
 
 def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_every_form(out):
@@ -36,7 +39,7 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
     keys = ["sample_id", *Configuration._fields, "repeat"]
     assert rows.height == rows.select(keys).unique().height == 5 * 8 * 3
     assert (rows["latency_ms"] > 0).all()
-    model = ElasticAdaptive()
+    model = SmallElastic()
     right = {item.id: item.answers[0] for item in model.questions}
     correct = [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()]
     assert correct == rows["accuracy"].to_list()
@@ -58,7 +61,7 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
 def test_the_command_measures_the_same_again(out):
     facts = json.loads((out / "profile.json").read_text())
     assert facts["command"] == (
-        "knobwise profile model=elastic out=DIR knobs.name=elastic_scenes knobs.samples=5 "
+        f"knobwise profile model={MODEL} out=DIR knobs.name=elastic_scenes knobs.samples=5 "
         "knobs.max_crops=[1,4] "
         "knobs.top_k=[1,2] knobs.num_active_blocks=[3,4] knobs.warm_up=0"
     )

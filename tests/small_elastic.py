@@ -1,0 +1,15 @@
+"""The small elastic model: the built-in one with a window every 4 pixels, a tenth of the time."""
+
+from pathlib import Path
+
+from knobwise.profiling.elastic.adapter import ElasticAdaptive
+from knobwise.profiling.elastic.model import read_model
+
+FILE = Path(__file__).with_name("elastic_small.safetensors")
+
+
+class SmallElastic(ElasticAdaptive):
+    """The elastic model with the small one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__(read_model(FILE), "small_elastic")
