@@ -68,7 +68,7 @@ def measure(config: ProfileRun) -> Path:
 def _summary(folder: Path) -> None:
     """Print what a measured profile holds, or only its folder while other processes still
     measure."""
-    import polars as pl
+    from knobwise.common.parquet import read_parquet
 
     # there is none before the last process is done
     table = folder / "table.parquet"
@@ -77,7 +77,7 @@ def _summary(folder: Path) -> None:
         return
     features = next(map(str, sorted(folder.glob("features.*"))), None)
     inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
-    answers = pl.read_parquet(table, columns=["accuracy", "pred"])
+    answers = read_parquet(table).select("accuracy", "pred")
     if not (answers["accuracy"] > 0).any():
         texts = answers["pred"].unique(maintain_order=True).head(3)
         print(
