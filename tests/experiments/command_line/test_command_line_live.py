@@ -138,7 +138,7 @@ def test_a_tiny_hugging_face_model_from_a_folder(blocks, data, knobs, folder, ca
         part.save_pretrained("model")
     rows = []
     for n in range(10):
-        rows.append({"id": f"q{n}", "question": f"What is {n}?", "answer": "a"})
+        rows.append({"id": f"q{n}", "question": f"What is {n}?", "answers": ["a"]})
         if sees:
             picture(n, 64, 96).save(f"{n}.png")
             rows[-1]["image"] = f"{n}.png"
@@ -146,7 +146,7 @@ def test_a_tiny_hugging_face_model_from_a_folder(blocks, data, knobs, folder, ca
     if sees:
         questions.write_ndjson(data)
     else:
-        questions.write_csv(data)
+        questions.explode("answers").rename({"answers": "answer"}).write_csv(data)
     model = words_of(f"model=model data={data} device=cpu knobs.max_new_tokens=2")
     values = words_of(knobs, "knobs.num_active_blocks=[2,4] knobs.repeats=1")
     results = served(model, values, ["stream.requests=4"])
