@@ -135,6 +135,7 @@ def stopped_and_resumed(make, folder, stop):
         make(folder / "stopped").run()
     again = make(folder / "stopped")
     assert again.resume(folder / "stopped" / "last.pt")
+    assert 0 < again.iteration <= stop
     again.run()
     return whole, again
 

@@ -12,6 +12,7 @@ from knobwise.losses.functional import (
     doubly_robust,
     effective_sample_size,
     entropy,
+    even_weight,
     expectation,
     expected_k3,
     group_advantage,
@@ -168,6 +169,12 @@ def test_weighted_advantages_by_hand(kind, wanted):
     assert result.tolist()[0] == wanted
 
 
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind):
+    assert group_advantage(torch.tensor([[3.7], [-2.0]]), kind).tolist() == [[0.0], [0.0]]
+    assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
+
+
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_alternatives_of_weight_zero_do_not_touch_the_others(kind):
     reward, weight = normal(3, 6), torch.tensor([0.3, 0.0, 0.2, 0.4, 0.0, 0.1], dtype=torch.float64)
@@ -177,6 +184,11 @@ def test_alternatives_of_weight_zero_do_not_touch_the_others(kind):
         filled = torch.where(kept, reward, nonsense)
         result = group_advantage(filled, kind, weight=weight.expand(3, -1))
         torch.testing.assert_close(result[:, kept], alone)
+
+
+def test_even_weights_by_hand():
+    mask = torch.tensor([[True, True, False, False], [False, True, False, False]])
+    assert even_weight(mask).tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
@@ -193,7 +205,8 @@ def test_groups_do_not_touch_one_another():
         torch.testing.assert_close(group_advantage(reward, kind).flatten(0, 1), singly)
 
 
-def test_another_kind_is_refused():
+def test_no_gradient_goes_through_rewards_and_another_kind_is_refused():
+    assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
     with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank, unnorm"):
         group_advantage(torch.zeros(1, 2), "mean")
 

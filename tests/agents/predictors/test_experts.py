@@ -118,6 +118,22 @@ def test_an_expert_of_a_fold_predicted_what_was_held_out_of_it():
             torch.testing.assert_close(family.expert(x).accuracy, mean)
 
 
+def test_an_expert_of_a_fold_does_not_know_its_fold():
+    """Where a few outcomes are others, the settings are the same and only the experts that were
+    fitted on them predict something else."""
+    table, rows = small_table(90), torch.arange(90)
+    _, hold = folds_of(table, rows, 0)[2]
+    changed = dataclasses.replace(table, accuracy=table.accuracy.clone())
+    changed.accuracy[hold[:2]] = 1 - changed.accuracy[hold[:2]]
+    x = inputs(table, rows)
+    before, after = (fit(each, (*FAST, "random_forest"), rows) for each in (table, changed))
+    for name, family in before.items():
+        assert family.expert.settings == after[name].expert.settings
+        pairs = zip(family.of_folds, after[name].of_folds, strict=True)
+        same = [torch.equal(each(x).accuracy, other(x).accuracy) for each, other in pairs]
+        assert same == [False, False, True, False, False], name
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_features_are_used_where_they_tell_out_of_fold_too(shown):
     table = two_kinds(150, shown)

@@ -20,6 +20,7 @@ from knobwise.agents.predictors.regressors import (
     COMPONENTS,
     FAMILIES,
     Trees,
+    _rounded_down,
     boosting,
     forest,
 )
@@ -147,6 +148,16 @@ def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it():
     edges = result.threshold[result.feature.ne(result.left)].double().unique()[:, None].numpy()
     wanted = stock_forest(x, y, 1, edges)
     np.testing.assert_allclose(predict(result, edges), wanted, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(threshold=st.floats(-1e6, 1e6), off=st.integers(-3, 3))
+def test_a_threshold_rounded_down_divides_float32_as_before(threshold, off):
+    x = np.float32(threshold)
+    for _ in range(abs(off)):
+        x = np.nextafter(x, np.float32(np.inf if off > 0 else -np.inf))
+    rounded = float(_rounded_down(torch.tensor([threshold], dtype=torch.float64)))
+    assert (x <= rounded) == (np.float64(x) <= threshold)
 
 
 # -- edges -----------------------------------------------------------------------------------------

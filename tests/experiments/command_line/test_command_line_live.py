@@ -1,8 +1,8 @@
 """`knobwise profile`, `train` and `evaluate live=true` with models that are not built in."""
 
-import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 from commands import OPTIMISER, launch, read_json, refused, words_of
 from safetensors.torch import load_file
@@ -123,10 +123,17 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     assert facts["class"] == "models_of_a_test:Echo"
 
 
-@pytest.mark.parametrize(("sees", "knobs"), [(True, ""), (False, "knobs.top_k=[1,2]")])
-def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder, capsys):
+@pytest.mark.parametrize(
+    ("blocks", "data", "knobs"),
+    [
+        ({"image_features", "language_features"}, "questions.jsonl", "knobs.max_crops=[1,4]"),
+        ({"language_features"}, "questions.csv", "knobs.top_k=[1,2]"),
+    ],
+)
+def test_a_tiny_hugging_face_model_from_a_folder(blocks, data, knobs, folder, capsys):
     """A language model takes no images: neither its questions nor its features have any. A random
     model is never right, which is said, since a wrong metric looks the same."""
+    sees = "image_features" in blocks
     for part in tiny_model("llava_next") if sees else tiny_language_model():
         part.save_pretrained("model")
     rows = []
@@ -135,12 +142,16 @@ def test_a_tiny_hugging_face_model_from_a_folder(sees, knobs, folder, capsys):
         if sees:
             picture(n, 64, 96).save(f"{n}.png")
             rows[-1]["image"] = f"{n}.png"
-    Path("questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model = words_of("model=model data=questions.jsonl device=cpu knobs.max_new_tokens=2")
+    questions = pl.DataFrame(rows)
+    if sees:
+        questions.write_ndjson(data)
+    else:
+        questions.explode("answers").rename({"answers": "answer"}).write_csv(data)
+    model = words_of(f"model=model data={data} device=cpu knobs.max_new_tokens=2")
     values = words_of(knobs, "knobs.num_active_blocks=[2,4] knobs.repeats=1")
     results = served(model, values, ["stream.requests=4"])
     assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
-    assert ("image_features" in load_file("out/features.safetensors")) == sees
+    assert set(load_file("out/features.safetensors")) == blocks
     printed = capsys.readouterr().out
     assert "knobs.metric" in printed
     # what follows is a command

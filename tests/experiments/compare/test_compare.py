@@ -65,6 +65,7 @@ def test_two_runs_and_what_differs(tmp_path):
     utility = [run.row("controller", None)["utility"] for run in comparison.runs]
     (one,) = comparison.differences
     assert (one.run, one.against, one.sign) == ("size-64", "default", 1)
+    assert one.difference == pytest.approx(utility[1] - utility[0])
     gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
     best, against = verdict(comparison)
     assert f"size-64: utility {utility[1]:.3f}, mean over 2" in best

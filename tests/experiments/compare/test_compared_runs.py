@@ -108,6 +108,10 @@ def test_decisions_are_the_rows_of_the_file(tmp_path):
     rows = run.decisions.filter(policy="controller").sort("seed", "sample_id", "place")
     names = ["seed", "sample_id", "place", "score", "accuracy", "latency_ms"]
     assert found.rename({"sample": "sample_id"}).select(names).equals(rows.select(names))
+    assert len(found) == 2 * 60 * 2
+    assert set(found["place"]) == {10, 20}
+    assert run.row("controller", 20.0)["budget_ms"] == 20
+    assert found["score"].mean() == pytest.approx(run.row("controller", None)["utility"])
     assert (run.row("nothing", 20.0), decisions_of(run, "nothing")) == ({}, None)
     file = folder / "decisions.parquet"
     whole = pl.read_parquet(file)

@@ -174,6 +174,8 @@ def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint):
     assert results["budgets_ms"] == pytest.approx(default_budgets(table).tolist())
     assert "by_dataset" not in results
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
+    assert sorted(fitted.tolist()) == list(range(40))
     assert loaded.extra["test_rows"].min() == 40
     normaliser = FeatureNormaliser.fit(table, torch.arange(40))
     torch.testing.assert_close(loaded.network.normaliser.mean, normaliser.mean)

@@ -232,3 +232,11 @@ def test_a_narrow_terminal_keeps_the_number_of_shots_in_training():
     text = printed(print_results, results(), 80)
     assert "2 shots (trained)" in text
     assert "\x1b[1mGRPO on live draws" in text
+
+
+def test_results_are_printed_where_there_is_no_terminal():
+    content = results()
+    lines = printed(print_results, content).splitlines()
+    names = [row[0] for row in policies(content).rows]
+    assert [line.split("  ")[0] for line in lines[1 : len(names) + 1]] == names
+    assert lines[len(names) + 1 :] == verdict(content)

@@ -92,6 +92,9 @@ def test_rows_are_read_back_in_the_order_written(tmp_path):
 def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path):
     with pytest.raises(InputError, match=FILE):
         read_decisions(tmp_path)
+    (tmp_path / FILE).write_bytes(b"PAR1 but not really")
+    with pytest.raises(InputError, match=FILE):
+        read_decisions(tmp_path)
     frame([1.0]).drop("seed").write_parquet(tmp_path / FILE)
     with pytest.raises(InputError, match="seed"):
         read_decisions(tmp_path)
@@ -133,9 +136,15 @@ def test_results_are_means_of_the_decisions(folder):
     assert (found["in_time"] == on_time).all()
     assert (found["score"] == found["accuracy"] * on_time).all()
 
+    # without baselines and the other seed, what is left decides the same
+    few, kept = run(*LEAN, *TABLE, "baselines=false", "seeds=[3]")
+    left = {"controller", "teacher", "budget_aware_static", "oracle"}
+    assert {row["policy"] for row in few["rows"]} == left
+    same = found.filter(pl.col("policy").is_in(left), pl.col("seed").fill_null(3) == 3)
+    assert kept.drop("decision_us").equals(same.drop("decision_us"))
     features, mask = requests_of(table, test)
-    choices = choices_of(static_of(table, fitted), features, np.array(results["budgets_ms"]), mask)
-    decided = found.filter(policy="budget_aware_static")["choice"].to_list()
+    choices = choices_of(static_of(table, fitted), features, np.array(few["budgets_ms"]), mask)
+    decided = kept.filter(policy="budget_aware_static")["choice"].to_list()
     assert decided == [table.label(c) for c in choices.flatten().tolist()]
 
 
@@ -247,7 +256,8 @@ def test_rows_hold_means_over_queries_and_seeds():
         "decision_us_p50": 12.5,
     }
     assert "accuracy_per_seed" not in rows["similarity", 2]
-    facts = {"test_queries": 4, "seeds": [4, 5, 6], "shots": [1, 2], "hidden": ["annotator"]}
+    facts = {"system": "selector", "split": "test", "test_queries": 4, "seeds": [4, 5, 6]}
+    facts |= {"shots": [1, 2], "trained_shots": 2, "hidden": ["annotator"]}
     sizes = {"samples": 7, "candidates": len(BEAMS.candidates)}
     facts["profile"] = {"name": BEAMS.name, "digest": BEAMS.digest} | sizes
     assert facts.items() <= found.items()

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import commands
+import polars as pl
 import pytest
 import torch
 from commands import launch, mistake, read_json, refused, words_of
 from helpers import small_beams
+from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 from tiny_models import picture, tiny_clip
 
@@ -97,6 +99,17 @@ def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpo
     )
     assert judged.items() <= trained.items()
     assert "grpo_recorded" in judged
+
+
+def test_an_interrupted_run_with_clip_ends_like_any(folder):
+    for place in (("sft", 2), ("grpo", 2)):
+        with commands.ctrl_c_at(*place):
+            assert main([*TRAIN, "name=x"]) == 130
+    launch(TRAIN, "name=x")
+    runs = Path("runs/latest"), Path("whole/latest")
+    best = [load_checkpoint(run / "checkpoints/best.pt").selector for run in runs]
+    assert commands.same(*(selector.state_dict() for selector in best))
+    assert_frame_equal(*(pl.read_csv(run / "metrics.csv") for run in runs))
 
 
 def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder, capsys):

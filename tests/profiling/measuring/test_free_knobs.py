@@ -176,7 +176,9 @@ def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
             model.answer(requests[0], 9.0, arrived)
         with input_error("arrivals"):
             model.generate(requests, 9.0, [arrived] * 3)
-    assert {result.configuration["share"] for result in slow} == {1}
+    first, second = results[:2]
+    assert first.configuration == {"side": 1, "mode": "fast", "share": 0.5}
+    assert (first.answer.text, second.answer.text) == ("0", "1")
     with input_error("clock=sun"):
         AdaptiveModel(Bright(), controller_of(KNOBS), clock="sun")
     with input_error("mode=slow"):

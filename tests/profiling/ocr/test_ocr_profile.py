@@ -20,7 +20,10 @@ def test_scenes_are_measured_once_and_resumed(tmp_path):
     command = ["profile", "model=ocr", f"out={tmp_path}", *KNOBS]
     assert main([*command, "knobs.samples=1"]) == 0
     assert main([*command, "knobs.samples=2"]) == 0
-    assert len(read_logs(tmp_path / "state")) == 2 * 4
+    log = read_logs(tmp_path / "state")
+    assert len(log) == 2 * 4
+    # a first stage serves all configurations of a scene
+    assert log["sample_id"].n_unique() == log.select("sample_id", "features_ms").n_unique() == 2
     table = read_long_table(tmp_path / "table.parquet", features=tmp_path / "features.safetensors")
     assert table.features["image_features"].shape == (2, 57)
     assert len(table.question_types) == 2
