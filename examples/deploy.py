@@ -2,7 +2,7 @@
 
     python examples/deploy.py runs/latest
 
-The model is the small elastic vision-language model that the built-in profile measures. Train a
+The model is the elastic vision-language model that the built-in profile measures. Train a
 controller for it with `knobwise train`.
 """
 
@@ -21,7 +21,7 @@ def main(run: str = "runs/latest", requests: int = 6) -> list[bool]:
     torch.set_num_threads(1)
     model = AdaptiveModel(ElasticAdaptive(), knobwise.load(run))
     scenes = [request_of(scene) for scene in draw_samples(requests, seed=3)]
-    budgets_ms = [(4.0, 6.0, 9.0)[i % 3] for i in range(requests)]
+    budgets_ms = [(20.0, 40.0, 60.0)[i % 3] for i in range(requests)]
     results = model.generate(scenes, budgets_ms=budgets_ms)
     for request, result in zip(scenes, results, strict=True):
         state = "on time" if result.met else "late"

@@ -49,7 +49,7 @@ def test_step_by_hand(capsys, tmp_path):
     reward = example("step_by_hand").main()
     printed = capsys.readouterr().out
     assert f"reward {reward:+.2f}" in printed
-    assert "budget 4.0 ms" in printed
+    assert "budget 40.0 ms" in printed
     assert example("step_by_hand").main(str(tmp_path / "picture.png")) == reward
     picture = Image.open(tmp_path / "picture.png")
     assert min(picture.size) > 300
