@@ -233,7 +233,8 @@ class NumpyController:
         blocks = [features[name] for name in self.feature_sizes if name in features]
         if tuple(map(len, blocks)) == self._widths:
             raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
-            if raw.ndim == 1:
+            # the sum of squares is quick, and finite unless a number is infinite, missing or large
+            if raw.ndim == 1 and (math.isfinite(raw.dot(raw)) or not np.isinf(raw).any()):
                 return raw
         # a request that does not fit is refused in words, as one of many
         many = {name: np.asarray(block)[None] for name, block in features.items()}
@@ -314,7 +315,13 @@ class NumpyController:
         n = len(limits)
         blocks = [np.zeros((n, 0), np.float32)]
         for name, width in self.feature_sizes.items():
-            block = np.asarray(features.get(name, np.nan), np.float32)
+            values = np.asarray(features.get(name, np.nan))
+            block = values.real.astype(np.float32, copy=False)
+            if np.iscomplexobj(values) or np.isinf(block).any():
+                raise ValueError(
+                    f"features: block {name!r} holds complex or infinite numbers; write NaN for "
+                    "what is missing"
+                )
             if block.shape != (n, width):
                 raise ValueError(
                     f"features: block {name!r} must have shape {(n, width)}, got "

@@ -77,7 +77,7 @@ def _summary(folder: Path) -> None:
         return
     features = next(map(str, sorted(folder.glob("features.*"))), None)
     inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
-    answers = pl.read_parquet(table, columns=["accuracy", "pred"])
+    answers = pl.read_parquet(table, columns=["accuracy", "pred"], glob=False)
     if not (answers["accuracy"] > 0).any():
         texts = answers["pred"].unique(maintain_order=True).head(3)
         print(

@@ -112,6 +112,7 @@ def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
             infer_schema_length=None,
             schema_overrides={"seed": pl.String},
             raise_if_empty=False,
+            glob=False,
         )
     except (pl.exceptions.PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
