@@ -85,6 +85,7 @@ class NumpyController:
         self._named = named_values(self.knobs, self.configurations)
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
+        self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         network = below(arrays, "network.")
         self._heads = Heads(network, self.header, self._normaliser, self.configurations)
@@ -233,8 +234,8 @@ class NumpyController:
         blocks = [features[name] for name in self.feature_sizes if name in features]
         if tuple(map(len, blocks)) == self._widths:
             raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
-            # the sum of squares is quick, and finite unless a number is infinite, missing or large
-            if raw.ndim == 1 and (math.isfinite(raw.dot(raw)) or not np.isinf(raw).any()):
+            # a product is quick, and finite unless a number is infinite or missing
+            if raw.ndim == 1 and (math.isfinite(raw.dot(self._tiny)) or not np.isinf(raw).any()):
                 return raw
         # a request that does not fit is refused in words, as one of many
         many = {name: np.asarray(block)[None] for name, block in features.items()}
