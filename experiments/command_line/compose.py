@@ -48,9 +48,10 @@ READERS: dict[str, dict[str, type[Any]]] = {
 }
 """The groups whose choices have options of their own; all other groups are folders of `CONF`."""
 
+FLAGS = ("-m", "--multirun", "-sc")
+"""The flags of Hydra that are passed on; others read settings from elsewhere, or a pickle."""
 OF_HYDRA = re.compile(
-    r"-m|--multirun|-sc"
-    r"|hydra/(launcher|sweeper)=\w+"
+    r"hydra/(launcher|sweeper)=\w+"
     r"|\+*hydra\.(launcher(\.ray\.(init|remote))?|sweep)\.[a-z]\w*=[^${[]*"
 )
 """What the command line takes of Hydra. Anything else could name code to import: a callback, a
@@ -177,12 +178,11 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
             read files from outside `CONF`.
     """
     for word in arguments:
-        of_hydra = word.startswith("-") or re.search(r"\bhydra\b", word.partition("=")[0])
+        of_hydra = re.search(r"\bhydra\b", word.partition("=")[0])
         if of_hydra and not OF_HYDRA.fullmatch(word):
             raise InputError(
-                f"{word}: is not taken here, since such settings can run code; of Hydra's "
-                "settings that takes -m, hydra/launcher=… and single values of hydra.launcher and "
-                f"hydra.sweep. Put others into a file in {CONF}"
+                f"{word}: such a setting can run code, so a command takes only hydra/launcher=… and "
+                f"single values of hydra.launcher; put it into a file in {CONF}"
             )
     chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
@@ -204,6 +204,9 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
+    for word in arguments:
+        if word.startswith("-") and word not in FLAGS:
+            raise InputError(f"{word}: of Hydra's flags only {', '.join(FLAGS)} are taken")
     from joblib.parallel import LokyBackend, register_parallel_backend
 
     # the workers of joblib's launcher end with this process; Ray sees to its own
