@@ -181,8 +181,8 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
         of_hydra = re.search(r"\bhydra\b", word.partition("=")[0])
         if of_hydra and not OF_HYDRA.fullmatch(word):
             raise InputError(
-                f"{word}: such a setting can run code, so a command takes only hydra/launcher=… and "
-                f"single values of hydra.launcher; put it into a file in {CONF}"
+                f"{word}: such a setting can run code, so a command takes only hydra/launcher=… "
+                f"and single values of hydra.launcher; put it into a file in {CONF}"
             )
     chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
