@@ -134,7 +134,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
-    except Damaged:
+    except InputError:
         raise
     except Exception as error:
         kind = type(error).__name__

@@ -87,7 +87,7 @@ def read_log(
     controller: NumpyController | None = None,
     versions: Collection[str] = (),
 ) -> ReadLog:
-    """Read a log and join the labels to the requests.
+    """Read a log and join the labels to the requests. If a label is above 1, none counts.
 
     Args:
         folder: of the log.
@@ -104,7 +104,9 @@ def read_log(
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
+    in_percent = False
     for row in _lines(folder, REQUESTS, aside):
+        in_percent |= _is_above_one(row.get("accuracy"))
         try:
             reason = next(_faults(row, controller, versions), "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -117,12 +119,19 @@ def read_log(
             rows[row["id"]] = row
     # a label comes after its request; of several, the latest counts
     for label in _lines(folder, LABELS, aside):
+        in_percent |= _is_above_one(label.get("accuracy"))
         if not _in_unit(label.get("accuracy")):
             aside["a label outside [0, 1]"] += 1
         elif str(label.get("id")) not in rows:
             aside["a label of an unknown request"] += 1
         else:
             rows[label["id"]]["accuracy"] = label["accuracy"]
+    # of labels from 0 to 100, only those of wrong answers would count
+    labelled = [row for row in rows.values() if row["accuracy"] is not None]
+    if in_percent and labelled:
+        aside["a label of a log that has labels above 1, such as in per cent"] = len(labelled)
+        for row in labelled:
+            row["accuracy"] = None
     return ReadLog(list(rows.values()), aside)
 
 
@@ -237,6 +246,11 @@ def _is_positive(value: Any) -> bool:
 def _in_unit(value: Any) -> bool:
     """Return True for a number from 0 to 1."""
     return _is_number(value) and 0 <= value <= 1
+
+
+def _is_above_one(value: Any) -> bool:
+    """Return True for a number above 1."""
+    return _is_number(value) and value > 1
 
 
 def _is_index(value: Any, count: float) -> bool:

@@ -18,6 +18,8 @@ Arrays = Mapping[str, Array]
 DAMAGED = "is damaged (its checksum does not match); export it again"
 LEAST_MS = 1e-9
 """Lower bound that budgets are raised to before their logarithm is taken."""
+MOST_BYTES = 512_000_000
+"""The most bytes to which the file of a controller may unpack; they have some hundred thousand."""
 MOST_MS = 1e30
 """Upper bound that budgets must stay below."""
 
@@ -42,6 +44,9 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
     damaged or is no `.npz`."""
     # opened here, since np.load leaves a damaged file open
     with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        # a small file may unpack to more than the memory
+        if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
+            raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
         if file.zip.testzip() is not None:
             raise ValueError(DAMAGED)
         return {name: file[name] for name in file.files}

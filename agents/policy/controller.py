@@ -85,6 +85,7 @@ class NumpyController:
         self._named = named_values(self.knobs, self.configurations)
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
+        self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         network = below(arrays, "network.")
         self._heads = Heads(network, self.header, self._normaliser, self.configurations)
@@ -233,7 +234,8 @@ class NumpyController:
         blocks = [features[name] for name in self.feature_sizes if name in features]
         if tuple(map(len, blocks)) == self._widths:
             raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
-            if raw.ndim == 1:
+            # a product is quick, and finite unless a number is infinite or missing
+            if raw.ndim == 1 and (math.isfinite(raw.dot(self._tiny)) or not np.isinf(raw).any()):
                 return raw
         # a request that does not fit is refused in words, as one of many
         many = {name: np.asarray(block)[None] for name, block in features.items()}
@@ -314,7 +316,13 @@ class NumpyController:
         n = len(limits)
         blocks = [np.zeros((n, 0), np.float32)]
         for name, width in self.feature_sizes.items():
-            block = np.asarray(features.get(name, np.nan), np.float32)
+            values = np.asarray(features.get(name, np.nan))
+            block = values.real.astype(np.float32, copy=False)
+            if np.iscomplexobj(values) or np.isinf(block).any():
+                raise ValueError(
+                    f"features: block {name!r} holds complex or infinite numbers; write NaN for "
+                    "what is missing"
+                )
             if block.shape != (n, width):
                 raise ValueError(
                     f"features: block {name!r} must have shape {(n, width)}, got "

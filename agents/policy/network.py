@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import LEAST_MS, Array, Arrays, below, log_ms
+from .forks import FORKED
 
 # an array, because NumPy takes longer with a Python number
 _UNIT = np.array(1.0, np.float32)
@@ -127,7 +128,8 @@ class Heads:
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
         # the arrays for the decision on one request; each input ends with a 1, for the bias
-        self._lock = threading.Lock()
+        self.after_fork()
+        FORKED.add(self)
         self._scales = 1 / normaliser.scale
         self._inputs = [np.ones(len(weight), np.float32) for weight in self.layers]
         parts = np.split(self._inputs[0], [self.width, inputs - self.values, inputs])
@@ -140,6 +142,10 @@ class Heads:
         if header["heads"] == "knobs":
             self.places = places_of(configurations)
             self._scores = np.empty(len(configurations), np.float32)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that nobody holds."""
+        self._lock = threading.Lock()
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""

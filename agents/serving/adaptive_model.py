@@ -36,6 +36,9 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
+    Answer,
+    Configuration,
+    FirstStage,
     Request,
     check_configuration,
     clocked_by,
@@ -297,6 +300,9 @@ class AdaptiveModel(FirstStages):
         if self.log is None:
             return
         for request in decided:
+            # nothing can be learned from a time that is not possible; the tracker counts it
+            if math.isnan(request.result.total_ms):
+                continue
             chances = self._exploration.chances(*self._context(request), request.best)
             stage = request.prepared.stage
             row = row_of(self.controller.digest, stage, chances, request.best, request.result)
@@ -314,15 +320,17 @@ class AdaptiveModel(FirstStages):
         configuration = self.configurations[choice]
         stages = [request.prepared.stage for request in group]
         try:
-            answers = self.model.answer(stages, configuration)
+            answers = self._answers(stages, configuration)
         except Exception as error:
             self.tracker.ignore(f"the model raised {type(error).__name__}")
             raise
         uncounted_ms = sum(request.before_ms for request in group)
-        for request, stage, answer in zip(group, stages, answers, strict=True):
-            took_ms = answer.total_ms + stage.unused_ms(configuration)
+        pairs = zip(stages, answers, strict=True)
+        times = [_took_ms(stage, answer, configuration) for stage, answer in pairs]
+        for request, stage, took_ms in zip(group, stages, times, strict=True):
             uncounted_ms -= took_ms + stage.extra_ms
-            if self._tracks:
+            # a time that is not possible is counted in any case
+            if self._tracks or math.isnan(took_ms):
                 self.tracker.update(*request.expected, took_ms)
         done = self._now()
         # the time that no answer holds and nothing has counted: calls, clocks, setting knobs,
@@ -330,10 +338,12 @@ class AdaptiveModel(FirstStages):
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
         group[0].latest.add(decision_ms, beyond_ms)
 
-        for request, stage, answer in zip(group, stages, answers, strict=True):
+        for request, stage, answer, took_ms in zip(group, stages, answers, times, strict=True):
             ahead_ms = request.prepared.ahead_ms
             overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
             total = overhead + answer.total_ms - ahead_ms
+            if math.isnan(took_ms):
+                total = took_ms
             waited = 0.0
             if request.arrived is not None:
                 waited = max(0.0, (done - request.arrived) * 1e3 - total)
@@ -352,6 +362,20 @@ class AdaptiveModel(FirstStages):
                 prepared_ms=ahead_ms,
             )
 
+    def _answers(
+        self, stages: Sequence[FirstStage], configuration: Configuration
+    ) -> Sequence[Answer]:
+        """Have the model answer a group; raise InputError if it returns anything else than an
+        `Answer` for each."""
+        answers = self.model.answer(stages, configuration)
+        whole = isinstance(answers, Sequence) and len(answers) == len(stages)
+        if not (whole and all(isinstance(answer, Answer) for answer in answers)):
+            raise InputError(
+                f"runtime: answer of the model must return {len(stages)} Answer, one for each "
+                f"request, not {answers!r:.80}"
+            )
+        return answers
+
     def _limit(
         self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float
     ) -> float:
@@ -359,12 +383,12 @@ class AdaptiveModel(FirstStages):
 
         Args:
             latest: the overhead of the latest decisions; this one is expected to cost as much.
-            extra_ms: what the first stage took for features.
+            extra_ms: what the first stage took for features; NaN counts as 0.
             budget: in ms, from the arrival on.
             arrived: when the request arrived; None if it did not wait.
             begun: when its first stage began, which ended the wait.
         """
-        left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
+        left = budget - max(0.0, extra_ms) - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
                 raise InputError(
@@ -432,10 +456,19 @@ class AdaptiveModel(FirstStages):
         title = "timing this machine"
         with self._lock, self._clocked, progress(title, len(drawn), quiet_s=5) as tick:
             for row, choice in zip(cell[0].tolist(), choices, strict=True):
-                stage = self.model.first_stage(samples[row])
-                (answer,) = self.model.answer([stage], self.configurations[choice])
+                stage = self._first_stage(samples[row], True)
+                (answer,) = self._answers([stage], self.configurations[choice])
                 took.append(answer.total_ms)
                 tick(len(took), "")
         profiled_ms = table.without_first_look.latency_ms[cell].double()
         ratios = log_ms(profiled_ms.new_tensor(took)) - log_ms(profiled_ms)
         return choices[warm_up:], ratios[warm_up:].tolist()
+
+
+def _took_ms(stage: FirstStage, answer: Answer, configuration: Configuration) -> float:
+    """Return the time of an answer, with what it does not continue from of the first stage; NaN if
+    the model gave a time that is not possible."""
+    took_ms = answer.total_ms + stage.unused_ms(configuration)
+    if 0 < answer.total_ms <= took_ms < math.inf and 0 <= stage.extra_ms < math.inf:
+        return took_ms
+    return math.nan

@@ -32,7 +32,8 @@ class Exploration:
         checks.at_least("runtime: explore_loss", loss, 0)
         self.share = share
         self.loss = loss
-        self._random = random.Random(seed)
+        # seeds of the system: processes that are forked from this one draw differently
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
     def turn(self) -> bool:
         """Draw whether the next request is explored; nothing is drawn where the share is 0."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.forks import FORKED
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
 
@@ -66,7 +67,7 @@ class Recent(OrderedDict[Hashable, Any]):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._counts = Counter[bool]()
         self._micros = {hit: deque[float]((), DECISIONS_KEPT) for hit in (True, False)}
 
@@ -75,7 +76,7 @@ class Recent(OrderedDict[Hashable, Any]):
 
         `took_ms` is the time of the hit or miss, the look-up included.
         """
-        with self._lock:
+        with self.lock:
             self[key] = value
             self.move_to_end(key)
             if len(self) > self.size:
@@ -108,20 +109,36 @@ class FirstStages:
         self.model = model
         self.cached_features = Recent(cache)
         self.cached_decisions = Recent(cache)
+        self.after_fork()
+        FORKED.add(self)
+
+    def after_fork(self) -> None:
+        """Begin with nothing under way: free locks, and a thread of this process."""
         self._lock = threading.Lock()
         """Held while the model answers."""
         self._worker = ThreadPoolExecutor(1)  # begins its thread with the first request
         self._pending: dict[int, tuple[Request, Future[Prepared]]] = {}
+        for recent in (self.cached_features, self.cached_decisions):
+            recent.lock = threading.Lock()
+
+    def _first_stage(self, request: Request, features: bool) -> FirstStage:
+        """Run the model's first stage. Raises InputError if it returns anything else."""
+        stage = self.model.first_stage(request, features)
+        if not isinstance(stage, FirstStage):
+            raise InputError(
+                f"runtime: first_stage of the model must return a FirstStage, not {stage!r:.80}"
+            )
+        return stage
 
     def _take(self, request: Request, features: bool = True) -> Prepared:
         """Run the first stage; the model leaves out features that are kept of an equal request."""
         if not (self.cached_features.size and features):
-            return Prepared(self.model.first_stage(request, features), None)
+            return Prepared(self._first_stage(request, features), None)
         start = clock_ms()
         content = content_of(request)
         kept = self.cached_features.get(content)
         took_ms = clock_ms() - start
-        stage = self.model.first_stage(request, kept is None)
+        stage = self._first_stage(request, kept is None)
         # the look-up is charged like the features that it stands for
         stage.extra_ms += took_ms
         stage.total_ms += took_ms

@@ -291,8 +291,10 @@ def _budgets(budget_ms: Numbers) -> Array:
 def _numbers(name: str, value: Any) -> Array:
     """Return a copy as float32. Raises InputError if these are no numbers."""
     try:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not value.is_complex():
             value = value.detach().float().cpu().numpy()
+        if np.iscomplexobj(value):
+            raise TypeError("complex numbers")
         # what is too large becomes infinite, which the caller refuses by the name of the field
         with np.errstate(over="ignore"):
             return np.array(value, np.float32)

@@ -2,16 +2,20 @@
 
 A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies
 that became known later. No other process writes to these files, and each line is a single write. If
-the process is killed, the kernel keeps what was written: kill -9 costs at most one line.
+the process is killed, the kernel keeps what was written: kill -9 costs at most one line. A row that
+cannot be written, such as on a full disk, leaves nothing behind.
 `knobwise.agents.learning.logged` reads the log.
 """
 
 from __future__ import annotations
 
 import base64
+import errno
+import itertools
 import json
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.agents.policy.controller import Drift
+from knobwise.agents.policy.forks import FORKED
+from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
@@ -49,7 +55,8 @@ class Result:
     expected: tuple[float, float]
     """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
-    """waited_ms + overhead_ms + answer.total_ms − prepared_ms."""
+    """waited_ms + overhead_ms + answer.total_ms − prepared_ms; NaN if the model gave a time that
+    is not possible."""
     waited_ms: float
     """The time from its arrival to its end that was not spent on it; 0 if the arrival is
     unknown."""
@@ -67,17 +74,17 @@ class Result:
     @property
     def met(self) -> bool:
         """True if the request was answered on time."""
-        return self.total_ms <= self.budget_ms
+        return self.total_ms <= self.budget_ms  # not if that is NaN
 
 
 class RequestLog:
     """Write the log in a folder.
 
-    Several processes may share the folder. Threads that share this object need a lock;
-    `AdaptiveModel` has one.
+    Threads may share this object. Processes may share the folder: each writes to files of its own,
+    and so does one that is forked. The ids of its requests begin with random bytes.
 
     Args:
-        folder: made when it is missing. Each start begins a new file.
+        folder: made when it is missing, also if others remove it. Each start begins a new file.
         rows_per_file: rows after which another file is begun.
 
     Raises:
@@ -87,69 +94,80 @@ class RequestLog:
     def __init__(self, folder: str | Path, rows_per_file: int = 10_000) -> None:
         self.folder = Path(folder)
         self._rows_per_file = rows_per_file
-        self._files: dict[str, tuple[int, str]] = {}
-        self._rows: Counter[str] = Counter()
-        self.lost = 0
-        """Rows that could not be written, such as on a full disk. The requests were answered all
-        the same."""
+        self._files: dict[str, int] = {}
+        self.after_fork()
+        FORKED.add(self)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._begin(REQUESTS)
         except OSError as error:
             raise InputError(f"log={folder}: cannot be written ({error.strerror})") from error
 
+    def after_fork(self) -> None:
+        """Begin without files, under a name that no other process has."""
+        self.close()
+        self._lock = threading.Lock()
+        self._process = os.urandom(8).hex()
+        self._requests = itertools.count()
+        self._rows: Counter[str] = Counter()
+        self.lost = 0
+        """Rows that could not be written, such as on a full disk, or that were in a file when it
+        was removed. The requests were answered all the same."""
+
     def add(self, row: Mapping[str, Any]) -> str:
         """Write a row, see `row_of`. Return its id; a row without an id gets a new one."""
-        request_id = row.get("id") or f"{self._files[REQUESTS][1]}-{self._rows[REQUESTS]}"
+        request_id = row.get("id") or f"{self._process}-{next(self._requests)}"
         self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
 
     def label(self, request_id: str, accuracy: float) -> None:
         """Write the accuracy of an answer, 0 to 1, once it is known.
 
-        The latest label of a request counts."""
+        The latest label of a request counts. Raises InputError for any other accuracy."""
+        share("label: accuracy", accuracy)
         self._write(LABELS, {"id": request_id, "accuracy": float(accuracy)})
 
     def close(self) -> None:
         """Close the files; nothing can be written any more."""
-        for handle, _ in self._files.values():
+        for handle in self._files.values():
             os.close(handle)
         self._files.clear()
 
     def _begin(self, kind: str) -> None:
         """Create the next file, for this process alone."""
         if kind in self._files:
-            os.close(self._files.pop(kind)[0])
-        # try numbers from the count of existing files on
-        count = len(list(self.folder.glob(f"{kind}-*.jsonl")))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        while kind not in self._files:
-            name = f"{count:06d}"
-            count += 1
-            try:
-                handle = os.open(self.folder / f"{kind}-{name}.jsonl", flags, 0o666)
-                self._files[kind] = handle, name
-            except FileExistsError:
-                # another process was faster; the next number may be free
-                continue
+            os.close(self._files.pop(kind))
         self._rows[kind] = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # sorted by name, files are in the order in which they were begun
+        path = self.folder / f"{kind}-{time.time_ns()}-{self._process}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._files[kind] = os.open(path, flags, 0o666)
 
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         line = json.dumps({"format": FORMAT, **row}, separators=(",", ":")).encode() + b"\n"
-        try:
-            if kind not in self._files or self._rows[kind] >= self._rows_per_file:
-                self._begin(kind)
-            if os.write(self._files[kind][0], line) < len(line):
-                raise OSError("half a line")
-            self._rows[kind] += 1
-        except OSError as error:
-            self.lost += 1
-            # the next row must not continue half a line
-            self._rows[kind] = self._rows_per_file
-            if self.lost == 1:
-                logging.getLogger(__name__).warning(
-                    "log: a row is lost (%s); this and later losses are counted", error
-                )
+        with self._lock:
+            try:
+                if kind in self._files and not os.fstat(self._files[kind]).st_nlink:
+                    self._lose(self._rows[kind], "their file was removed")
+                    self._rows[kind] = self._rows_per_file
+                if kind not in self._files or self._rows[kind] >= self._rows_per_file:
+                    self._begin(kind)
+                handle = self._files[kind]
+                written = os.write(handle, line)
+                if written < len(line):
+                    # the next row must not continue half a line
+                    os.ftruncate(handle, os.fstat(handle).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._rows[kind] += 1
+            except OSError as error:
+                self._lose(1, error)
+
+    def _lose(self, rows: int, reason: object) -> None:
+        if rows and not self.lost:
+            logging.getLogger(__name__).warning(
+                "log=%s: rows are lost (%s); these and later ones are counted", self.folder, reason
+            )
+        self.lost += rows
 
 
 def row_of(

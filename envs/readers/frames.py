@@ -9,7 +9,6 @@ import gzip
 import io
 import json
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Set
@@ -20,6 +19,7 @@ import polars as pl
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
 from knobwise.envs.tables.profile_table import Knob, KnobValue
@@ -27,8 +27,6 @@ from knobwise.envs.tables.profile_table import Knob, KnobValue
 KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
 )
-LIMIT = "KNOBWISE_UNPACKED_MB"
-"""The environment variable with the most MB to which a gzipped table may unpack; 512 without it."""
 PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
@@ -107,19 +105,10 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
 
 
 def _unpacked(path: Path) -> bytes:
-    """Return the content of a gzipped file. Raises InputError if it is longer than the limit.
-
-    A small file may unpack to more than the memory.
-    """
-    megabytes = os.environ.get(LIMIT, "512")
-    if not megabytes.isdecimal():
-        raise InputError(f"{LIMIT}={megabytes}: must be a whole number of MB")
+    """Return the content of a gzipped file. Raises InputError if it is longer than the limit."""
     with gzip.open(path) as file:
-        content = file.read(int(megabytes) * 1_000_000 + 1)
-    if len(content) > int(megabytes) * 1_000_000:
-        raise InputError(
-            f"{path}: unpacks to more than {megabytes} MB; {LIMIT}=… in the environment allows more"
-        )
+        content = file.read(most_unpacked() + 1)
+    check_unpacked(path, len(content))
     return content
 
 

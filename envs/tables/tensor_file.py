@@ -123,7 +123,7 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
         else:
             content = np.load(path, allow_pickle=False)
         return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
-    except Damaged:
+    except InputError:
         raise
     except Exception as error:
         raise InputError(

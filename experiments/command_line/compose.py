@@ -48,6 +48,15 @@ READERS: dict[str, dict[str, type[Any]]] = {
 }
 """The groups whose choices have options of their own; all other groups are folders of `CONF`."""
 
+FLAGS = ("-m", "--multirun", "-sc")
+"""The flags of Hydra that are passed on; others read settings from elsewhere, or a pickle."""
+OF_HYDRA = re.compile(
+    r"hydra/(launcher|sweeper)=\w+"
+    r"|\+*hydra\.(launcher(\.ray\.(init|remote))?|sweep)\.[a-z]\w*=[^${[]*"
+)
+"""What the command line takes of Hydra. Anything else could name code to import: a callback, a
+handler of logs, a `_target_`, a folder of settings."""
+
 
 def schema_of(verb: str, arguments: Sequence[str]) -> str:
     """Return the key of a verb in `VERBS`. `train` has two, one for controllers and one for
@@ -160,9 +169,21 @@ def settings_of(config: DictConfig) -> Any:
         raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def with_variants(arguments: Iterable[str]) -> list[str]:
+def with_variants(arguments: Sequence[str]) -> list[str]:
     """Mark arguments whose keys the user chooses, since Hydra does not know these keys: variants,
-    and weights by shots. No other key can be added (`+key=value`)."""
+    and weights by shots. No other key can be added (`+key=value`).
+
+    Raises:
+        InputError: an argument that could make Hydra import what it names, such as a callback, or
+            read files from outside `CONF`.
+    """
+    for word in arguments:
+        of_hydra = re.search(r"\bhydra\b", word.partition("=")[0])
+        if of_hydra and not OF_HYDRA.fullmatch(word):
+            raise InputError(
+                f"{word}: such a setting can run code, so a command takes only hydra/launcher=… "
+                f"and single values of hydra.launcher; put it into a file in {CONF}"
+            )
     chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
     return [f"++{word}" if chosen.match(word) else word for word in words]
@@ -183,6 +204,9 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
+    for word in arguments:
+        if word.startswith("-") and word not in FLAGS:
+            raise InputError(f"{word}: of Hydra's flags only {', '.join(FLAGS)} are taken")
     from joblib.parallel import LokyBackend, register_parallel_backend
 
     # the workers of joblib's launcher end with this process; Ray sees to its own

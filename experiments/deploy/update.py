@@ -175,16 +175,22 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
 
 
 def _roll_back(out: Path) -> Path:
-    """Let the version before the current one serve again."""
+    """Let the version before the current one serve again. Raises InputError if its file is
+    damaged."""
     if (current := serving(out)) is None:
         raise InputError(f"out={out}: it holds no version to roll back from")
     before = json.loads((current / UPDATE).read_text())["before"]
     if before is None:
         raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
+    version = out / VERSIONS / before
+    try:
+        NumpyController.load(version / CONTROLLER)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{error}; {current.name} goes on serving; restore a copy") from error
     with locked(out):
-        serve(out, out / VERSIONS / before)
-    print_lines(Console(), [f"{out / VERSIONS / before}: serves again, in place of {current.name}"])
-    return out / VERSIONS / before
+        serve(out, version)
+    print_lines(Console(), [f"{version}: serves again, in place of {current.name}"])
+    return version
 
 
 def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:

@@ -62,6 +62,8 @@ is null where it is unknown or means nothing:
 - `decision_us`: the median time of a decision of this policy at this place, for controllers and
   selectors only.
 """
+SHARES = ("accuracy", "in_time", "expected_in_time", "score", "score_free", "vote")
+"""The columns whose numbers are from 0 to 1."""
 
 
 def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
@@ -77,13 +79,22 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     """Read the decisions of a run, with the columns of `SCHEMA`.
 
     Raises:
-        InputError: no such file, or not one that `write_decisions` wrote.
+        InputError: no such file, or not one that `write_decisions` wrote; a share or a time that is
+            not possible.
     """
     path = Path(folder) / FILE
     try:
-        return _complete(read_parquet(path).select(*SCHEMA))
+        decisions = _complete(read_parquet(path).select(*SCHEMA))
     except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
+    # unknown values are null, and pass
+    fits = pl.col(*SHARES).is_between(-1e-6, 1 + 1e-6), pl.col("latency_ms").is_between(0, 3.4e38)
+    if len(wrong := decisions.filter(~pl.all_horizontal(*fits))):
+        raise InputError(
+            f"{path}: holds {len(wrong)} rows with an accuracy, a score or a share outside [0, 1], "
+            "or a negative or infinite time; run the experiment again"
+        )
+    return decisions
 
 
 def decision_rows(

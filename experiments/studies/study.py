@@ -8,6 +8,7 @@ repeated resumes: finished runs are kept, and sections that train the same share
 
 from __future__ import annotations
 
+import glob
 import shlex
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list
             words += [seeds, f"runs={config.runs}", *config.words]
             failures += knobwise("train", *words)
         if is_sweep:  # its jobs are called name, name-2 and so on
-            folders += map(str, sorted(folder.parent.glob(f"{folder.name}*")))
+            folders += map(str, sorted(folder.parent.glob(f"{glob.escape(folder.name)}*")))
         else:
             folders.append(str(folder))
     # a single run has a report, and nothing to compare

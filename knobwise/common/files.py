@@ -31,6 +31,9 @@ LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
 }
 """Advice by the number of the error, where a limit of the system was met."""
+UNPACKED = "KNOBWISE_UNPACKED_MB"
+"""The environment variable with the most MB to which a packed file may unpack; 512 without it. A
+small file may unpack to more than the memory."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
@@ -180,6 +183,25 @@ def replace_link(link: Path, target: Path) -> None:
     sync(link.parent)
 
 
+def most_unpacked() -> int:
+    """Return the most bytes to which a packed file may unpack. Raises InputError if the environment
+    says anything but a number of MB."""
+    megabytes = os.environ.get(UNPACKED, "512")
+    if not megabytes.isdecimal():
+        raise InputError(f"{UNPACKED}={megabytes}: must be a whole number of MB")
+    return int(megabytes) * 1_000_000
+
+
+def check_unpacked(path: str | Path, size: int) -> None:
+    """Refuse a file that unpacks to so many bytes, if these are too many."""
+    most = most_unpacked()
+    if size > most:
+        raise InputError(
+            f"{path}: unpacks to more than {most // 1_000_000} MB; {UNPACKED}=… in the "
+            "environment allows more"
+        )
+
+
 def is_damaged(path: str | Path) -> bool:
     """Return True for a file that a power cut or a copy has damaged.
 
@@ -187,6 +209,7 @@ def is_damaged(path: str | Path) -> bool:
     whole or does not agree with the checksums inside it. Any other file gives False.
 
     Raises:
+        InputError: it would unpack to more than the limit.
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
@@ -195,7 +218,13 @@ def is_damaged(path: str | Path) -> bool:
             return not begin.strip(b"\0")
         try:
             with zipfile.ZipFile(file) as archive:
+                unpacked = sum(part.file_size for part in archive.infolist())
+                # those of torch are not packed, and may be large
+                if unpacked > os.fstat(file.fileno()).st_size:
+                    check_unpacked(path, unpacked)
                 return archive.testzip() is not None
+        except InputError:
+            raise
         except Exception:  # whatever a damaged directory makes of the rest
             return True
 

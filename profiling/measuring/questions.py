@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -272,7 +273,8 @@ def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
         source = path.parent / source
-        if not source.is_file():
+        # unlike Path.is_file, it takes a path of any length
+        if not os.path.isfile(source):
             raise InputError(f"{where}: no image file {source}")
     for key, part, kind in (
         ("id", item_id, str | int),

@@ -435,6 +435,14 @@ def test_other_files_are_refused(tmp_path):
         NumpyController.load(tmp_path / "nothing.npz")
 
 
+def test_a_file_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
+    """As any zip archive, a small one may."""
+    np.savez_compressed(tmp_path / "large.npz", **arrays_by_hand(), more=np.zeros(10_000))
+    monkeypatch.setattr("knobwise.agents.policy.arrays.MOST_BYTES", 50_000)
+    with pytest.raises(ValueError, match=r"large\.npz.*unpacks"):
+        NumpyController.load(tmp_path / "large.npz")
+
+
 def spoilt(array):
     """The array with one NaN."""
     position = np.arange(array.size).reshape(array.shape)

@@ -1,6 +1,7 @@
 """The log of a deployed controller: what is written, what survives a kill, what is set aside."""
 
 import json
+import math
 import os
 
 import pytest
@@ -16,7 +17,10 @@ from knobwise.agents.serving.request_log import RequestLog
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 
-REQUESTS = "requests-000000.jsonl"
+
+def requests_in(folder):
+    """The first file of requests."""
+    return min(folder.glob("requests-*.jsonl"))
 
 
 def served(folder, count, label=True, falls_back=False, **options):
@@ -69,14 +73,15 @@ def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path):
     kinds = [path.name.split("-")[0] for path in tmp_path.iterdir()]
     assert (kinds.count("labels"), kinds.count("requests")) == (2, 4)
     with pytest.raises(InputError, match="cannot be written"):
-        RequestLog(tmp_path / REQUESTS)
+        RequestLog(requests_in(tmp_path))
 
 
 def changed(folder, to, **values):
     """A copy of a log whose first row has other values."""
-    lines = (folder / REQUESTS).read_text().splitlines()
+    path = requests_in(folder)
+    lines = path.read_text().splitlines()
     lines[0] = json.dumps(json.loads(lines[0]) | values)
-    (to / REQUESTS).write_text("\n".join(lines) + "\n")
+    (to / path.name).write_text("\n".join(lines) + "\n")
     return to
 
 
@@ -116,18 +121,50 @@ def test_rows_of_earlier_versions_are_read(written, tmp_path):
     assert len(logged) == 40
 
 
+def write_labels(folder, labels):
+    """Write labels of any kind, as another program may."""
+    lines = []
+    for name, accuracy in labels:
+        label = {"format": "knobwise.RequestLog/1", "id": name, "accuracy": accuracy}
+        lines.append(json.dumps(label) + "\n")
+    (folder / "labels-0.jsonl").write_text("".join(lines))
+
+
 def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     changed(written, tmp_path)
     first = read_log(written).rows[0]["id"]
-    log = RequestLog(tmp_path)
-    log.label("nobody", 1.0)
-    for accuracy in (1.5, float("nan"), 0.0, 0.25):
-        log.label(first, accuracy)
+    labels = [("nobody", 1.0), *((first, accuracy) for accuracy in (-1.5, math.nan, 0.0, 0.25))]
+    write_labels(tmp_path, labels)
     read = read_log(tmp_path)
     assert dict(read.aside) == {"a label of an unknown request": 1, "a label outside [0, 1]": 2}
     assert read.rows[0]["accuracy"] == 0.25  # the latest
     with pytest.raises(InputError, match="log="):
         read_log(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("accuracy", [100.0, -0.1, math.nan])
+def test_a_label_that_is_no_accuracy_is_refused_at_once(tmp_path, accuracy):
+    log = RequestLog(tmp_path)
+    with pytest.raises(InputError, match="accuracy"):
+        log.label(log.add({}), accuracy)
+    assert not [*tmp_path.glob("labels-*")]
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_of_labels_from_0_to_100_none_counts(written, tmp_path, in_rows):
+    """The wrong answers alone, with 0, would be in [0, 1]."""
+    path = requests_in(written)
+    rows = [json.loads(line) | {"accuracy": None} for line in path.read_text().splitlines()]
+    if in_rows:
+        for i, row in enumerate(rows):
+            row["accuracy"] = 100 * (i % 2)
+    else:
+        write_labels(tmp_path, [(row["id"], 100 * (i % 2)) for i, row in enumerate(rows)])
+    (tmp_path / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = read_log(tmp_path)
+    assert sorted(log.aside.values()) == [20, 20]
+    assert len(log.rows) == (20 if in_rows else 40)
+    assert all(row["accuracy"] is None for row in log.rows)
 
 
 @settings(
@@ -138,11 +175,11 @@ def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),
 )
 def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(written, tmp_path, cut, noise):
-    content = bytearray((written / REQUESTS).read_bytes()[:cut])
+    content = bytearray(requests_in(written).read_bytes()[:cut])
     for position, byte in noise:
         if position < len(content):
             content[position] = byte
-    (tmp_path / REQUESTS).write_bytes(content)
+    (tmp_path / "requests-0.jsonl").write_bytes(content)
     log, logged = checked(tmp_path)
     whole, _, last = content.rpartition(b"\n")
     lines = whole.count(b"\n") + (b"\n" in content) + bool(last)
@@ -163,7 +200,7 @@ while True:
 
 
 def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
-    row = json.loads((written / REQUESTS).read_text().splitlines()[0]) | {"id": None}
+    row = json.loads(requests_in(written).read_text().splitlines()[0]) | {"id": None}
     with child(KILLED, tmp_path, json.dumps(row)) as process:
         answered = [process.stdout.readline().strip() for _ in range(50)]
         process.kill()
@@ -174,7 +211,7 @@ def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
     assert len(ids) <= len(answered) + 1
     assert sum(row["accuracy"] is None for row in log.rows) <= 1
     # the log goes on in another file, also after a torn line
-    with (tmp_path / REQUESTS).open("ab") as file:
+    with requests_in(tmp_path).open("ab") as file:
         file.write(b'{"torn')
     served(tmp_path, 3)
     again = read_log(tmp_path)
@@ -192,7 +229,7 @@ def test_a_full_disk_loses_rows_and_no_answers(tmp_path, monkeypatch):
     log = read_log(tmp_path)
     assert model.log.lost == 2
     assert len(log.rows) == 3
-    assert dict(log.aside) == {"the torn last line of a file": 2}
+    assert not log.aside  # nothing of a lost row stays
 
 
 @pytest.mark.parametrize("together", [False, True])

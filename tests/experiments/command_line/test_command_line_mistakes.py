@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import polars as pl
 import pytest
 from commands import SIMULATED, launch, mistake, refused, words_of, write_table
 from wandb_stub import forget_wandb
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line import train
+from knobwise.experiments.command_line import profile, train
 from knobwise.experiments.command_line.help import COMMON, help_lines
 from knobwise.experiments.settings.options import VERBS
 
@@ -97,6 +98,35 @@ def test_a_single_run_names_the_sweep_that_the_file_has(experiment, swept, monke
     printed = capsys.readouterr().err
     assert swept in printed
     assert bool(printed) == bool(swept)
+
+
+CALLBACK = "hydra.callbacks.x={_target_:shutil.copyfile,src:t.parquet,dst:copy}"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"++{CALLBACK}",
+        f"+{CALLBACK}",
+        "++hydra={callbacks:{x:{_target_:shutil.copyfile}}}",
+        "hydra.sweeper._target_=shutil.copyfile",
+        "hydra.sweeper.params={hydra.job_logging.root:1}",
+        "hydra.launcher._target_=shutil.copyfile",
+        "+hydra.launcher.x={_target_:shutil.copyfile}",
+        "+hydra.launcher.x=${oc.create:'{_target_:os.abort}'}",
+        "+hydra.launcher.ray.init.runtime_env.worker_process_setup_hook=os.abort",
+        "hydra/job_logging=default",
+        "+hydra.job_logging.handlers.x.()=shutil.copyfile",
+        "hydra.job.env_set.PATH=here",
+        "hydra.searchpath=[conf]",
+        "experiment@hydra.callbacks.x=lean",
+        "--config-dir=conf",
+        "--experimental-rerun=x.pickle",
+        "-cn=other",
+    ],
+)
+def test_what_can_run_code_in_hydra_is_refused(word, capsys):
+    assert word in refused(["train", "-m", "policy.hidden=8,16", word], capsys)
 
 
 # -- help and suggestions: quickly, which is without torch -----------------------------------------
@@ -246,6 +276,18 @@ def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch)
 def test_the_name_of_measured_data_leads_nowhere_else(name, capsys):
     words = words_of("profile model=elastic knobs.samples=2", f"knobs.name={name}", "out=p")
     assert name in refused(words, capsys)
+
+
+def test_a_measured_profile_in_a_folder_with_brackets_is_read(capsys):
+    write_table()
+    table = Path("m[1]", "table.parquet")
+    table.parent.mkdir()
+    rows = pl.read_parquet("t.parquet").with_columns(accuracy=pl.lit(0.0), pred=pl.lit("seven"))
+    rows.write_parquet(table)
+    profile._summary(table.parent)
+    printed = capsys.readouterr().out
+    assert "'seven'" in printed
+    assert str(table) in printed
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -121,6 +122,45 @@ def test_decisions_are_the_rows_of_the_file(tmp_path):
     with pytest.raises(InputError, match=r"decisions\.parquet") as refused:
         read_decisions(folder)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("score", wrong) for wrong in (7.0, -0.5, math.inf)),
+        *(("accuracy", wrong) for wrong in (1.01, -1.0)),
+        ("in_time", 2.0),
+        ("latency_ms", -1.0),
+        ("latency_ms", math.inf),
+    ],
+)
+def test_decisions_with_numbers_that_are_not_possible_are_refused(tmp_path, column, value):
+    """These results have no digest that would tell that the file was changed."""
+    folders = runs(tmp_path, 2)
+    file = Path(folders[1], "decisions.parquet")
+    whole = pl.read_parquet(file)
+    last = pl.int_range(pl.len()) == pl.len() - 1
+    changed = pl.when(last).then(value).otherwise(column).alias(column)
+    whole.with_columns(changed.cast(whole.schema[column])).write_parquet(file)
+    with pytest.raises(InputError, match="1 rows"):
+        read_decisions(folders[1])
+    comparison = comparison_of(folders)
+    assert not comparison.differences
+    assert "decisions.parquet" in " ".join(comparison.notes)
+
+
+def test_a_name_with_brackets_is_no_pattern(tmp_path):
+    """`a[1]` would match `a1`."""
+    folders = [write_run(tmp_path / "a1"), write_run(tmp_path / "a[1]", gain=0.4)]
+    metrics = "seed,step,Val/Utility\n0,0,{0}\n1,0,{0}\n"
+    for folder, utility in zip(folders, (0.4, 0.6), strict=True):
+        (folder / "metrics.csv").write_text(metrics.format(utility))
+    comparison = comparison_of(list(map(str, folders)))
+    assert [run.label for run in comparison.runs] == ["a1", "a[1]"]
+    assert comparison.differences[0].difference > 0.1
+    curves = drawn(comparison)["Training, on validation samples"]
+    values = {p["name"]: p["value"] for p in points_of(*curves) if "panel" in p}
+    assert values == {"a1": 0.4, "a[1]": 0.6}
 
 
 # -- the page: every number of every run, charts that can be drawn ---------------------------------

@@ -1,6 +1,7 @@
 """`knobwise update`, through the command line: from a log, and for the hardware that some cells
 were timed on."""
 
+import json
 import math
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from knobwise.agents.learning import adaptation
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
@@ -41,7 +43,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with chdir(folder):
         write_table(120)
-        words = words_of("policy=utility policy.members=2 seeds=[0] name=run baselines=false")
+        words = words_of("policy=utility policy.members=2 seeds=[0] name='run[1]' baselines=false")
         words += ["optimiser.teacher_iterations=60", "optimiser.warmup_iterations=150"]
         launch("train", TABLE, OPTIMISER, words)
     return folder
@@ -192,6 +194,27 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     words = ["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]
     assert main(words) == 2
     assert "760 set aside: of another controller" in capsys.readouterr().out
+
+
+def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
+    agent, tmp_path, capsys
+):
+    for before in (None, "0000"):
+
+        def write(folder, before=before):
+            agent.export(folder / "controller.npz")
+            (folder / "update.json").write_text(json.dumps({"before": before}))
+
+        serve(tmp_path, add_version(tmp_path, write))
+    arrays = tmp_path / "versions" / "0000" / "controller.npz"
+    whole = arrays.read_bytes()
+    for damage in (whole[:999], b"", whole[:-1]):
+        arrays.write_bytes(damage)
+        assert str(arrays) in mistake(["update", "rollback=true", f"out={tmp_path}"], capsys)
+        assert serving(tmp_path).name == "0001"
+    arrays.write_bytes(whole)
+    launch("update rollback=true", f"out={tmp_path}")
+    assert serving(tmp_path).name == "0000"
 
 
 def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):

@@ -52,6 +52,17 @@ def test_a_small_study_from_the_command_line(tmp_path, capsys):
     assert "seeds" in capsys.readouterr().err
 
 
+def test_the_runs_of_a_sweep_are_those_of_its_name_also_with_brackets(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(study, "knobwise", lambda *words: commands.append(words) or [])
+    folder = tmp_path / "lean"
+    for name in ("c[1]", "c[1]-2", "c1"):
+        (folder / name).mkdir(parents=True)
+    config = study.StudyConfig(runs=str(tmp_path), out=str(tmp_path / "pages"))
+    assert not study.run_section(config, "swept", ["-m experiment=lean name=c[1]"])
+    assert commands[-1][1:3] == (str(folder / "c[1]"), str(folder / "c[1]-2"))
+
+
 @pytest.mark.parametrize("word", ["sections=[other]", "seeds=[]", "sections=1", "study=x.yaml"])
 def test_a_wrong_word_is_named_before_anything_is_run(word, tmp_path, capsys):
     assert study.main([word, f"runs={tmp_path}", f"out={tmp_path / 'pages'}"]) == 2

@@ -45,8 +45,8 @@ def numbers(step):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with one seed."""
-    folder = tmp_path_factory.mktemp("runs") / "lr-0.003"
+    """A run with one seed, in a folder whose name would be a pattern to some."""
+    folder = tmp_path_factory.mktemp("runs") / "lr[1]"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_SILENT", "WANDB_QUIET"):
             patch.setenv(name, "")  # each alone makes wandb.init raise

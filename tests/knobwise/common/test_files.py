@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import knobwise
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, is_damaged, refused_by_system, written_whole
+from knobwise.envs.readers.feature_files import read_features
 
 
 def test_a_file_appears_when_the_block_ends_well(tmp_path):
@@ -113,6 +115,23 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path
         "last.pt",
         "last[1].pt",
     ]
+
+
+def test_a_small_archive_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
+    tmp_path, monkeypatch
+):
+    packed, stored = tmp_path / "packed.npz", tmp_path / "stored.npz"
+    content = {"sample_id": np.arange(9), "embeddings": np.zeros((9, 40_000))}
+    np.savez_compressed(packed, **content)
+    np.savez(stored, **content)
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "2")
+    for read in (is_damaged, read_features):
+        with pytest.raises(InputError, match="KNOBWISE_UNPACKED_MB"):
+            read(packed)
+    # it takes as much room on disk
+    assert not is_damaged(stored)
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "3")
+    assert read_features(packed).blocks["embeddings"].shape == (9, 40_000)
 
 
 def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):

@@ -106,6 +106,8 @@ def test_one_image_is_known_again_without_an_image_id(folder):
         ([row(1), row(2) | {"question": None}], "row 2: .*question"),
         ([row(1), row(2, "c")], r"row 2: .*c\.png"),
         ([row(1) | {"image": None, "image_path": "x"}], "row 1: .*x"),
+        ([row(1, "c" * 5000)], r"row 1: .*c\.png"),
+        ([row(1, "c\0")], "row 1: "),
         ([row(1, answers=["2", ""])], "row 1: answers"),
         ([row(1, answers=[["2"]])], "row 1: answers"),
         ([row(1, choices=["3", "4"])], "row 1: .*choices"),

@@ -1,0 +1,24 @@
+"""Locks and files in processes that are forked from others.
+
+A fork copies a lock that another thread holds, and nobody releases the copy. An open file is shared
+with the other process, and so is all that was counted in it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The living objects whose `after_fork` is called first of all in a forked process."""
+
+
+def _renew() -> None:
+    for living in FORKED:
+        living.after_fork()
+
+
+# Windows has no fork
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
