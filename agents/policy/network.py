@@ -16,11 +16,9 @@ _UNIT = np.array(1.0, np.float32)
 
 
 class Normaliser:
-    """Imputes missing values, takes heavy tails logarithmically, standardises and clips.
-
-    It adds an indicator for each column with missing values, and projects all of them onto fewer
-    components where there is a projection: [n, d] → [n, width].
-    """
+    """Imputes missing values, takes heavy tails logarithmically, standardises and clips. It adds an
+    indicator for each column with missing values, and projects all of them onto fewer components
+    where there is a projection: [n, d] → [n, width]."""
 
     def __init__(self, arrays: Arrays, clip: float) -> None:
         self.mean = arrays["mean"]
@@ -54,10 +52,8 @@ class Normaliser:
 
 
 class Encoding:
-    """The standardised logarithm z of a limit, with sines and cosines of it.
-
-    An even width leaves z itself out. [n] → float32 [n, width].
-    """
+    """The standardised logarithm z of a limit, with sines and cosines of it; an even width leaves z
+    itself out. [n] → float32 [n, width]."""
 
     def __init__(self, arrays: Arrays, width: int) -> None:
         self.mean = arrays["mean"].item()
@@ -162,11 +158,8 @@ class Heads:
         self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
     ) -> int:
         """Return the best configuration for raw features [d] of one request, under a limit in ms
-        and a drift of knob values [V].
-
-        `kept` [width] gets a copy of the normalised features: other threads overwrite the array
-        that they are computed in.
-        """
+        and a drift of knob values [V]. `kept` [width] gets a copy of the normalised features: other
+        threads overwrite the array that they are computed in."""
         normaliser = self.normaliser
         with self._lock:
             # `_x`, `_limit` and `_drift` are views of the first layer's input
@@ -207,9 +200,7 @@ class LatencyModel:
     """The expected ln ms of a configuration, linear in the normalised features.
 
     The tracker compares it with what answers take. It plays no part in decisions. Its arrays are
-    `bias` [C]; `spread` [C], the standard deviation of the residuals; and perhaps `weight`
-    [width, C].
-    """
+    `bias` [C]; `spread` [C], of the residuals; and perhaps `weight` [width, C]."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.bias = arrays["bias"]

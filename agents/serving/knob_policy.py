@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.policy.arrays import Array, Arrays
+from knobwise.agents.policy.arrays import Array, Arrays, encoded
 from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.export import configurations_of
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.columns import FEATURES
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
@@ -59,6 +60,8 @@ class KnobPolicy:
         agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
             budget only.
+        columns: what the block `features` holds, if its columns have names. A request may then have
+            their values by name instead of the block.
         datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
             marks its data set; all 0 is an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
@@ -77,6 +80,7 @@ class KnobPolicy:
             )
         network = loaded.network
         self.features = network.normaliser.sizes
+        self.columns = network.normaliser.columns
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
         self.configurations = configurations_of(network)
@@ -103,7 +107,9 @@ class KnobPolicy:
         Args:
             features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or
                 torch, NaN where a value is missing. A policy that reads one block takes it without
-                its name, one without features None.
+                its name, one without features None. Instead of the block `features` the values of
+                its `columns` by name: numbers and text, or lists of n; None is missing. Names that
+                the policy does not read are then ignored.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
                 controller for mean budgets the mean over all inputs, one that it was calibrated
                 for.
@@ -157,8 +163,11 @@ class KnobPolicy:
             # a policy that reads one block takes it without its name
             name = next(iter(self.features)) if len(self.features) == 1 else "without a name"
             features = {name: features}
+        features = features or {}
+        if self.columns and FEATURES not in features:
+            features = self._encoded(features)
         blocks = {}
-        for name, values in (features or {}).items():
+        for name, values in features.items():
             blocks[name] = _numbers(f"features: {name}", values)
             if np.isinf(blocks[name]).any():
                 raise InputError(
@@ -173,6 +182,25 @@ class KnobPolicy:
                 f"got {', '.join(got) or 'none'}"
             )
         return blocks
+
+    def _encoded(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the blocks of a request that names its values, one of each or lists of n."""
+        blocks = {name: request[name] for name in self.features if name in request}
+        values = {c.name: request[c.name] for c in self.columns if c.name in request}
+        sizes = {len(value) for value in values.values() if np.ndim(value)}
+        if len(sizes) > 1:
+            raise InputError(f"features: lists of values must be equally long, not {sizes}")
+        try:
+            if not sizes:
+                return {**blocks, FEATURES: encoded(self.columns, values)}
+            # a value for all inputs is repeated
+            (n,) = sizes
+            lists = [value if np.ndim(value) else [value] * n for value in values.values()]
+            rows = [dict(zip(values, row, strict=True)) for row in zip(*lists, strict=True)]
+            block = [encoded(self.columns, row) for row in rows]
+        except ValueError as error:
+            raise InputError(f"decide: {error}") from error
+        return {**blocks, FEATURES: np.reshape(block, (n, self.features[FEATURES]))}
 
     def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
         """Return configurations int64 [n]."""

@@ -32,7 +32,7 @@ class Column(NamedTuple):
         """A name for each of its places in the block."""
         if self.categories is None:
             return [self.name]
-        return [f"{self.name}={value}" for value in (*self.categories, "(other)")]
+        return [f"{self.name}={value or '(missing)'}" for value in (*self.categories, "(other)")]
 
 
 def columns_of(plain: Iterable[Any]) -> tuple[Column, ...]:

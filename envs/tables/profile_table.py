@@ -283,6 +283,17 @@ class ProfileTable:
             return list(itertools.chain(*(column.labels for column in self.columns)))
         return [f"{block}[{i}]" for i in range(self.features[block].shape[1])]
 
+    def column_slices(self, block: str) -> list[tuple[int | str, slice]]:
+        """Return the number of each column of a feature block, or its name, and its place in it."""
+        columns = [(i, 1) for i in range(self.features[block].shape[1])]
+        if block == FEATURES and self.columns:
+            columns = [(column.name, len(column.labels)) for column in self.columns]
+        stops = itertools.accumulate(width for _, width in columns)
+        slices = []
+        for (name, width), stop in zip(columns, stops, strict=True):
+            slices.append((name, slice(stop - width, stop)))
+        return slices
+
     def blocks(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""
         return {name: block[rows] for name, block in self.features.items()}
@@ -307,7 +318,7 @@ class ProfileTable:
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
         fields = ("name", "unit", "features_ms", "sample_ids", *self.WORDS, "notes")
-        head = {
+        head: dict[str, Any] = {
             "format": "knobwise.ProfileTable/1",
             "knobs": [(knob.name, knob.values) for knob in self.knobs],
             **{name: getattr(self, name) for name in fields},
