@@ -81,7 +81,7 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             value = value.strip()
         if value is None or value == "" or value != value:
             if not gaps:
-                raise ValueError(f"features: {name!r} is missing, as in no sample of the training")
+                raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
             value = math.nan if texts is None else ""
         if texts is None:
             if not isinstance(value, (Real, np.bool_)) or abs(value) > MOST:

@@ -49,7 +49,7 @@ def _fitted(series: pl.Series, what: str) -> Column:
     if not (dtype.is_numeric() or dtype in KINDS):
         raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")
     frame = series.alias("x").to_frame()
-    read = frame.select(text=_text("x"), number=_number("x", dtype), missing=_missing("x", dtype))
+    read = frame.select(text=_text("x"), number=number("x", dtype), missing=_missing("x", dtype))
     present = read.filter(~pl.col("missing"))
     if present.is_empty():
         raise InputError(f"{what} is empty in every sample; leave it out")
@@ -104,11 +104,11 @@ def encode(
                 f"{', '.join(known.name for known in columns)}"
             )
         if column.categories is None:
-            number = _number(name, frame.schema[name])
+            value = number(name, frame.schema[name])
             missing = _missing(name, frame.schema[name])
             # null is NaN in an array
-            valid = number.abs() <= LARGEST
-            places.append(pl.when(valid).then(number))
+            valid = value.abs() <= LARGEST
+            places.append(pl.when(valid).then(value))
             wrong = pl.format("{} is not a finite number: {}", pl.lit(name), _text(name))
             faults.append(pl.when(~missing & ~valid.fill_null(False)).then(wrong))
         else:
@@ -117,7 +117,7 @@ def encode(
             places += [text == value for value in column.categories]
             places.append(~text.is_in(list(column.categories)))
         if not column.gaps:
-            absent = f"{name} is missing, which it is in no sample of the training"
+            absent = f"{name} is missing, but no training sample lacks it"
             faults.append(pl.when(missing).then(pl.lit(absent)))
     numbered = [place.cast(pl.Float32).alias(str(i)) for i, place in enumerate(places)]
     # lazily, so that polars computes what several places share once
@@ -147,16 +147,16 @@ def _text(name: str) -> pl.Expr:
     return pl.col(name).cast(pl.String).str.strip_chars().fill_null("")
 
 
-def _number(name: str, dtype: pl.DataType) -> pl.Expr:
+def number(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return a column as numbers; null is missing, or no number."""
-    number = pl.col(name)
+    value = pl.col(name)
     if not (dtype.is_numeric() or dtype == pl.Boolean):
-        number = _text(name).str.to_lowercase().replace({"true": "1", "false": "0"})
-    return number.cast(pl.Float64, strict=False).fill_nan(None)
+        value = _text(name).str.to_lowercase().replace({"true": "1", "false": "0"})
+    return value.cast(pl.Float64, strict=False).fill_nan(None)
 
 
 def _missing(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return where a number is missing."""
     if dtype.is_numeric() or dtype == pl.Boolean:
-        return _number(name, dtype).is_null()
+        return number(name, dtype).is_null()
     return _text(name).str.to_lowercase().is_in(MISSING)
