@@ -153,8 +153,8 @@ def _content(features: Any, **ids: Any) -> Any:
     columns, as they are."""
     if features is None or isinstance(features, (str, Path)):
         return features
-    if isinstance(features, list) and all(isinstance(name, str) for name in features):
-        return features
+    if isinstance(features, (list, tuple)) and all(isinstance(name, str) for name in features):
+        return list(features)
     blocks = features
     if not isinstance(features, Mapping):
         blocks = {"features": features}

@@ -88,6 +88,8 @@ class KnobPolicy:
 
     def __repr__(self) -> str:
         reads = ", ".join(f"{name} [{width}]" for name, width in self.features.items())
+        if self.columns:
+            reads += f" ({', '.join(column.name for column in self.columns)})"
         return (
             f"<KnobPolicy: {type(self.agent).__name__}, {reads or 'no features'} and a budget → "
             f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"

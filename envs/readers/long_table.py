@@ -175,10 +175,10 @@ def table_from_frame(
     other = {"dataset", "sample_id", "repeat", accuracy, latency}
     # columns that are features are no knobs
     names: Sequence[str] = ()
-    if features == AUTO or (isinstance(features, list) and features):
+    if features == AUTO or isinstance(features, list):
         names = [column.name for column in columns]
         if not columns and features == AUTO:
-            names = _find_features(frame, rows, other, knobs, source)
+            names = _find_features(frame, rows, other, knobs, source, notes)
         elif not columns:
             names = features
         if wrong := [name for name in names if name not in frame.columns or name in other]:
@@ -209,11 +209,15 @@ def _find_features(
     other: set[str],
     knobs: Sequence[str] | None,
     source: str,
+    notes: list[str],
 ) -> list[str]:
     """Return the columns that `features=auto` names: those that never vary inside a sample.
 
     Raises InputError if there are none.
     """
+    times = [c for c in frame.columns if c.endswith("_ms") and c not in (*other, "first_look_ms")]
+    if times:
+        notes.append(f"times, which features=auto leaves out: {', '.join(times)}")
     candidates = _candidates(frame, other.union(knobs or ()))
     names = [c for c in candidates if not frame[c].dtype.is_nested()]
     names = _constant_columns(frame, rows, names)
@@ -266,7 +270,7 @@ def _from_columns(
                     raise
                 notes.append(f"not a feature: {error}")
     if not fitted:
-        raise InputError(f"{source}: features=auto: {'; '.join(notes)}")
+        raise InputError(f"{source}: features: no column can be one; {'; '.join(notes)}")
     notes.append(f"features: {', '.join(str(column) for column in fitted)}")
     block = encode_samples(samples, fitted, source)
     ids = {name: tuple(samples[name]) for name in keys.columns}

@@ -104,8 +104,9 @@ def _controller_at(path: str) -> NumpyController:
     """Load an exported `.npz`, which needs no torch, or what a checkpoint or a run deploys."""
     if not path.endswith(".npz"):
         from knobwise.agents.checkpoint import load_checkpoint
+        from knobwise.agents.serving.knob_policy import KnobPolicy
 
-        return load_checkpoint(checkpoint_at(path)).controller.decider
+        return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
     try:
         return NumpyController.load(path)
     except (OSError, ValueError) as error:

@@ -85,6 +85,7 @@ def test_auto_leaves_out_what_cannot_be_a_feature():
     table = read(wide(title=text, boxes=[[1]] * 6, audio_ms=range(6)), features="auto")
     assert table.columns == COLUMNS
     assert any("'title'" in note for note in table.notes)
+    assert any(note.endswith(": audio_ms") for note in table.notes)
     # with the knobs named, one row for each sample is enough
     single = wide().gather_every(2)
     assert read(single, features="auto", knobs=["crops"]).columns == COLUMNS
@@ -112,6 +113,8 @@ def test_names_must_be_columns_that_do_not_vary_inside_a_sample():
     for name in ("size", "sample_id", "accuracy"):
         with input_error(f"features: {name}"):
             read(wide(), features=["kind", name])
+    with input_error("features: no column"):
+        read(wide(), features=[])
     with input_error("features: crops varies inside"):
         read(wide(), features=["crops"], knobs=["kind"])
 
