@@ -110,8 +110,8 @@ class KnobPolicy:
             features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or
                 torch, NaN where a value is missing. A policy that reads one block takes it without
                 its name, one without features None. Instead of the block `features` the values of
-                its `columns` by name: numbers and text, or lists of n; None is missing. Names that
-                the policy does not read are then ignored.
+                its `columns` by name, for one input: numbers and text, None for what is missing.
+                Names that the policy does not read are then ignored.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
                 controller for mean budgets the mean over all inputs, one that it was calibrated
                 for.
@@ -167,7 +167,12 @@ class KnobPolicy:
             features = {name: features}
         features = features or {}
         if self.columns and FEATURES not in features:
-            features = self._encoded(features)
+            # values by name, of which only those of known blocks and columns count
+            try:
+                named = {FEATURES: encoded(self.columns, features)}
+            except ValueError as error:
+                raise InputError(f"decide: {error}") from error
+            features = {name: features[name] for name in self.features if name in features} | named
         blocks = {}
         for name, values in features.items():
             blocks[name] = _numbers(f"features: {name}", values)
@@ -184,25 +189,6 @@ class KnobPolicy:
                 f"got {', '.join(got) or 'none'}"
             )
         return blocks
-
-    def _encoded(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the blocks of a request that names its values, one of each or lists of n."""
-        blocks = {name: request[name] for name in self.features if name in request}
-        values = {c.name: request[c.name] for c in self.columns if c.name in request}
-        sizes = {len(value) for value in values.values() if np.ndim(value)}
-        if len(sizes) > 1:
-            raise InputError(f"features: lists of values must be equally long, not {sizes}")
-        try:
-            if not sizes:
-                return {**blocks, FEATURES: encoded(self.columns, values)}
-            # a value for all inputs is repeated
-            (n,) = sizes
-            lists = [value if np.ndim(value) else [value] * n for value in values.values()]
-            rows = [dict(zip(values, row, strict=True)) for row in zip(*lists, strict=True)]
-            block = [encoded(self.columns, row) for row in rows]
-        except ValueError as error:
-            raise InputError(f"decide: {error}") from error
-        return {**blocks, FEATURES: np.reshape(block, (n, self.features[FEATURES]))}
 
     def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
         """Return configurations int64 [n]."""

@@ -49,7 +49,7 @@ def _fitted(series: pl.Series, what: str) -> Column:
     if not (dtype.is_numeric() or dtype in KINDS):
         raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")
     frame = series.alias("x").to_frame()
-    read = frame.select(text=_text("x"), number=number("x", dtype), missing=_missing("x", dtype))
+    read = frame.select(text=_text("x"), number=number("x", dtype), missing=_missing("x"))
     present = read.filter(~pl.col("missing"))
     if present.is_empty():
         raise InputError(f"{what} is empty in every sample; leave it out")
@@ -105,7 +105,7 @@ def encode(
             )
         if column.categories is None:
             value = number(name, frame.schema[name])
-            missing = _missing(name, frame.schema[name])
+            missing = _missing(name)
             # null is NaN in an array
             valid = value.abs() <= LARGEST
             places.append(pl.when(valid).then(value))
@@ -150,13 +150,11 @@ def _text(name: str) -> pl.Expr:
 def number(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return a column as numbers; null is missing, or no number."""
     value = pl.col(name)
-    if not (dtype.is_numeric() or dtype == pl.Boolean):
+    if not dtype.is_numeric():
         value = _text(name).str.to_lowercase().replace({"true": "1", "false": "0"})
     return value.cast(pl.Float64, strict=False).fill_nan(None)
 
 
-def _missing(name: str, dtype: pl.DataType) -> pl.Expr:
+def _missing(name: str) -> pl.Expr:
     """Return where a number is missing."""
-    if dtype.is_numeric() or dtype == pl.Boolean:
-        return number(name, dtype).is_null()
     return _text(name).str.to_lowercase().is_in(MISSING)

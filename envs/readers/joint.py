@@ -215,14 +215,12 @@ def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:
 
     Raises InputError if tables have columns of other names, or texts with other values.
     """
-    tables = [table for table in tables if FEATURES in table.features]
-    if not all(table.columns for table in tables):
-        return ()
+    named = [table.columns for table in tables if FEATURES in table.features]
     joined = []
-    for columns in zip(*(table.columns for table in tables), strict=True):
-        gaps = any(column.gaps for column in columns)
-        joined.append(columns[0]._replace(gaps=gaps))
-        if len({column._replace(gaps=gaps) for column in columns}) > 1:
+    # a table without names ends this at once
+    for columns in zip(*named, strict=False):
+        joined.append(columns[0]._replace(gaps=any(column.gaps for column in columns)))
+        if len({column[:2] for column in columns}) > 1:
             raise InputError(
                 f"features: {' and '.join(map(str, dict.fromkeys(columns)))} of joined profiles "
                 "differ in name or values; put the profiles in one file, with a column `dataset`"

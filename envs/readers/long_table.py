@@ -176,16 +176,15 @@ def table_from_frame(
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
-        names = [column.name for column in columns]
-        if not columns and features == AUTO:
-            names = _find_features(frame, rows, other, knobs, source, notes)
-        elif not columns:
+        if columns:
+            names = [column.name for column in columns]
+        elif features == AUTO:
+            candidates = _candidates(frame, other.union(knobs or ()))
+            names = _constant_columns(frame, rows, candidates, knobs is None)
+        else:
             names = features
         if wrong := [name for name in names if name not in frame.columns or name in other]:
-            raise InputError(
-                f"{source}: features: {', '.join(wrong)}: not a column that can be a feature; its "
-                f"columns are {', '.join(frame.columns)}"
-            )
+            raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
         features = _from_columns(frame, rows, names, columns, features == AUTO, source, notes)
     if knobs is None:
         knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
@@ -201,35 +200,6 @@ def table_from_frame(
     if features is None:
         return table
     return attach_features(table, features, columns)
-
-
-def _find_features(
-    frame: pl.DataFrame,
-    rows: pl.DataFrame,
-    other: set[str],
-    knobs: Sequence[str] | None,
-    source: str,
-    notes: list[str],
-) -> list[str]:
-    """Return the columns that `features=auto` names: those that never vary inside a sample.
-
-    Raises InputError if there are none.
-    """
-    times = [c for c in frame.columns if c.endswith("_ms") and c not in (*other, "first_look_ms")]
-    if times:
-        notes.append(f"times, which features=auto leaves out: {', '.join(times)}")
-    candidates = _candidates(frame, other.union(knobs or ()))
-    names = [c for c in candidates if not frame[c].dtype.is_nested()]
-    names = _constant_columns(frame, rows, names)
-    # without the names of the knobs they would look alike
-    if knobs is None and not _shows_knobs(frame, rows):
-        names = []
-    if not names:
-        raise InputError(
-            f"{source}: features=auto: no column varies between samples but not inside them; name "
-            "the columns, features=[…], and the knobs, knobs=[…]"
-        )
-    return names
 
 
 def _from_columns(
@@ -270,7 +240,10 @@ def _from_columns(
                     raise
                 notes.append(f"not a feature: {error}")
     if not fitted:
-        raise InputError(f"{source}: features: no column can be one; {'; '.join(notes)}")
+        raise InputError(
+            f"{source}: features: no column varies between samples but not inside them; name the "
+            f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
+        )
     notes.append(f"features: {', '.join(str(column) for column in fitted)}")
     block = encode_samples(samples, fitted, source)
     ids = {name: tuple(samples[name]) for name in keys.columns}
@@ -480,12 +453,9 @@ def _find_knobs(
     """
     columns = _candidates(frame, measures)
     nested = [c for c in columns if frame[c].dtype.is_nested()]
-    names = [c for c in columns if c not in nested]
     # a column with one value for each sample is a property of the sample
-    fixed = []
-    if _shows_knobs(frame, rows):
-        fixed = _constant_columns(frame, rows, names)
-    names = [c for c in names if c not in fixed]
+    fixed = _constant_columns(frame, rows, columns, True)
+    names = [c for c in columns if c not in (*nested, *fixed)]
     labels = []
     # a name of the configuration adds nothing to its knobs
     for label in (c for c in names if c.startswith("config") and len(names) > 1):
@@ -518,16 +488,20 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
 
 
-def _constant_columns(frame: pl.DataFrame, rows: pl.DataFrame, names: list[str]) -> list[str]:
-    """Return those of these columns that have one value in each sample, but not one in all."""
+def _constant_columns(
+    frame: pl.DataFrame, rows: pl.DataFrame, names: list[str], with_knobs: bool
+) -> list[str]:
+    """Return those of these columns that have one value in each sample, but not one in all.
+
+    With one row per sample every column looks like that, so where knobs are among the columns there
+    are none then.
+    """
     keys = _keys(rows)
+    names = [c for c in names if not frame[c].dtype.is_nested()]
     spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
+    if with_knobs and len(frame) < 2 * len(spread):
+        return []
     return [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
-
-
-def _shows_knobs(frame: pl.DataFrame, rows: pl.DataFrame) -> bool:
-    """Return False if samples have about one row, where every column looks constant inside them."""
-    return len(frame) >= 2 * _keys(rows).n_unique()
 
 
 def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFrame:

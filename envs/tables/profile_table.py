@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -277,22 +277,12 @@ class ProfileTable:
             return split_fixed(self.parts, groups, train, validation, seed, name)
         return split_groups(groups, train, validation, seed, table=name)
 
-    def labels(self, block: str) -> list[str]:
-        """Return a name for each column of a feature block."""
+    def columns_of_block(self, block: str) -> Sequence[Column]:
+        """Return what a feature block holds; a column without a name is `block[0]`, …"""
         if block == FEATURES and self.columns:
-            return list(itertools.chain(*(column.labels for column in self.columns)))
-        return [f"{block}[{i}]" for i in range(self.features[block].shape[1])]
-
-    def column_slices(self, block: str) -> list[tuple[int | str, slice]]:
-        """Return the number of each column of a feature block, or its name, and its place in it."""
-        columns = [(i, 1) for i in range(self.features[block].shape[1])]
-        if block == FEATURES and self.columns:
-            columns = [(column.name, len(column.labels)) for column in self.columns]
-        stops = itertools.accumulate(width for _, width in columns)
-        slices = []
-        for (name, width), stop in zip(columns, stops, strict=True):
-            slices.append((name, slice(stop - width, stop)))
-        return slices
+            return self.columns
+        width = self.features[block].shape[1]
+        return [Column(f"{block}[{i}]", None, True) for i in range(width)]
 
     def blocks(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""
@@ -309,11 +299,10 @@ class ProfileTable:
             datasets = self.datasets or ("",) * self.num_samples
             return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
         joined = torch.cat([*self.blocks(rows).values()], 1).contiguous()
-        ids = [""] * len(rows)
-        if self.columns:
-            ids = [f"/{self.sample_ids[row]}" for row in rows.tolist()]
         hashes = [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
-        return [hashed + name for hashed, name in zip(hashes, ids, strict=True)]
+        if self.columns:
+            return [f"{hashes[i]}/{self.sample_ids[row]}" for i, row in enumerate(rows.tolist())]
+        return hashes
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""

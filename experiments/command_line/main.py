@@ -192,12 +192,12 @@ def check_written(config: Any, verb: str) -> None:
         InputError: a folder where a file is to be written, or the other way round, or no
             permission.
     """
-    for name in ("json", "html", "out", "runs", "refused"):
+    for name in ("json", "html", "out", "runs"):
         value = getattr(config, name, None)
         # options that this verb does not have
         if value is None or isinstance(value, list):  # `compare` reads its runs
             continue
-        is_file = name in ("json", "html", "refused") or (name == "out" and verb == "decide")
+        is_file = name in ("json", "html") or (name == "out" and verb == "decide")
         # the folder that exists, in which others would be made
         folder = Path(value)
         if is_file:

@@ -264,7 +264,7 @@ def importance(explained: Explained) -> Rows:
     generator = torch.Generator().manual_seed(SEED)
     intact = explained.worth(explained.chosen, explained.reads).mean(1)
 
-    def lost(name: str, columns: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
+    def lost(name: str, places: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
         """Shuffle some columns of a block, and return the worth that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
@@ -274,7 +274,7 @@ def importance(explained: Explained) -> Rows:
         for _ in range(repeats):
             order = torch.randperm(len(intact), generator=generator)
             shuffled = block.clone()
-            shuffled[:, columns] = block[order, columns]
+            shuffled[:, places] = block[order, places]
             chosen = explained.decided(explained.features | {name: shuffled})
             losses += intact - explained.worth(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
@@ -283,15 +283,21 @@ def importance(explained: Explained) -> Rows:
     single_columns: list[tuple[str, int | str | None, slice]] = []
     for name in explained.features:
         blocks.append((name, None, slice(None)))
-        columns = explained.table.column_slices(name)
-        if 1 < len(columns) <= NARROW:
-            single_columns += [(name, *column) for column in columns]
+        columns = explained.table.columns_of_block(name)
+        if not 1 < len(columns) <= NARROW:
+            continue
+        start = 0
+        for i, column in enumerate(columns):
+            stop = start + len(column.labels)
+            key = column.name if explained.table.columns else i
+            single_columns.append((name, key, slice(start, stop)))
+            start = stop
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
     rows: Rows = []
-    for name, column, columns in blocks + single_columns[:TOP]:
-        loss = lost(name, columns)
-        row = {"name": name, "column": column, "lost": float(loss.mean())}
+    for name, key, places in blocks + single_columns[:TOP]:
+        loss = lost(name, places)
+        row = {"name": name, "column": key, "lost": float(loss.mean())}
         rows.append(row | {"ci95": mean_interval(loss)})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
@@ -320,7 +326,8 @@ def distilled(explained: Explained) -> dict[str, Any]:
     names = ["budget"]
     columns = [explained.budgets_ms.float().repeat(n)[:, None]]
     for name, block in explained.features.items():
-        names += table.labels(name)
+        for column in table.columns_of_block(name):
+            names += column.labels
         columns.append(block.repeat_interleave(count, 0))
     x = torch.cat(columns, 1).numpy()
     y = table.configurations[explained.chosen.flatten()].numpy()

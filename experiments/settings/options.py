@@ -309,12 +309,13 @@ class ExportRun:
 
 @dataclass
 class DecideRun:
-    """knobwise decide: decide for every request in a file. The exit status is 0 if all were
-    decided, 3 if some were refused and the others written, 2 if nothing was written."""
+    """knobwise decide: decide for every request in a file. Those that cannot be decided are listed
+    on stderr, with their line and the reason. The exit status is 0 if all were decided, 3 if some
+    were refused and the others written, 2 if nothing was written."""
 
     requests: str = MISSING
-    """CSV, JSON lines (both perhaps gzipped) or Parquet with a row for each request: the features
-    as columns, by their names in the training, and optionally `budget_ms` and `sample_id`."""
+    """CSV or Parquet with a row for each request: the features as columns, by their names in the
+    training, and optionally `budget_ms` and `sample_id`."""
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, the folder of a run, which stands for the policy it deploys, or
     an exported controller.npz."""
@@ -323,9 +324,6 @@ class DecideRun:
     out: str = "decisions.csv"
     """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
     column for each knob."""
-    refused: str | None = None
-    """Write the lines that were refused, and why, to this CSV; None lists the first 20 on
-    stderr."""
 
 
 @dataclass
