@@ -138,7 +138,10 @@ def _block(
     width = controller.feature_sizes[name]
     columns: Sequence[Column] = [Column(f"{name}[{i}]", None, True) for i in range(width)]
     if name in frame.columns and frame.schema[name].is_nested():
-        lists = frame[name].cast(pl.Array(pl.Float64, width))
+        try:
+            lists = frame[name].cast(pl.Array(pl.Float64, width))
+        except pl.exceptions.PolarsError as error:
+            raise InputError(f"{source}: {name} must hold {width} numbers in each row") from error
         values = [lists.arr.get(i).alias(column.name) for i, column in enumerate(columns)]
         frame = pl.DataFrame(values)
     elif name == FEATURES and controller.columns:
