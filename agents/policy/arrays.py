@@ -75,7 +75,8 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     block: list[float] = []
     for name, texts, gaps in columns:
         if name not in request:
-            raise ValueError(f"features: {name!r} is absent, which the controller reads")
+            names = ", ".join(column[0] for column in columns)
+            raise ValueError(f"features: {name!r} is absent; the controller reads {names}")
         value = request[name]
         if isinstance(value, str):
             value = value.strip()

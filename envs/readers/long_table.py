@@ -215,8 +215,8 @@ def _from_columns(
 
     Args:
         frame, rows: what `_profiled_rows` returns.
-        columns: what they hold, if a checkpoint knows it; with `auto` columns that cannot be
-            features are else left out, with a note.
+        columns: what they hold, if a checkpoint knows it; else it is fitted.
+        auto: whether columns that cannot be features are left out, with a note.
 
     Raises:
         InputError: a column varies inside a sample, or cannot be a feature.
