@@ -239,6 +239,8 @@ def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
     # inputs and outputs of a controller
     for name, width in agent.normaliser.sizes.items():
         parts[f"the width of feature block {name}"] = width
+    for column in agent.normaliser.columns:
+        parts[f"feature {column.name}"] = column.labels
     parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
     # the order of the configurations matters too

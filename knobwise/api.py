@@ -28,7 +28,7 @@ from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
 
 __all__ = ["Explanation", "KnobPolicy", "fit", "load", "read"]
-Features = str | Path | Blocks
+Features = str | Path | Blocks | list[str]
 
 
 def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
@@ -38,7 +38,8 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         data: the path of a CSV, Parquet or JSON lines file, of a `.safetensors` that
             `ProfileTable.save` wrote, or of a folder that `knobwise profile` wrote, features
             included; or a data frame of polars or pandas.
-        features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; None
+        features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
+            names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only.
         options: the other options of `profile=table`: knobs, accuracy, latency, unit, name.
 
@@ -148,9 +149,12 @@ def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _content(features: Any, **ids: Any) -> Any:
-    """Return features in memory with their ids, `ids` if they have none; a path as it is."""
+    """Return features in memory with their ids, `ids` if they have none; a path, and names of
+    columns, as they are."""
     if features is None or isinstance(features, (str, Path)):
         return features
+    if isinstance(features, (list, tuple)) and all(isinstance(name, str) for name in features):
+        return list(features)
     blocks = features
     if not isinstance(features, Mapping):
         blocks = {"features": features}

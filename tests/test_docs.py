@@ -89,6 +89,24 @@ def write_measured(table, path, features):
     write_features(table, features)
 
 
+def write_log(path, requests):
+    """Write one wide CSV, with a sharpness that is missing in some samples, and requests."""
+    n = 80
+    samples = pl.DataFrame(
+        {
+            "sample_id": [f"q{i}" for i in range(n)],
+            "kind": ["ocr", "chart"] * (n // 2),
+            "prompt_tokens": [5 + 37 * i % 120 for i in range(n)],
+            "sharpness": [i / n if i % 5 else None for i in range(n)],
+        }
+    )
+    settings = pl.DataFrame({"mode": ["fast", "full"], "accuracy": [0, 1], "cost": [10.0, 40.0]})
+    rows = samples.join(settings, how="cross")
+    rows = rows.with_columns(latency_ms=pl.col("cost") * (1 + pl.col("prompt_tokens") / 200))
+    rows.drop("cost").write_csv(path)
+    samples.write_csv(requests)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Small runs of every kind, logged offline, by name."""
@@ -334,6 +352,7 @@ def folder(tmp_path, monkeypatch):
     write_exp5_exp6(long_frame(small_table(80)), "exp5", "exp6", "text_vqa")
     write_measured(small_table(80), "measured.csv", "features.npz")
     write_measured(small_table(80, seed=1), "other.csv", "other.npz")
+    write_log("log.csv", "requests.csv")
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())

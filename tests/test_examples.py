@@ -1,8 +1,16 @@
 """The scripts that people copy, each run as it stands there."""
 
 import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
+import polars as pl
 import pytest
 import torch
 from helpers import small_table
@@ -41,6 +49,7 @@ def test_every_example_is_here():
         "rewards",
         "advantages",
         "ppo",
+        "serve_http",
     }
     assert {path.stem for path in EXAMPLES} == names
 
@@ -101,3 +110,65 @@ def test_deploy(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert len(on_time) == printed.count(" ms (") == 3
     assert printed.count("(late)") == 3 - sum(on_time)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A server with a controller that reads a text and a number, as a process of its own: a function
+    that asks it, and the controller."""
+    samples = pl.DataFrame(
+        {"sample_id": range(30), "kind": ["ocr", "form"] * 15, "tokens": range(30)}
+    )
+    knobs = pl.DataFrame({"crops": [1, 4], "accuracy": [0, 1], "latency_ms": [2.0, 9.0]})
+    frame = samples.join(knobs, how="cross")
+    options = {name: value for name, value in SMALL.items() if name != "policy"}
+    policy = knobwise.fit(frame, "auto", policy="independent", **options)
+    controller = policy.agent.export(tmp_path / "controller.npz")
+    command = [sys.executable, "examples/serve_http.py", str(tmp_path / "controller.npz"), "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        # uvicorn says on which port it listens
+        lines = iter(process.stderr.readline, "")
+        (address,) = next(filter(None, (re.findall(r"http://[\d.:]+", line) for line in lines)))
+        opener = build_opener(ProxyHandler({}))
+
+        def ask(path, body=None):
+            try:
+                with opener.open(Request(address + path, body), timeout=30) as answer:
+                    return answer.status, json.load(answer)
+            except HTTPError as error:
+                with error:
+                    return error.code, json.load(error)
+
+        yield ask, controller
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+
+
+def test_serve_http(served):
+    ask, controller = served
+    status, health = ask("/health")
+    assert (status, health["controller"]) == (200, controller.digest)
+    assert [column[0] for column in health["columns"]] == ["kind", "tokens"]
+    for tokens in (0, 29):
+        features = {"kind": "form", "tokens": tokens}
+        body = json.dumps({**features, "budget_ms": 5}).encode()
+        assert ask("/decide", body) == (200, controller.decide(features, 5))
+    block = json.dumps({"features": [1, 0, 0, 3], "budget_ms": 5}).encode()
+    assert ask("/decide", block)[0] == 200
+    for body, field in (
+        ({"kind": "form", "tokens": 3}, "budget_ms"),
+        ({"kind": "form", "budget_ms": 5}, "tokens"),
+        ({"kind": "form", "tokens": "x", "budget_ms": 5}, "tokens"),
+        ({"kind": "form", "tokens": 3, "budget_ms": -5}, "-5"),
+        ({"kind": "form", "tokens": 3, "budget_ms": "soon"}, "str"),
+        ({"features": [1], "budget_ms": 5}, "features"),
+        ([1], ""),
+        (None, ""),
+    ):
+        status, answer = ask("/decide", json.dumps(body).encode())
+        assert status == 400
+        assert field in answer["error"]
+    assert ask("/decide", b"{")[0] == 400
+    assert ask("/decide", b"[" * 100_000)[0] == 400

@@ -123,6 +123,7 @@ class Controller(nn.Module):
             "features": self.normaliser.sizes,
             "sense": self.sense,
             "datasets": self.normaliser.datasets,
+            "columns": [list(column) for column in self.normaliser.columns],
             "state": self.state_dict(),
         }
 

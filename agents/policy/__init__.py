@@ -7,6 +7,7 @@ a decision is: feature blocks → `Normaliser` → `Heads` → guard → a confi
 
     controller = NumpyController.load("controller.npz")
     controller.decide({"image_features": image, "language_features": language}, budget_ms=25.0)
+    controller.decide({"kind": "ocr", "prompt_tokens": 33}, budget_ms=60.0)  # named columns
 """
 
 from .controller import NumpyController

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,12 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
-DAMAGED = "is damaged (its checksum does not match); export it again"
 LEAST_MS = 1e-9
 """Lower bound that budgets are raised to before their logarithm is taken."""
 MOST_BYTES = 512_000_000
 """The most bytes to which the file of a controller may unpack; they have some hundred thousand."""
-MOST_MS = 1e30
-"""Upper bound that budgets must stay below."""
+MOST = 3.4e38
+"""The largest float32."""
 
 
 def digest_of(arrays: Arrays) -> bytes:
@@ -48,18 +49,56 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
         if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
             raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
         if file.zip.testzip() is not None:
-            raise ValueError(DAMAGED)
+            raise ValueError("is damaged; export it again")
         return {name: file[name] for name in file.files}
 
 
-def header_of(arrays: Arrays, form: str) -> dict[str, Any]:
-    """Return the content of the array `header`; raises a ValueError if it is not of this form."""
+def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
+    """Return the content of the array `header`, and the digest of all arrays.
+
+    Raises a ValueError if the header is not of this form, or arrays hold NaN or were changed."""
+    header: dict[str, Any] = {}
     # whatever is wrong with the header, it is none
     with suppress(KeyError, TypeError, ValueError):
-        header: dict[str, Any] = json.loads(bytes(arrays["header"]).decode())
-        if header["format"] == form:
-            return header
-    raise ValueError(f"not an exported controller (expected format {form})")
+        header = dict(json.loads(bytes(arrays["header"]).decode()))
+    if header.get("format") != form:
+        raise ValueError(f"not an exported controller (expected format {form})")
+    digest = digest_of(arrays)
+    if bytes(arrays.get("digest", digest)) != digest:
+        raise ValueError("is damaged (its checksum does not match); export it again")
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise ValueError(f"{name} holds NaN; train again")
+    return header, digest.hex()[:16]
+
+
+def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
+    """Return the block `features` of a request that names its values, float32 [d]: numbers, and a
+    1 in the place of each text, which is the last of its places if it has none of its own. Raises a
+    ValueError if a value is absent or of another kind, or missing (None, NaN, "") although no
+    sample of the training lacked it."""
+    block: list[float] = []
+    for name, texts, gaps in columns:
+        if name not in request:
+            names = ", ".join(column[0] for column in columns)
+            raise ValueError(f"features: {name!r} is absent; the controller reads {names}")
+        value = request[name]
+        if isinstance(value, str):
+            value = value.strip()
+        if value is None or value == "" or value != value:
+            if not gaps:
+                raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
+            value = math.nan if texts is None else ""
+        if texts is None:
+            if not isinstance(value, (Real, np.bool_)) or abs(value) > MOST:
+                raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
+            block.append(value)
+        elif isinstance(value, str):
+            block += [value == text for text in texts]
+            block.append(value not in texts)
+        else:
+            raise ValueError(f"features: {name!r} must be text, not {value!r}")
+    return np.array(block, np.float32)
 
 
 def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
@@ -87,12 +126,9 @@ def log_softmax(scores: Array, mask: Array | None = None) -> Array:
 
 
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
-    """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n].
-
-    Args:
-        slow: [n, C] or [C], any monotone scale of latency, finite inside the mask.
-        mask: bool [n, C], None for everything; ValueError if it leaves a request nothing.
-    """
+    """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n]. `slow`
+    is [n, C] or [C], any monotone scale of latency, finite inside the mask. The mask is bool [n, C]
+    or None for everything; raises a ValueError if it leaves a request nothing."""
     if mask is not None:
         if not mask.any(1).all():
             raise ValueError("the mask leaves a request without any configuration")

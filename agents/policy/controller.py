@@ -15,18 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import (
-    DAMAGED,
-    MOST_MS,
-    Array,
-    Arrays,
-    below,
-    digest_of,
-    header_of,
-    log_softmax,
-    named_values,
-    read_arrays,
-)
+from .arrays import Array, Arrays, below, checked, encoded, log_softmax, named_values, read_arrays
 from .guard import Guard
 from .mean_budgets import MeanBudgets
 from .network import Heads, LatencyModel, Normaliser
@@ -35,19 +24,18 @@ from .static import Static
 FORMAT = "knobwise.NumpyController/3"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
-
-Drift = tuple[Any, float]
-"""The offset of ln ms, a number or float [C], and the factor on its spread, above 0."""
+MOST_MS = 1e30
+"""Upper bound that budgets must stay below."""
+Knobs = dict[str, Any]
+Drift = tuple[Any, float] | None
+"""The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
 Expected = tuple[int, float, float]
 """The index of a configuration, and the expected mean and standard deviation of its ln ms, without
 drift; NaN where nothing is expected."""
 
 
 class NumpyController:
-    """Decides for requests by the arrays of an exported file.
-
-    Args:
-        arrays: by name; `header` is JSON as bytes.
+    """Decides for requests by the arrays of an exported file, whose `header` is JSON as bytes.
 
     Attributes:
         header: the content of the JSON.
@@ -55,10 +43,12 @@ class NumpyController:
         knobs: the values of each knob, by name.
         configurations: int64 [C, K], for each configuration the index of each knob's value.
         feature_sizes: the widths of the feature blocks that it reads, by name.
+        columns: of the block `features` if they have names, else []: the name of each, its texts
+            (None for a number), and whether it may be missing.
         datasets: the columns of the block `dataset` if that is an input, else [].
         guard, static: per budget what the policy does, and what it falls back to; or None.
         mean: the calibrated mean budgets, or None under deadlines.
-        calibrated: either of these, or None.
+        calibrated: `mean` or `guard`, or None.
 
     Raises:
         ValueError: `knobwise export` did not write the arrays, or they have changed since.
@@ -69,18 +59,11 @@ class NumpyController:
     mean: MeanBudgets | None = None
 
     def __init__(self, arrays: Arrays) -> None:
-        self.header = header_of(arrays, FORMAT)
-        # refuse what was changed since the export
-        digest = digest_of(arrays)
-        if bytes(arrays.get("digest", digest)) != digest:
-            raise ValueError(DAMAGED)
-        for name, array in arrays.items():
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                raise ValueError(f"{name} holds NaN; train again")
-        self.digest = digest.hex()[:16]
+        self.header, self.digest = checked(arrays, FORMAT)
         self.knobs = {name: tuple(values) for name, values in self.header["knobs"]}
         self.configurations = arrays["configurations"]
         self.feature_sizes: dict[str, int] = self.header["features"]
+        self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
         self._named = named_values(self.knobs, self.configurations)
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
@@ -140,27 +123,25 @@ class NumpyController:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(
-        self, features: Arrays, budget_ms: float, drift: Drift | None = None
-    ) -> dict[str, Any]:
-        """Return knob values by name for one request: blocks [d] and a budget in ms.
+    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Knobs:
+        """Return knob values by name for one request: blocks [d] and a budget in ms. The values of
+        `columns` may be given by name instead of the block `features`, see `encoded`.
 
         Raises a ValueError if a block that is read is missing or has another shape, the budget is
         not positive and finite, a mean budget is not calibrated, the drift has another shape, is
-        not finite, or is for a mean budget.
-        """
+        not finite, or is for a mean budget."""
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
-    def decide_index(self, features: Arrays, budget_ms: float, drift: Drift | None = None) -> int:
+    def decide_index(self, features: Arrays, budget_ms: float, drift: Drift = None) -> int:
         """Decide for one request, and return the index of a configuration; see `decide`."""
+        if self.columns and "features" not in features:
+            features = {**features, "features": encoded(self.columns, features)}
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return fixed
         return self._heads.single(self._joined(features), limit, self._by_value(drift))
 
-    def decide_expected(
-        self, features: Arrays, budget_ms: float, drift: Drift | None = None
-    ) -> Expected:
+    def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
         if self.header["limit"] != "budget_ms":
@@ -172,16 +153,14 @@ class NumpyController:
         index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
         return index, *self._latency.single(x, index)
 
-    def expected_of(
-        self, features: Arrays, budget_ms: float, drift: Drift | None, index: int
-    ) -> Expected:
+    def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
         x = self._normaliser(self._joined(features)[None])[0]
         return index, *self._latency.single(x, index)
 
-    def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
+    def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, which need
         no features; else None."""
         fixed, _ = self._planned(budget_ms, drift)
@@ -193,7 +172,7 @@ class NumpyController:
             return index, math.nan, math.nan
         return index, float(self.static.log_latency[index]), float(self.static.spread[index])
 
-    def _planned(self, budget_ms: float, drift: Drift | None) -> tuple[int | None, float]:
+    def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
         that the network reads: the part of a budget that is planned with, or a worth."""
         if not 0 < budget_ms < MOST_MS:
@@ -211,7 +190,7 @@ class NumpyController:
         assert self.static is not None
         return self.static.single(limit), limit
 
-    def factor(self, drift: Drift | None) -> float:
+    def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""
         if drift is None:
             return 1.0
@@ -244,16 +223,12 @@ class NumpyController:
     # -- many requests -----------------------------------------------------------------------------
 
     def choose(
-        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
+        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None
     ) -> NDArray[np.int64]:
-        """Return configurations int64 [n] for n requests.
+        """Return configurations int64 [n] for blocks [n, d] by name and budgets [n] in ms.
 
-        Args:
-            features: blocks [n, d] by name.
-            limits: budgets [n] in ms.
-            mask: bool [n, C], what may be chosen; None for everything. ValueError, as in `decide`,
-                if it has another shape or leaves a request nothing.
-        """
+        `mask`, bool [n, C], is what may be chosen; None for everything. Raises a ValueError, as in
+        `decide`, also if the mask has another shape or leaves a request nothing."""
         raw, limits, mask = self._checked(features, limits, mask, drift)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
@@ -274,7 +249,7 @@ class NumpyController:
         return chosen
 
     def log_probs(
-        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift | None = None
+        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None
     ) -> Array:
         """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
         falls back. Arguments and errors as in `choose`."""
@@ -287,13 +262,13 @@ class NumpyController:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
 
-    def _by_value(self, drift: Drift | None) -> Array | None:
+    def _by_value(self, drift: Drift) -> Array | None:
         """Return the drift of each knob value beyond the level, as the heads read it."""
         if drift is None or self._values is None or not getattr(drift[0], "ndim", 0):
             return None
         return self._values.dot(drift[0])
 
-    def _scores(self, raw: Array, limits: Array, drift: Drift | None) -> Array:
+    def _scores(self, raw: Array, limits: Array, drift: Drift) -> Array:
         """Return scores [n, C] for requests that were checked."""
         if self.mean is not None:
             limits = self.mean.worths[self.mean.groups(limits)]
@@ -302,11 +277,10 @@ class NumpyController:
         return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
 
     def _checked(
-        self, features: Arrays, limits: Array, mask: Array | None, drift: Drift | None
+        self, features: Arrays, limits: Array, mask: Array | None, drift: Drift
     ) -> tuple[Array, Array, Array | None]:
         """Check a call, and return features float32 [n, d], limits float64 divided by the mean
-        drift of the machine, and the mask. Raises ValueError for shapes and values that make no
-        sense."""
+        drift of the machine, and the mask. Raises a ValueError for impossible shapes and values."""
         limits = np.asarray(limits, np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 
 from .arrays import LEAST_MS, Array, Arrays, below, log_ms
-from .forks import FORKED
 
 # an array, because NumPy takes longer with a Python number
 _UNIT = np.array(1.0, np.float32)
 
 
 class Normaliser:
-    """Imputes missing values, takes heavy tails logarithmically, standardises and clips.
-
-    It adds an indicator for each column with missing values, and projects all of them onto fewer
-    components where there is a projection: [n, d] → [n, width].
-    """
+    """Imputes missing values, takes heavy tails logarithmically, standardises and clips. It adds an
+    indicator for each column with missing values, and projects all of them onto fewer components
+    where there is a projection: [n, d] → [n, width]."""
 
     def __init__(self, arrays: Arrays, clip: float) -> None:
         self.mean = arrays["mean"]
@@ -55,10 +52,8 @@ class Normaliser:
 
 
 class Encoding:
-    """The standardised logarithm z of a limit, with sines and cosines of it.
-
-    An even width leaves z itself out. [n] → float32 [n, width].
-    """
+    """The standardised logarithm z of a limit, with sines and cosines of it; an even width leaves z
+    itself out. [n] → float32 [n, width]."""
 
     def __init__(self, arrays: Arrays, width: int) -> None:
         self.mean = arrays["mean"].item()
@@ -92,6 +87,21 @@ def places_of(configurations: Array) -> Array:
     return places
 
 
+class Scratch(threading.local):
+    """Arrays that a decision on one request writes into. Each thread has its own, so that threads
+    need no lock, which a fork could leave locked.
+
+    `arrays` are three parts of the first layer's input (features, limit, drift); the inputs of all
+    layers, which end with a 1 for the bias; their outputs; and the inputs after the first without
+    that 1."""
+
+    def __init__(self, layers: list[Array], ends: list[int]) -> None:
+        inputs = [np.ones(len(weight), np.float32) for weight in layers]
+        outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
+        states = [values[:-1] for values in inputs[1:]]
+        self.arrays = *np.split(inputs[0], ends)[:3], inputs, outputs, states
+
+
 class Heads:
     """An MLP with a categorical head for each knob, or one over the configurations.
 
@@ -100,7 +110,7 @@ class Heads:
 
     Right after a model has run, a NumPy call costs microseconds whatever the size of its arrays,
     and the first call of each kind costs several times as much. So the decision on one request
-    makes few calls of few kinds, and writes into arrays that exist already. A lock guards these.
+    makes few calls of few kinds, and writes into arrays that exist already, see `Scratch`.
 
     Args:
         arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
@@ -127,25 +137,12 @@ class Heads:
             self.layers.append((weight * half).astype(np.float32))
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
-        # the arrays for the decision on one request; each input ends with a 1, for the bias
-        self.after_fork()
-        FORKED.add(self)
         self._scales = 1 / normaliser.scale
-        self._inputs = [np.ones(len(weight), np.float32) for weight in self.layers]
-        parts = np.split(self._inputs[0], [self.width, inputs - self.values, inputs])
-        self._x, self._limit, self._drift, _ = parts
-        self._halves = [np.empty(weight.shape[1], np.float32) for weight in self.layers[:-1]]
-        self._logits = np.empty(self.layers[-1].shape[1], np.float32)
-        self._scores = self._logits
+        self._scratch = Scratch(self.layers, [self.width, inputs - self.values, inputs])
         # which knob values a configuration has; None for one head over the configurations
         self.places: Array | None = None
         if header["heads"] == "knobs":
             self.places = places_of(configurations)
-            self._scores = np.empty(len(configurations), np.float32)
-
-    def after_fork(self) -> None:
-        """Begin with a lock that nobody holds."""
-        self._lock = threading.Lock()
 
     def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""
@@ -168,40 +165,33 @@ class Heads:
         self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
     ) -> int:
         """Return the best configuration for raw features [d] of one request, under a limit in ms
-        and a drift of knob values [V].
-
-        `kept` [width] gets a copy of the normalised features: other threads overwrite the array
-        that they are computed in.
-        """
+        and a drift of knob values [V]. `kept` [width] gets a copy of the normalised features."""
         normaliser = self.normaliser
-        with self._lock:
-            # `_x`, `_limit` and `_drift` are views of the first layer's input
-            x = self._x
-            if normaliser.plain:
-                np.subtract(raw, normaliser.mean, out=x)
-                np.multiply(x, self._scales, out=x)
-                np.maximum(x, normaliser.low, out=x)
-                np.minimum(x, normaliser.high, out=x)
-            else:
-                x[:] = normaliser(raw[None])[0]
-            if kept is not None:
-                kept[:] = x
-            self._limit[:] = self.encoding.single(limit)
-            if self.values:
-                self._drift[:] = 0.0 if by_value is None else by_value
-            # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
-            for i, half in enumerate(self._halves):
-                np.dot(self._inputs[i], self.layers[i], out=half)
-                state = self._inputs[i + 1][:-1]
-                np.tanh(half, out=state)
-                np.add(state, _UNIT, out=state)
-                np.multiply(state, half, out=state)
-            np.dot(self._inputs[-1], self.layers[-1], out=self._logits)
-            if self.places is not None:
-                np.dot(self._logits, self.places, out=self._scores)
-            best = int(self._scores.argmax())
-            if not math.isnan(self._scores[best]):
-                return best
+        x, encoded, drift, inputs, outputs, states = self._scratch.arrays
+        if normaliser.plain:
+            np.subtract(raw, normaliser.mean, out=x)
+            np.multiply(x, self._scales, out=x)
+            np.maximum(x, normaliser.low, out=x)
+            np.minimum(x, normaliser.high, out=x)
+        else:
+            x[:] = normaliser(raw[None])[0]
+        if kept is not None:
+            kept[:] = x
+        encoded[:] = self.encoding.single(limit)
+        if self.values:
+            drift[:] = 0.0 if by_value is None else by_value
+        # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
+        for i, state in enumerate(states):
+            half = np.dot(inputs[i], self.layers[i], out=outputs[i])
+            np.tanh(half, out=state)
+            np.add(state, _UNIT, out=state)
+            np.multiply(state, half, out=state)
+        scores = np.dot(inputs[-1], self.layers[-1], out=outputs[-1])
+        if self.places is not None:
+            scores = scores.dot(self.places)
+        best = int(scores.argmax())
+        if not math.isnan(scores[best]):
+            return best
         # NaN: a feature is missing, which the fast way above cannot impute
         normal = normaliser(raw[None])
         if kept is not None:
@@ -213,9 +203,7 @@ class LatencyModel:
     """The expected ln ms of a configuration, linear in the normalised features.
 
     The tracker compares it with what answers take. It plays no part in decisions. Its arrays are
-    `bias` [C]; `spread` [C], the standard deviation of the residuals; and perhaps `weight`
-    [width, C].
-    """
+    `bias` [C]; `spread` [C], of the residuals; and perhaps `weight` [width, C]."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.bias = arrays["bias"]

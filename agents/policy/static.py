@@ -66,12 +66,9 @@ class Static:
         return pick(self.mean_utility(distinct)[which.reshape(-1)], self.latency_ms, mask)
 
     def _steps(self) -> tuple[Array, Array]:
-        """Find where the best of all configurations changes as the budget grows.
-
-        A configuration's mean utility never falls as the budget grows, so the best one is the
-        running maximum over all cells in order of latency; among equals the one with the lower
-        mean latency.
-        """
+        """Find where the best of all configurations changes as the budget grows. Mean utilities
+        never fall as it grows, so the best one is the running maximum over all cells in order of
+        latency; among equals the one with the lower mean latency."""
         count, samples = self.sorted_ms.shape
         # configurations from the fastest to the slowest on average, and all cells by time
         order = np.argsort(self.latency_ms, kind="stable")

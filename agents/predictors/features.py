@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.columns import Column, columns_of
 from knobwise.envs.tables.profile_table import ProfileTable
 
 HEAVY_TAILED = 10.0
@@ -48,6 +49,7 @@ class FeatureNormaliser(nn.Module):
         self.sizes = {name: block.shape[-1] for name, block in blocks.items()}
         self.clip = clip
         self.datasets: list[str] = []  # the columns of the block `dataset`, if that is an input
+        self.columns: tuple[Column, ...] = ()  # those of the block `features`, if they have names
         self.register_buffer("projection", None)
         columns = sum(self.sizes.values())
         joined = torch.zeros(1, 0)
@@ -103,6 +105,7 @@ class FeatureNormaliser(nn.Module):
             InputError: there are not so many components.
         """
         normaliser = cls(table.blocks(rows))
+        normaliser.columns = table.columns
         if dataset_input:
             normaliser.datasets = sorted(set(table.dataset_names))
         if project:
@@ -132,6 +135,7 @@ class FeatureNormaliser(nn.Module):
         normaliser = cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
         normaliser.projection = state.get("normaliser.projection")
         normaliser.datasets = plain.get("datasets", [])
+        normaliser.columns = columns_of(plain.get("columns", ()))
         return normaliser
 
     def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:

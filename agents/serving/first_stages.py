@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
-from knobwise.agents.policy.forks import FORKED
 from knobwise.common.errors import InputError
+from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
 
 DECISIONS_KEPT = 64

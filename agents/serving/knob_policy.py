@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.policy.arrays import Array, Arrays
+from knobwise.agents.policy.arrays import Array, Arrays, encoded
 from knobwise.agents.policy.controller import Drift
 from knobwise.agents.serving.export import configurations_of
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.columns import FEATURES
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
@@ -59,6 +60,8 @@ class KnobPolicy:
         agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
             budget only.
+        columns: what the block `features` holds, if its columns have names. A request may then have
+            their values by name instead of the block.
         datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
             marks its data set; all 0 is an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
@@ -77,6 +80,7 @@ class KnobPolicy:
             )
         network = loaded.network
         self.features = network.normaliser.sizes
+        self.columns = network.normaliser.columns
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
         self.configurations = configurations_of(network)
@@ -84,6 +88,8 @@ class KnobPolicy:
 
     def __repr__(self) -> str:
         reads = ", ".join(f"{name} [{width}]" for name, width in self.features.items())
+        if self.columns:
+            reads += f" ({', '.join(column.name for column in self.columns)})"
         return (
             f"<KnobPolicy: {type(self.agent).__name__}, {reads or 'no features'} and a budget → "
             f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"
@@ -103,7 +109,9 @@ class KnobPolicy:
         Args:
             features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or
                 torch, NaN where a value is missing. A policy that reads one block takes it without
-                its name, one without features None.
+                its name, one without features None. Instead of the block `features` the values of
+                its `columns` by name, for one input: numbers and text, None for what is missing.
+                Names that the policy does not read are then ignored.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
                 controller for mean budgets the mean over all inputs, one that it was calibrated
                 for.
@@ -157,8 +165,16 @@ class KnobPolicy:
             # a policy that reads one block takes it without its name
             name = next(iter(self.features)) if len(self.features) == 1 else "without a name"
             features = {name: features}
+        features = features or {}
+        if self.columns and FEATURES not in features:
+            # values by name, of which only those of known blocks and columns count
+            try:
+                named = {FEATURES: encoded(self.columns, features)}
+            except ValueError as error:
+                raise InputError(f"decide: {error}") from error
+            features = {name: features[name] for name in self.features if name in features} | named
         blocks = {}
-        for name, values in (features or {}).items():
+        for name, values in features.items():
             blocks[name] = _numbers(f"features: {name}", values)
             if np.isinf(blocks[name]).any():
                 raise InputError(

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.agents.policy.controller import Drift
-from knobwise.agents.policy.forks import FORKED
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
+from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
 FORMAT = "knobwise.RequestLog/1"

@@ -170,6 +170,7 @@ class DeployedController(nn.Module):
             "drift_values": len(controller.network.values),
             "sharpness": controller.config.sharpness,
             "datasets": normaliser.datasets,
+            "columns": normaliser.columns,
             "limit": limit,
             "guard": bool(settled.guard and settled.static),
         }

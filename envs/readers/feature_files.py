@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.envs.readers.feature_columns import encode_samples, fit_columns
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
+from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
 
@@ -32,23 +34,35 @@ class Features(NamedTuple):
     """Named blocks, float32 [n, d]; NaN is missing."""
     datasets: tuple[str, ...] = ()
     """n data set names, or none."""
+    columns: tuple[Column, ...] = ()
+    """What the block `features` holds, if its columns have names."""
+    notes: tuple[str, ...] = ()
+    """What was left out."""
 
 
-def read_features(path: str | Path) -> Features:
+def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
     """Read named feature blocks from `.safetensors`, `.npz`, `.pt` or a table file.
 
     Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]. In
     safetensors these are integers, or JSON lists of names in the metadata. In a table file a list
-    column is a block, and the other columns form one block, `features`.
+    column is a block, and the other columns, numbers and text, form one block, `features`.
 
-    Raises InputError if there is no such file, if its content does not match its name, if ids are
-    missing or occur twice, or if a block is not numeric, infinite or of the wrong length.
+    Args:
+        path: the file.
+        columns: what that block holds, as a checkpoint knows it; by default it is fitted.
+
+    Raises:
+        InputError: there is no such file, its content does not match its name, ids are missing or
+            occur twice, a block is not numeric, infinite or of the wrong length, or `fit_columns`
+            refuses a column.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     with _unreadable(str(path)):
-        return features_from(_read_arrays(path), str(path))
+        if path.suffix in (".npz", ".pt", ".safetensors"):
+            return features_from(_read_arrays(path), str(path))
+        return _read_columns(path, columns)
 
 
 @contextmanager
@@ -108,16 +122,18 @@ def _block(name: str, values: np.ndarray, n: int) -> Tensor:
     return torch.from_numpy(block)
 
 
-def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
+def attach_features(
+    table: ProfileTable, features: str | Path | Features, columns: Sequence[Column] = ()
+) -> ProfileTable:
     """Return the table with a row of features for each of its samples.
 
-    Samples are matched by id, and by data set if both name it. Raises InputError if a sample has no
-    features, or `read_features` refuses the file.
+    Samples are matched by id, and by data set if both name it. `columns` is for `read_features`.
+    Raises InputError if a sample has no features, or `read_features` refuses the file.
     """
     source = "features"
     if not isinstance(features, Features):
         source = str(features)
-        features = read_features(features)
+        features = read_features(features, columns)
     wanted = [table.sample_ids]
     names = [features.sample_ids]
     # data sets only count where both sides name them
@@ -141,11 +157,11 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
         )
     rows = torch.tensor([row_of[key] for key in keys])
     blocks = {name: block[rows] for name, block in features.blocks.items()}
-    notes = table.notes
+    notes = (*table.notes, *features.notes)
     unused = len(known) - len(keys)
     if unused:
         notes = (*notes, f"{unused} rows of features without a sample: not used")
-    return replace(table, features=blocks, notes=notes)
+    return replace(table, features=blocks, columns=features.columns, notes=notes)
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:
@@ -200,9 +216,7 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
-    """Read ids and blocks of a feature file, unchecked."""
-    if path.suffix not in (".npz", ".pt", ".safetensors"):
-        return _read_columns(path)
+    """Read ids and blocks of a file of arrays, unchecked."""
     arrays = _in_blocks(read_arrays(path, "features"))
     if path.suffix == ".safetensors":
         with safe_open(str(path), framework="pt") as file:
@@ -217,38 +231,45 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     return arrays
 
 
-def _read_columns(path: Path) -> dict[str, ArrayLike]:
-    """Read ids and blocks of a table file, unchecked.
+def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
+    """Read ids and blocks of a table file.
 
-    A column of lists is a block. The columns of single numbers form one block together.
+    A column of lists is a block. The columns of single values form one block together.
     """
+    source = str(path)
+    frame = read_frame(path)
     arrays: dict[str, ArrayLike] = {}
-    scalars = []
-    for column in read_frame(path):
-        # other keys than these two are no features, and not needed
+    names = []
+    unused = []
+    for column in frame:
         if column.name in ("sample_id", "dataset"):
-            arrays[column.name] = name_column(column, str(path)).to_numpy()
-        elif column.name not in KEYS:
+            arrays[column.name] = name_column(column, source).to_numpy()
+        elif column.name in KEYS:
+            unused.append(column.name)
+        elif not column.dtype.is_nested():
+            names.append(column.name)
+        else:
             if isinstance(column.dtype, pl.Array):
                 column = column.arr.to_list()
-            lists = column.dtype == pl.List
-            if lists and column.list.len().n_unique() > 1:
+            if column.list.len().n_unique() > 1:
                 raise InputError(
                     f"{path}: rows of features {column.name!r} have different lengths, or are "
                     "missing"
                 )
             # all lists, one after the other
-            numbers = column.explode() if lists else column
-            values = number_column(numbers, str(path)).fill_null(np.nan).to_numpy()
-            if lists:
-                arrays[column.name] = values.reshape(len(column), -1)
-            else:
-                scalars.append(values)
-    if scalars:
-        if "features" in arrays:
+            values = number_column(column.explode(), source).fill_null(np.nan).to_numpy()
+            arrays[column.name] = values.reshape(len(column), -1)
+    named: Sequence[Column] = ()
+    if names:
+        if FEATURES in [*arrays, *names]:
             raise InputError(
-                f"{path}: the scalar columns form a block `features`, but the file already has "
-                "one; rename it"
+                f"{path}: the columns of single values form a block `features`, but the file "
+                "already has a column of this name; rename it"
             )
-        arrays["features"] = np.stack(scalars, 1)
-    return arrays
+        named = columns or fit_columns(frame, names, source)
+        arrays[FEATURES] = encode_samples(frame, named, source)
+    notes = []
+    if unused:
+        notes.append(f"keys that are no features: {', '.join(unused)}")
+    features = features_from(arrays, source)
+    return features._replace(columns=tuple(named), notes=tuple(notes))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.frames import knob_of
+from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
 
 DATASET = "dataset"
@@ -61,6 +62,7 @@ def join_tables(
         mask=~accuracy.isnan(),
         sample_ids=_all(table.sample_ids for table in tables),
         features=_features(tables, missing_blocks),
+        columns=_columns(tables),
         datasets=_all(table.dataset_names for table in tables),
         image_ids=image_ids,
         parts=parts,
@@ -206,6 +208,24 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
             parts.append(table.features.get(block, missing))
         joined[block] = torch.cat(parts)
     return joined
+
+
+def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:
+    """Return what the block `features` holds; () unless every table that has it says so.
+
+    Raises InputError if tables have columns of other names, or texts with other values.
+    """
+    named = [table.columns for table in tables if FEATURES in table.features]
+    joined = []
+    # a table without names ends this at once
+    for columns in zip(*named, strict=False):
+        joined.append(columns[0]._replace(gaps=any(column.gaps for column in columns)))
+        if len({column[:2] for column in columns}) > 1:
+            raise InputError(
+                f"features: {' and '.join(map(str, dict.fromkeys(columns)))} of joined profiles "
+                "differ in name or values; put the profiles in one file, with a column `dataset`"
+            )
+    return tuple(joined)
 
 
 def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:

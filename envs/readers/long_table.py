@@ -9,7 +9,7 @@ and all readers end in `table_from_frame`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_columns
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
     KEYS,
@@ -29,6 +30,7 @@ from knobwise.envs.readers.frames import (
     number_column,
     read_frame,
 )
+from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
 MEASURES = frozenset(
@@ -45,6 +47,8 @@ MEASURES = frozenset(
     }
 )
 """Columns of measurements, which are never knobs."""
+UNUSED = ("fold", "question_id")
+"""Keys that this reader does not use."""
 BUDGET = "latency_budget"
 """The column that only training examples have, see `_without_budgets`."""
 TRAINING_COLUMNS = {
@@ -131,7 +135,8 @@ def table_from_frame(
     accuracy_unit: str = "share",
     latency: str = "latency_ms",
     unit: str = "ms",
-    features: str | Path | Features | None = None,
+    features: str | Path | Features | Sequence[str] | None = None,
+    columns: Sequence[Column] = (),
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
@@ -151,6 +156,9 @@ def table_from_frame(
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
         latency, unit: the column that the budget limits, a time or any other cost, and its unit.
+        features: a feature file, its content, or columns of the frame that are constant inside each
+            sample: their names, or `auto` for all columns that can be features and are not knobs.
+        columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -162,22 +170,85 @@ def table_from_frame(
     if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
         accuracy = "score"
     frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, source, notes)
-    columns = knobs
-    if columns is None:
-        columns = _find_knobs(frame, rows, {accuracy, latency}, source, notes)
+    if unused := [name for name in UNUSED if name in frame.columns]:
+        notes.append(f"keys that are not used: {', '.join(unused)}")
     other = {"dataset", "sample_id", "repeat", accuracy, latency}
-    wrong = [k for k in columns if k not in frame.columns or k in other]
-    if wrong or not columns:
+    # columns that are features are no knobs
+    names: Sequence[str] = ()
+    if features == AUTO or isinstance(features, list):
+        if columns:
+            names = [column.name for column in columns]
+        elif features == AUTO:
+            candidates = _candidates(frame, other.union(knobs or ()))
+            names = _constant_columns(frame, rows, candidates, knobs is None)
+        else:
+            names = features
+        if wrong := [name for name in names if name not in frame.columns or name in other]:
+            raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
+        features = _from_columns(frame, rows, names, columns, features == AUTO, source, notes)
+    if knobs is None:
+        knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
+    wrong = [k for k in knobs if k not in frame.columns or k in other]
+    if wrong or not knobs:
         raise InputError(
             f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
             "configurations in one column"
         )
-    fields = _dense_fields(frame, rows, columns, source, notes)
+    fields = _dense_fields(frame, rows, knobs, source, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if features is None:
         return table
-    return attach_features(table, features)
+    return attach_features(table, features, columns)
+
+
+def _from_columns(
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    names: Sequence[str],
+    columns: Sequence[Column],
+    auto: bool,
+    source: str,
+    notes: list[str],
+) -> Features:
+    """Return the features in these columns of a frame.
+
+    Args:
+        frame, rows: what `_profiled_rows` returns.
+        columns: what they hold, if a checkpoint knows it; else it is fitted.
+        auto: whether columns that cannot be features are left out, with a note.
+
+    Raises:
+        InputError: a column varies inside a sample, or cannot be a feature.
+    """
+    keys = _keys(rows)
+    samples = keys.hstack(frame.select(names)).unique(maintain_order=True)
+    count = keys.n_unique()
+    for name in names:
+        if samples.select(*keys.columns, name).n_unique() > count:
+            raise InputError(
+                f"{source}: features: {name} varies inside a sample, so nobody knows it when the "
+                "knobs are set; leave it out"
+            )
+    fitted = list(columns)
+    if not columns:
+        for name in names:
+            try:
+                fitted += fit_columns(samples, [name], source)
+            except InputError as error:
+                if not auto:
+                    raise
+                notes.append(f"not a feature: {error}")
+    if not fitted:
+        raise InputError(
+            f"{source}: features: no column varies between samples but not inside them; name the "
+            f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
+        )
+    notes.append(f"features: {', '.join(str(column) for column in fitted)}")
+    block = encode_samples(samples, fitted, source)
+    ids = {name: tuple(samples[name]) for name in keys.columns}
+    blocks = {FEATURES: torch.from_numpy(block)}
+    return Features(ids["sample_id"], blocks, ids.get("dataset", ()), tuple(fitted))
 
 
 def _dense_fields(
@@ -380,19 +451,11 @@ def _find_knobs(
     A lone column such as `configuration` is a knob if there are no others. Raises InputError if
     one of them must be a measurement, since there are nearly as many configurations as rows.
     """
-    # leave out keys, measurements and lists
-    other = KEYS | MEASURES | measures
-    columns = [c for c in frame.columns if c not in other and not c.endswith("_ms")]
+    columns = _candidates(frame, measures)
     nested = [c for c in columns if frame[c].dtype.is_nested()]
-    names = [c for c in columns if c not in nested]
     # a column with one value for each sample is a property of the sample
-    keys = _keys(rows)
-    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
-    fixed = []
-    # with one row per sample every column looks like a property of the sample
-    if len(frame) >= 2 * len(spread):
-        fixed = [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
-    names = [c for c in names if c not in fixed]
+    fixed = _constant_columns(frame, rows, columns, True)
+    names = [c for c in columns if c not in (*nested, *fixed)]
     labels = []
     # a name of the configuration adds nothing to its knobs
     for label in (c for c in names if c.startswith("config") and len(names) > 1):
@@ -403,7 +466,7 @@ def _find_knobs(
     # say what was left out, because the guess may be wrong
     reasons = {
         "hold lists": nested,
-        "never vary inside a sample": fixed,
+        "never vary inside a sample (profile.features=auto makes them features)": fixed,
         "only repeat the other knobs": labels,
     }
     for reason, refused in reasons.items():
@@ -417,6 +480,28 @@ def _find_knobs(
             f"must be a measurement: {sizes}. Name the knobs with knobs="
         )
     return names
+
+
+def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
+    """Return the columns that may be knobs or features: no keys, measurements and times."""
+    other = other | KEYS | MEASURES
+    return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
+
+
+def _constant_columns(
+    frame: pl.DataFrame, rows: pl.DataFrame, names: list[str], with_knobs: bool
+) -> list[str]:
+    """Return those of these columns that have one value in each sample, but not one in all.
+
+    With one row per sample every column looks like that, so where knobs are among the columns there
+    are none then.
+    """
+    keys = _keys(rows)
+    names = [c for c in names if not frame[c].dtype.is_nested()]
+    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
+    if with_knobs and len(frame) < 2 * len(spread):
+        return []
+    return [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
 
 
 def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFrame:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
+from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
@@ -85,6 +87,8 @@ class ProfileTable:
     features: dict[str, Tensor] = field(default_factory=dict)
     """Named blocks, float32 [N, d]. NaN means missing. May be empty: a policy then sees only the
     budget."""
+    columns: tuple[Column, ...] = ()
+    """What the block `features` holds, if its columns have names. Not part of the digest."""
     datasets: tuple[str, ...] = ()
     """N data set names; empty means one data set with the table's name."""
     image_ids: tuple[str, ...] = ()
@@ -273,6 +277,13 @@ class ProfileTable:
             return split_fixed(self.parts, groups, train, validation, seed, name)
         return split_groups(groups, train, validation, seed, table=name)
 
+    def columns_of_block(self, block: str) -> Sequence[Column]:
+        """Return what a feature block holds; a column without a name is `block[0]`, …"""
+        if block == FEATURES and self.columns:
+            return self.columns
+        width = self.features[block].shape[1]
+        return [Column(f"{block}[{i}]", None, True) for i in range(width)]
+
     def blocks(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""
         return {name: block[rows] for name, block in self.features.items()}
@@ -281,22 +292,28 @@ class ProfileTable:
         """Return a short text for each of these samples (int64 [n]).
 
         The text identifies the input of the sample: the same input has the same text in every
-        table. It is a hash of the features; without features it is the data set and the id.
+        table. It is a hash of the features; without features it is the data set and the id. Named
+        columns are often few, and equal for different inputs, so the id is added to their hash.
         """
         if not self.features:
             datasets = self.datasets or ("",) * self.num_samples
             return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
         joined = torch.cat([*self.blocks(rows).values()], 1).contiguous()
-        return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
+        hashes = [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
+        if self.columns:
+            return [f"{hashes[i]}/{self.sample_ids[row]}" for i, row in enumerate(rows.tolist())]
+        return hashes
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
         fields = ("name", "unit", "features_ms", "sample_ids", *self.WORDS, "notes")
-        head = {
+        head: dict[str, Any] = {
             "format": "knobwise.ProfileTable/1",
             "knobs": [(knob.name, knob.values) for knob in self.knobs],
             **{name: getattr(self, name) for name in fields},
         }
+        if self.columns:
+            head["columns"] = self.columns
         tensors = {name: getattr(self, name) for name in self.TENSORS}
         tensors |= self._optional()
         tensors |= {f"features.{name}": block for name, block in self.features.items()}
@@ -320,6 +337,7 @@ class ProfileTable:
                 unit=head.get("unit", "ms"),
                 knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
                 features=with_prefix(tensors, "features."),
+                columns=columns_of(head.get("columns", ())),
                 features_ms=float(head.get("features_ms", 0.0)),
                 **parts,
             )

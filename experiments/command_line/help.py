@@ -23,8 +23,8 @@ COMMON: dict[str, str] = TEXTS["common"]
 
 def help_lines(verb: str) -> list[Option]:
     """Return every option of a verb with its default."""
-    if verb == "compare":
-        # it is not composed, since `runs` has no default
+    if verb in ("compare", "decide"):
+        # not composed, since `runs` and `requests` have no default
         settings = VERBS[verb]()
     else:
         settings = compose.read_settings(verb, [])

@@ -28,6 +28,7 @@ VERBS = {
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",
     "export": "deploy.export:run",
+    "decide": "deploy.decide:run",
     "update": "deploy.update:run",
     "workspace": "tracking.workspace:workspace",
 }
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb, and return the exit status.
 
     It is 0 on success, 1 after a failure of the program or the system, 2 after a mistake of the
-    user, 130 after Ctrl-C, 143 after SIGTERM.
+    user, 3 if `decide` refused some requests, 130 after Ctrl-C, 143 after SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
@@ -165,15 +166,15 @@ def _run(arguments: list[str]) -> int:
     if verb == "compare":
         arguments = _with_runs(arguments)
     config = compose.read_settings(schema, arguments)
-    check_written(config)
+    check_written(config, verb)
     # what runs may need torch, which takes seconds to import
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
         run(config, arguments)
-    else:
-        run(config)
-    return 0
+        return 0
+    status = run(config)
+    return status if verb == "decide" else 0
 
 
 def _with_runs(arguments: list[str]) -> list[str]:
@@ -184,7 +185,7 @@ def _with_runs(arguments: list[str]) -> list[str]:
     return [f"runs={folders}", *(argument for argument in arguments if argument not in folders)]
 
 
-def check_written(config: Any) -> None:
+def check_written(config: Any, verb: str) -> None:
     """Refuse files and folders that cannot be written, before anything takes time.
 
     Raises:
@@ -196,7 +197,7 @@ def check_written(config: Any) -> None:
         # options that this verb does not have
         if value is None or isinstance(value, list):  # `compare` reads its runs
             continue
-        is_file = name in ("json", "html")
+        is_file = name in ("json", "html") or (name == "out" and verb == "decide")
         # the folder that exists, in which others would be made
         folder = Path(value)
         if is_file:

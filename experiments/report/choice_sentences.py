@@ -32,7 +32,12 @@ def condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
     parts = []
     for name, sign, value in bounds:
         bound = quantity(value, unit) if name == "budget" else f"{value:.3g}"
-        parts.append(f"{name} {sign} {bound}")
+        if "=" in name and value == 0.5:
+            # a place of a text holds 0 or 1
+            text, _, wanted = name.partition("=")
+            parts.append(f"{text} is {wanted}" if sign == ">" else f"{text} is not {wanted}")
+        else:
+            parts.append(f"{name} {sign} {bound}")
     return " and ".join(parts) or "always"
 
 

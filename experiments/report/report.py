@@ -316,7 +316,9 @@ def _importance(results: Results) -> list[Any]:
     # a block of features, or one of its columns
     for row in results["explanation"]["importance"]:
         name = row["name"]
-        if row["column"] is not None:
+        if isinstance(row["column"], str):
+            name = row["column"]
+        elif row["column"] is not None:
             name += f" [{row['column']}]"
         loss = words.difference_cell({"difference": row["lost"], "ci95": row["ci95"]})
         lines.append({"features": name, "lost": loss})

@@ -251,46 +251,53 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 def importance(explained: Explained) -> Rows:
     """Return how much worth the policy loses when features are shuffled among the samples.
 
-    Each feature block is shuffled, and each column of a narrow block. scikit-learn's
+    Each feature block is shuffled, and each column of a narrow block; all places of a text are
+    shuffled together. scikit-learn's
     `permutation_importance` shuffles single columns and averages over samples; here the rows of a
     block stay together, and the interval is over samples. All columns are shuffled once, to find
     the `TOP` that matter most; these are then shuffled again.
 
     Returns:
-        The blocks, then the columns, those that lose most first: `name`, `column` (null for a
-        block), `lost` and its `ci95`.
+        The blocks, then the columns, those that lose most first: `name`, `column` (its number, or
+        its name if columns have names; null for a block), `lost` and its `ci95`.
     """
     generator = torch.Generator().manual_seed(SEED)
     intact = explained.worth(explained.chosen, explained.reads).mean(1)
 
-    def lost(name: str, column: int | None, repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Shuffle a block, or one of its columns, and return the worth that each sample loses, [n].
+    def lost(name: str, places: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
+        """Shuffle some columns of a block, and return the worth that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
         """
         block = explained.features[name]
-        columns = slice(None) if column is None else column
         losses = torch.zeros_like(intact)
         for _ in range(repeats):
             order = torch.randperm(len(intact), generator=generator)
             shuffled = block.clone()
-            shuffled[:, columns] = block[order, columns]
+            shuffled[:, places] = block[order, places]
             chosen = explained.decided(explained.features | {name: shuffled})
             losses += intact - explained.worth(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
-    blocks: list[tuple[str, int | None]] = []
-    single_columns: list[tuple[str, int | None]] = []
-    for name, block in explained.features.items():
-        blocks.append((name, None))
-        if 1 < block.shape[1] <= NARROW:
-            single_columns += [(name, column) for column in range(block.shape[1])]
+    blocks: list[tuple[str, int | str | None, slice]] = []
+    single_columns: list[tuple[str, int | str | None, slice]] = []
+    for name in explained.features:
+        blocks.append((name, None, slice(None)))
+        columns = explained.table.columns_of_block(name)
+        if not 1 < len(columns) <= NARROW:
+            continue
+        start = 0
+        for i, column in enumerate(columns):
+            stop = start + len(column.labels)
+            key = column.name if explained.table.columns else i
+            single_columns.append((name, key, slice(start, stop)))
+            start = stop
     if len(single_columns) > TOP:
-        single_columns.sort(key=lambda part: -lost(part[0], part[1], 1).mean())
+        single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
     rows: Rows = []
-    for name, column in blocks + single_columns[:TOP]:
-        loss = lost(name, column)
-        row = {"name": name, "column": column, "lost": float(loss.mean())}
+    for name, key, places in blocks + single_columns[:TOP]:
+        loss = lost(name, places)
+        row = {"name": name, "column": key, "lost": float(loss.mean())}
         rows.append(row | {"ci95": mean_interval(loss)})
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
@@ -319,7 +326,8 @@ def distilled(explained: Explained) -> dict[str, Any]:
     names = ["budget"]
     columns = [explained.budgets_ms.float().repeat(n)[:, None]]
     for name, block in explained.features.items():
-        names += [f"{name}[{i}]" for i in range(block.shape[1])]
+        for column in table.columns_of_block(name):
+            names += column.labels
         columns.append(block.repeat_interleave(count, 0))
     x = torch.cat(columns, 1).numpy()
     y = table.configurations[explained.chosen.flatten()].numpy()

@@ -308,6 +308,25 @@ class ExportRun:
 
 
 @dataclass
+class DecideRun:
+    """knobwise decide: decide for every request in a file. Those that cannot be decided are listed
+    on stderr, with their line and the reason. The exit status is 0 if all were decided, 3 if some
+    were refused and the others written, 2 if nothing was written."""
+
+    requests: str = MISSING
+    """CSV or Parquet with a row for each request: the features as columns, by their names in the
+    training, and optionally `budget_ms` and `sample_id`."""
+    checkpoint: str = "runs/latest"
+    """The controller: a checkpoint, the folder of a run, which stands for the policy it deploys, or
+    an exported controller.npz."""
+    budget_ms: float | None = None
+    """How long an answer may take, in ms, where a request does not say it itself."""
+    out: str = "decisions.csv"
+    """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
+    column for each knob."""
+
+
+@dataclass
 class UpdateRun:
     """knobwise update: update a deployed controller from the log of its requests; the new one takes
     over if the log shows that it is better. Or adapt a controller to other hardware, from a few
@@ -379,6 +398,7 @@ VERBS: dict[str, type[Any]] = {
     "explain": ExplainRun,
     "profile": ProfileRun,
     "export": ExportRun,
+    "decide": DecideRun,
     "update": UpdateRun,
     "compare": CompareRun,
     "workspace": WorkspaceRun,

@@ -116,8 +116,9 @@ class TableProfile(LongTables):
     path: str = MISSING
     """CSV, Parquet, JSON or JSON lines; or a complete `.safetensors` that `ProfileTable.save`
     wrote."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    features: Any = None
+    """Feature file keyed by sample id; or columns of the table: `auto` for all that are constant
+    inside each sample, or a list of names. None for a policy that sees the budget only."""
     name: str | None = None
     """Name of the profile; None for the file's name."""
 
@@ -203,15 +204,22 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
+    network = None
+    if loaded is not None:
+        network = loaded.network
+        if network.normaliser.columns and isinstance(config, LongTables):
+            settings["columns"] = network.normaliser.columns
     table = _read(config, settings)
+    if network is not None and not network.normaliser.columns:
+        # the checkpoint knows its features by position alone
+        table = replace(table, columns=())
     # no reader knows what features cost
     if features_ms:
         table = replace(table, features_ms=features_ms)
-    names = loaded.network.normaliser.datasets if loaded is not None else []
-    if names:
+    if network is not None and network.normaliser.datasets:
         from knobwise.envs.readers.joint import with_dataset_input
 
-        table = with_dataset_input(table, names)
+        table = with_dataset_input(table, network.normaliser.datasets)
     return table
 
 
@@ -282,12 +290,20 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     from knobwise.envs.readers.long_table import read_long_table
     from knobwise.envs.tables.profile_table import ProfileTable
 
+    features = settings["features"]
+    if isinstance(features, (bool, int, float, dict)):
+        raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     table = ProfileTable.load(path)
-    if settings["features"] is None:
+    if features is None:
         return table
-    return attach_features(table, settings["features"])
+    if features == "auto" or isinstance(features, list):
+        raise InputError(
+            f"profile.features={features}: {path} holds no columns beside its features; leave "
+            "profile.features out"
+        )
+    return attach_features(table, features, settings.get("columns", ()))
 
 
 PROFILES: dict[str, type[Any]] = {

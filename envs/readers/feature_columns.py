@@ -1,0 +1,160 @@
+"""Columns of a table as features: which columns they are, and how values become numbers.
+
+Numbers stay numbers; NaN is missing. Each text gets a place for every value that several samples
+have, and one for all others, see `knobwise.envs.tables.columns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.columns import Column
+
+AUTO = "auto"
+"""The setting that makes features of all columns that are constant inside each sample."""
+MISSING = ("", "nan", "na", "n/a", "null", "none")
+"""Spellings of a number that is missing, in lower case."""
+MOST_VALUES = 50
+"""The most values of a text that get a place."""
+LEAST_SAMPLES = 2
+"""A value of a text gets a place if so many samples have it."""
+KINDS = (pl.Null, pl.Boolean, pl.String, pl.Categorical, pl.Enum)
+"""Types of columns that may be features, beside numbers."""
+LARGEST = 3.4e38
+"""The largest float32."""
+
+
+def fit_columns(samples: pl.DataFrame, names: Sequence[str], source: str) -> tuple[Column, ...]:
+    """Return what these columns are: numbers, or texts with their values.
+
+    Args:
+        samples: one row for each sample.
+        names: of the columns.
+        source: of the rows, for messages.
+
+    Raises:
+        InputError: a column is empty, mixes numbers and text, is neither of them, or is a text
+            with too many values to learn from.
+    """
+    return tuple(_fitted(samples[name], f"{source}: the feature {name!r}") for name in names)
+
+
+def _fitted(series: pl.Series, what: str) -> Column:
+    """Return what one column is, see `fit_columns`."""
+    dtype = series.dtype
+    if not (dtype.is_numeric() or dtype in KINDS):
+        raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")
+    frame = series.alias("x").to_frame()
+    read = frame.select(text=_text("x"), number=number("x", dtype), missing=_missing("x"))
+    present = read.filter(~pl.col("missing"))
+    if present.is_empty():
+        raise InputError(f"{what} is empty in every sample; leave it out")
+    no_numbers = present.filter(pl.col("number").is_null())["text"]
+    if no_numbers.is_empty():
+        return Column(series.name, None, len(present) < len(read))
+    if 2 * len(no_numbers) <= len(present):
+        raise InputError(
+            f"{what} mixes numbers and text: {len(no_numbers)} of its values are not numbers, such "
+            f"as {no_numbers[0]!r}; mend them, or leave it out"
+        )
+    # the most frequent values get a place
+    present = read.filter(pl.col("text") != "")
+    counts = present["text"].value_counts().sort("count", "text", descending=[True, False])
+    frequent = counts.filter(pl.col("count") >= LEAST_SAMPLES).head(MOST_VALUES)
+    if 2 * frequent["count"].sum() < len(present):
+        raise InputError(
+            f"{what} is text with {len(counts)} different values in {len(read)} samples, too many "
+            "to learn from; group them, or leave it out"
+        )
+    categories = sorted(frequent["text"])
+    gaps = len(present) < len(read)
+    if gaps:
+        categories.append("")
+    return Column(series.name, tuple(categories), gaps)
+
+
+def encode(
+    frame: pl.DataFrame, columns: Sequence[Column], source: str
+) -> tuple[np.ndarray, pl.Series]:
+    """Turn named columns into the block of features.
+
+    Args:
+        frame: n rows with these columns; it may have others.
+        columns: as fitted.
+        source: of the rows, for messages.
+
+    Returns:
+        The block, float32 [n, d]; and for each row what is wrong with it, null for nothing. A
+        number that is wrong is NaN.
+
+    Raises:
+        InputError: a column is missing, or holds lists.
+    """
+    places: list[pl.Expr] = []
+    faults: list[pl.Expr] = []
+    for column in columns:
+        name = column.name
+        if name not in frame.columns or frame.schema[name].is_nested():
+            raise InputError(
+                f"{source}: no column {name!r} of numbers or text; the features are "
+                f"{', '.join(known.name for known in columns)}"
+            )
+        if column.categories is None:
+            value = number(name, frame.schema[name])
+            missing = _missing(name)
+            # null is NaN in an array
+            valid = value.abs() <= LARGEST
+            places.append(pl.when(valid).then(value))
+            wrong = pl.format("{} is not a finite number: {}", pl.lit(name), _text(name))
+            faults.append(pl.when(~missing & ~valid.fill_null(False)).then(wrong))
+        else:
+            text = _text(name)
+            missing = text == ""
+            places += [text == value for value in column.categories]
+            places.append(~text.is_in(list(column.categories)))
+        if not column.gaps:
+            absent = f"{name} is missing, but no training sample lacks it"
+            faults.append(pl.when(missing).then(pl.lit(absent)))
+    numbered = [place.cast(pl.Float32).alias(str(i)) for i, place in enumerate(places)]
+    # lazily, so that polars computes what several places share once
+    block = frame.lazy().select(numbered).collect().to_numpy(order="c", writable=True)
+    fault = frame.lazy().select(fault=pl.coalesce(pl.lit(None, pl.String), *faults)).collect()
+    return block, fault["fault"]
+
+
+def encode_samples(samples: pl.DataFrame, columns: Sequence[Column], source: str) -> np.ndarray:
+    """Return the block of a profile's samples, float32 [n, d], in which any value may be missing.
+
+    Raises:
+        InputError: as `encode`, or a value is not a finite number.
+    """
+    forgiving = [column._replace(gaps=True) for column in columns]
+    block, faults = encode(samples, forgiving, source)
+    wrong = faults.drop_nulls()
+    if len(wrong):
+        raise InputError(
+            f"{source}: features: {wrong[0]} (in {len(wrong)} samples); leave empty what is missing"
+        )
+    return block
+
+
+def _text(name: str) -> pl.Expr:
+    """Return a column as text without spaces around it; "" is missing."""
+    return pl.col(name).cast(pl.String).str.strip_chars().fill_null("")
+
+
+def number(name: str, dtype: pl.DataType) -> pl.Expr:
+    """Return a column as numbers; null is missing, or no number."""
+    value = pl.col(name)
+    if not dtype.is_numeric():
+        value = _text(name).str.to_lowercase().replace({"true": "1", "false": "0"})
+    return value.cast(pl.Float64, strict=False).fill_nan(None)
+
+
+def _missing(name: str) -> pl.Expr:
+    """Return where a number is missing."""
+    return _text(name).str.to_lowercase().is_in(MISSING)

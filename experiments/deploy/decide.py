@@ -1,0 +1,215 @@
+"""Decide for the requests in a file: their features and budgets in, knob values out.
+
+The file is read in batches, so that a long one needs little memory.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from knobwise.agents.policy.arrays import Array
+from knobwise.agents.policy.controller import MOST_MS, NumpyController
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.common.progress import say
+from knobwise.envs.readers.feature_columns import encode, number
+from knobwise.envs.tables.columns import FEATURES, Column, columns_of
+from knobwise.experiments.results.run_folder import checkpoint_at
+from knobwise.experiments.settings.options import DecideRun
+
+AT_ONCE = 50_000
+"""Rows of a batch."""
+SOME_REFUSED = 3
+"""The exit status if some rows were refused."""
+Batch = tuple[Sequence[int], pl.DataFrame, pl.Series]
+"""Some rows of a file: the line, or in Parquet the row, that each begins in, counted from 1; their
+values; and what is wrong with each, null for nothing."""
+
+
+def run(config: DecideRun) -> int:
+    """Write the decisions for all requests that can be decided, list the others on stderr, and
+    return the exit status: 0, or `SOME_REFUSED`.
+
+    Raises:
+        InputError: no such checkpoint or file, a budget that is not positive, or a feature that no
+            request has; nothing is written then.
+    """
+    path = Path(config.requests)
+    out = Path(config.out)
+    if out.suffix != ".csv" or out.resolve() == path.resolve():
+        raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
+    if config.budget_ms is not None and not 0 < config.budget_ms < MOST_MS:
+        raise InputError(f"budget_ms={config.budget_ms}: must be a positive number of ms")
+    controller = _controller_at(config.checkpoint)
+    knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
+    settings = pl.DataFrame(knobs, infer_schema_length=None)
+    total = 0
+    count = 0
+    with written_whole(out) as temporary, temporary.open("wb") as file:
+        for lines, frame, faults in _batches(path):
+            ids, chosen, faults = _decided(controller, frame, faults, config)
+            ids.insert_column(0, pl.Series("line", lines))
+            good = faults.is_null()
+            decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
+            decided.write_csv(file, include_header=not total)
+            # the others are listed, as compilers do
+            refused = pl.DataFrame([ids["line"], faults]).filter(~good)
+            for line, fault in refused.iter_rows():
+                say(f"{path}:{line}: {fault}")
+            total += len(good)
+            count += len(refused)
+        if not total:
+            raise InputError(f"{path}: holds no requests")
+    print(f"decided: {total - count} of {total} requests, in {out}")
+    return SOME_REFUSED if count else 0
+
+
+def _controller_at(path: str) -> NumpyController:
+    """Load an exported `.npz`, which needs no torch, or what a checkpoint or a run deploys."""
+    if not path.endswith(".npz"):
+        from knobwise.agents.checkpoint import load_checkpoint
+        from knobwise.agents.serving.knob_policy import KnobPolicy
+
+        return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
+    try:
+        return NumpyController.load(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"checkpoint={path}: {error}") from error
+
+
+def _decided(
+    controller: NumpyController, frame: pl.DataFrame, fault: pl.Series, config: DecideRun
+) -> tuple[pl.DataFrame, Array, pl.Series]:
+    """Decide for the rows of a frame.
+
+    Returns:
+        What identifies each row, the configurations of those that are not refused, and for each
+        row why it is refused, null for nothing.
+    """
+    faults = [fault]
+    blocks = {}
+    for name in controller.feature_sizes:
+        blocks[name], wrong = _block(controller, frame, name, config.requests)
+        faults.append(wrong)
+    limits = _limits(frame, config)
+    valid = (limits > 0) & (limits < MOST_MS)
+    if controller.mean is not None:
+        calibrated = np.isclose(limits.to_numpy()[:, None], controller.mean.budgets_ms, 1e-3, 0)
+        valid &= pl.Series(calibrated.any(1))
+    reason = pl.lit("budget_ms must be positive, finite and, if budgets are means, calibrated")
+    faults.append(pl.select(pl.when(~valid.fill_null(False)).then(reason)).to_series())
+    # the first fault of a row is given
+    fault = pl.select(fault=pl.coalesce(faults))["fault"]
+    good = fault.is_null().to_numpy()
+    features = {name: block[good] for name, block in blocks.items()}
+    chosen = controller.choose(features, limits.to_numpy()[good])
+    names = [frame[name] for name in ("sample_id",) if name in frame.columns]
+    return pl.DataFrame([*names, limits]), chosen, fault
+
+
+def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
+    """Return the budget of each row, float64 `budget_ms`; −1 for what is no number, null for
+    none."""
+    budget = pl.lit(None, pl.Float64)
+    if "budget_ms" in frame.columns:
+        missing = pl.col("budget_ms").cast(pl.String).fill_null("") == ""
+        known = number("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
+        budget = pl.when(~missing).then(known)
+    elif config.budget_ms is None:
+        raise InputError(f"{config.requests}: no column budget_ms; give budget_ms=…")
+    default = pl.repeat(config.budget_ms, len(frame), dtype=pl.Float64)
+    return frame.select(budget_ms=pl.coalesce(budget, default))["budget_ms"]
+
+
+def _block(
+    controller: NumpyController, frame: pl.DataFrame, name: str, source: str
+) -> tuple[Array, pl.Series]:
+    """Return a feature block of the rows, and what is wrong with each, null for nothing.
+
+    A block is a column of lists, or named columns, or without names columns such as `name[0]`.
+    """
+    width = controller.feature_sizes[name]
+    columns: Sequence[Column] = [Column(f"{name}[{i}]", None, True) for i in range(width)]
+    if name in frame.columns and frame.schema[name].is_nested():
+        try:
+            lists = frame[name].cast(pl.Array(pl.Float64, width))
+        except pl.exceptions.PolarsError as error:
+            raise InputError(f"{source}: {name} must hold {width} numbers in each row") from error
+        values = [lists.arr.get(i).alias(column.name) for i, column in enumerate(columns)]
+        frame = pl.DataFrame(values)
+    elif name == FEATURES and controller.columns:
+        columns = columns_of(controller.columns)
+    elif name == "dataset" and controller.datasets:
+        # one that training did not see has a place beyond the block
+        columns = [Column(name, tuple(controller.datasets), True)]
+    elif columns[0].name not in frame.columns:
+        raise InputError(
+            f"{source}: no features {name!r}, whose {width} columns have no names; give a column "
+            f"of lists in Parquet, or columns {name}[0], {name}[1], …"
+        )
+    block, faults = encode(frame, columns, source)
+    return block[:, :width], faults
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _batches(path: Path) -> Iterator[Batch]:
+    """Yield the rows of a CSV or Parquet file.
+
+    Raises:
+        InputError: no such file, or one that cannot be read.
+    """
+    if path.suffix not in (".csv", ".parquet") or not path.is_file():
+        raise InputError(f"requests={path}: must be a .csv or .parquet file")
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_batches(path)
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                yield from _csv_batches(csv.reader(file, strict=True))
+    except (UnicodeError, csv.Error, pl.exceptions.PolarsError) as error:
+        raise InputError(f"requests={path}: cannot be read ({error})") from error
+
+
+def _csv_batches(reader: Any) -> Iterator[Batch]:
+    """Yield the rows of a CSV; one of another length than the header is at fault."""
+    header = next(reader, [])
+    if len(set(header)) < len(header):
+        raise csv.Error(f"a column occurs twice: {', '.join(header)}")
+    rows = _csv_rows(reader, len(header))
+    while batch := list(islice(rows, AT_ONCE)):
+        lines, values, faults = zip(*batch, strict=True)
+        frame = pl.DataFrame(list(zip(*values, strict=True)), dict.fromkeys(header, pl.String))
+        yield lines, frame, pl.Series("fault", faults, pl.String)
+
+
+def _csv_rows(reader: Any, width: int) -> Iterator[tuple[int, list[str], str | None]]:
+    """Yield the line that each row begins in, its values, and what is wrong with it."""
+    line = reader.line_num + 1
+    for row in reader:
+        fault = None
+        # an empty line is no row
+        if row and len(row) != width:
+            fault = f"has {len(row)} values, but the header {width}"
+            row = [""] * width
+        if row:
+            yield line, row, fault
+        line = reader.line_num + 1
+
+
+def _parquet_batches(path: Path) -> Iterator[Batch]:
+    """Yield the rows of a Parquet file."""
+    scan = pl.scan_parquet(path, glob=False)
+    count = scan.select(pl.len()).collect().item()
+    for first in range(0, count, AT_ONCE):
+        frame = scan.slice(first, AT_ONCE).collect()
+        no_faults = pl.repeat(None, len(frame), dtype=pl.String, eager=True)
+        yield range(first + 1, first + len(frame) + 1), frame, no_faults

@@ -1,0 +1,212 @@
+"""Columns of a table as features: which are taken, how values become numbers, what is missing."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from helpers import input_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.agents.policy.arrays import encoded
+from knobwise.envs.readers.feature_columns import encode, fit_columns
+from knobwise.envs.readers.feature_files import read_features
+from knobwise.envs.readers.joint import join_tables
+from knobwise.envs.readers.long_table import read_long_table, table_from_frame
+from knobwise.envs.tables.columns import Column
+from knobwise.envs.tables.profile_table import ProfileTable
+
+KINDS = ("ocr", "form", "ocr", "form", "chart", " ocr ")
+"""The kind of each sample; the chart is the only one, so that it has no place of its own."""
+TOKENS = (33, 40, 51, 62, 73, 84)
+COLUMNS = (Column("kind", ("form", "ocr"), False), Column("tokens", None, False))
+BLOCK = [
+    # form, ocr, (other), tokens
+    [0, 1, 0, 33],
+    [1, 0, 0, 40],
+    [0, 1, 0, 51],
+    [1, 0, 0, 62],
+    [0, 0, 1, 73],
+    [0, 1, 0, 84],
+]
+
+
+def wide(kinds=KINDS, tokens=TOKENS, **columns):
+    """A row for each of these samples and two settings of a knob."""
+    n = len(kinds)
+    per_sample = {"sample_id": range(n), "kind": kinds, "tokens": tokens, **columns}
+    samples = pl.DataFrame(per_sample, strict=False)
+    crops = pl.DataFrame({"crops": [1, 4], "accuracy": [0, 1]})
+    rows = samples.join(crops, how="cross")
+    return rows.with_columns(latency_ms=10.0 + pl.int_range(pl.len()))
+
+
+def read(frame, **options):
+    return table_from_frame(frame, name="wide", **options)
+
+
+@pytest.mark.parametrize("features", ["auto", ["kind", "tokens"]])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_columns_of_the_same_file_are_features(tmp_path, suffix, features):
+    path = tmp_path / f"wide.{suffix}"
+    getattr(wide(), f"write_{suffix}")(path)
+    table = read_long_table(path, features=features)
+    assert table.columns == COLUMNS
+    assert table.features["features"].tolist() == BLOCK
+    labels = [column.labels for column in table.columns_of_block("features")]
+    assert labels == [["kind=form", "kind=ocr", "kind=(other)"], ["tokens"]]
+    assert [knob.name for knob in table.knobs] == ["crops"]
+    table.save(tmp_path / "t.safetensors")
+    again = ProfileTable.load(tmp_path / "t.safetensors")
+    assert (again.columns, again.digest) == (COLUMNS, table.digest)
+
+
+def test_the_order_of_rows_does_not_matter():
+    shuffled = wide().sample(fraction=1.0, shuffle=True, seed=0)
+    assert read(shuffled, features="auto").digest == read(wide(), features="auto").digest
+
+
+def test_without_features_the_note_names_the_setting():
+    (note,) = read(wide()).notes
+    assert "profile.features=auto" in note
+    assert note.endswith("kind, tokens")
+
+
+def test_keys_that_are_not_used_are_named():
+    frame = wide(fold=range(6))
+    assert any(note.endswith("fold") for note in read(frame).notes)
+    table = read(frame, features="auto")
+    assert table.columns == COLUMNS
+    assert any(note.endswith("fold") for note in table.notes)
+
+
+def test_auto_leaves_out_what_cannot_be_a_feature():
+    text = [f"question {i}" for i in range(6)]
+    table = read(wide(title=text, boxes=[[1]] * 6, audio_ms=range(6)), features="auto")
+    assert table.columns == COLUMNS
+    assert any("'title'" in note for note in table.notes)
+    # with the knobs named, one row for each sample is enough
+    single = wide().gather_every(2)
+    assert read(single, features="auto", knobs=["crops"]).columns == COLUMNS
+    for frame in (single, wide().drop("kind", "tokens")):
+        with input_error("features: no column"):
+            read(frame, features="auto")
+
+
+@pytest.mark.parametrize(
+    ("column", "field"),
+    [
+        ([1, 2, "three", 4, 5, 6], "mixes.*'three'"),
+        ([None] * 6, "empty"),
+        ([f"text {i}" for i in range(6)], "6 different values"),
+        ([1, 2, 3, 4, 5, "inf"], "finite number: inf"),
+    ],
+)
+def test_a_named_column_that_cannot_be_a_feature_is_refused(column, field):
+    frame = wide(column=list(map(str, column)) if None not in column else column)
+    with input_error(f"column.*{field}"):
+        read(frame, features=["kind", "column"])
+
+
+def test_names_must_be_columns_that_do_not_vary_inside_a_sample():
+    for name in ("size", "sample_id", "accuracy"):
+        with input_error(f"features: {name}"):
+            read(wide(), features=["kind", name])
+    with input_error("features: no column"):
+        read(wide(), features=[])
+    with input_error("features: crops varies inside"):
+        read(wide(), features=["crops"], knobs=["kind"])
+
+
+def test_a_missing_number_is_nan_and_a_missing_text_is_a_value():
+    kinds = ["ocr", "", "ocr", "form", "form", None]
+    table = read(wide(kinds, ["33", "", "n/a", "1e1", "-.5", " 7 "]), features="auto")
+    assert table.columns == (
+        Column("kind", ("form", "ocr", ""), True),
+        Column("tokens", None, True),
+    )
+    block = table.features["features"].numpy()
+    np.testing.assert_array_equal(block[:, 4], [33, np.nan, np.nan, 10, -0.5, 7])
+    assert block[:, :4].argmax(1).tolist() == [1, 2, 1, 0, 0, 2]
+    assert table.columns[0].labels[2] == "kind=(missing)"
+
+
+def test_a_checkpoint_keeps_its_own_values():
+    """On another profile the columns are those of the training, whatever the profile holds."""
+    other = wide(["form", "new", "new", "", "ocr", "ocr"], [1, 2, None, 4, 5, 6])
+    table = read(other, features="auto", columns=COLUMNS)
+    assert table.columns == COLUMNS
+    block = table.features["features"].numpy()
+    assert block[:, :3].argmax(1).tolist() == [0, 2, 2, 2, 1, 1]
+    np.testing.assert_array_equal(block[:, 3], [1, 2, np.nan, 4, 5, 6])
+    with input_error("features: tokens"):
+        read(other.drop("tokens"), features="auto", columns=COLUMNS)
+
+
+def test_a_feature_file_may_hold_numbers_and_text(tmp_path):
+    samples = pl.DataFrame({"sample_id": range(6), "kind": KINDS, "tokens": TOKENS, "split": "x"})
+    samples.write_csv(tmp_path / "f.csv")
+    features = read_features(tmp_path / "f.csv")
+    assert features.columns == COLUMNS
+    assert features.blocks["features"].tolist() == BLOCK
+    assert any(note.endswith("split") for note in features.notes)
+    table = read(wide().drop("kind", "tokens"), features=tmp_path / "f.csv")
+    assert (table.columns, table.features["features"].tolist()) == (COLUMNS, BLOCK)
+    bad = samples.with_columns(features=1)
+    bad.write_csv(tmp_path / "f.csv")
+    with input_error("rename"):
+        read_features(tmp_path / "f.csv")
+
+
+def test_joined_profiles_have_the_same_columns():
+    table = read(wide(), features="auto")
+    gappy = read(wide(tokens=[1, 2, 3, 4, 5, None]), features="auto")
+    joined = join_tables([table, replace(gappy, name="b")])
+    assert joined.columns == (COLUMNS[0], COLUMNS[1]._replace(gaps=True))
+    other = read(wide(["form", "new", "form", "new", "form", "new"]), features="auto")
+    with input_error("kind"):
+        join_tables([table, replace(other, name="b", features=table.features)])
+    unnamed = replace(table, name="b", columns=())
+    assert join_tables([table, unnamed]).columns == ()
+
+
+def test_few_features_do_not_identify_an_input():
+    table = read(wide(["ocr"] * 2 + ["form"] * 4, [1] * 6), features=["kind", "tokens"])
+    rows = np.arange(6)
+    assert len(set(table.fingerprints(rows))) == 6
+    assert len(set(replace(table, columns=()).fingerprints(rows))) == 2
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.floats(width=32),
+    st.integers(-(2**40), 2**40),
+    st.booleans(),
+    st.sampled_from(["ocr", " form", "new", "", "  "]),
+)
+
+
+@given(kind=VALUES, tokens=VALUES, gaps=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
+    """The two encoders agree, also in what they refuse. Text that spells a number is a number in a
+    file and refused in Python, so there is none here."""
+    columns = [column._replace(gaps=gaps) for column in COLUMNS]
+    request = {"kind": kind, "tokens": tokens, "other": 1}
+    frame = pl.DataFrame({name: [value] for name, value in request.items()}, strict=False)
+    block, faults = encode(frame, columns, "requests")
+    # a file does not tell the number 3 from the text 3
+    is_number = not isinstance(kind, str) and kind is not None and kind == kind
+    if faults[0] is not None or is_number:
+        with pytest.raises(ValueError, match=r"^features: '(kind|tokens)' "):
+            encoded(columns, request)
+    else:
+        np.testing.assert_array_equal(encoded(columns, request), block[0])
+
+
+def test_only_the_most_frequent_texts_get_a_place():
+    names = [f"k{i:02}" for i in range(60)]
+    samples = pl.DataFrame({"kind": names * 2 + ["k59", "rare"]})
+    (column,) = fit_columns(samples, ["kind"], "t")
+    assert column.categories == (*names[:49], "k59")

@@ -1,0 +1,290 @@
+"""From one wide CSV to decisions: train, explain, evaluate, decide in Python, in NumPy and by
+`knobwise decide`."""
+
+import csv
+import json
+import subprocess
+import sys
+from contextlib import chdir
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from commands import OPTIMISER, launch, mistake, read_json, refused, words_of
+from helpers import input_error
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.agents import NumpyController, load_checkpoint
+from knobwise.experiments.deploy import decide as module
+from knobwise.experiments.report.choice_sentences import condition
+
+WIDE = words_of("profile=table profile.path=wide.csv profile.features=auto")
+QUICK = words_of(OPTIMISER, "policy=independent policy.members=1 baselines=false seeds=[0]")
+RUN = "runs/controller/wide"
+REQUESTS = [
+    {"sample_id": "a", "kind": "ocr", "tokens": 33, "sharpness": 0.5, "budget_ms": 40},
+    {"sample_id": "b", "kind": "new", "tokens": 7, "sharpness": None, "budget_ms": 15.5},
+    {"sample_id": "c", "kind": "form", "tokens": 90, "sharpness": 0.1, "budget_ms": 70},
+]
+"""Requests that can be decided; the training did not see the second kind, and saw `sharpness`
+missing."""
+
+
+def write_wide(path, samples=60, seed=0):
+    """Write a log of three settings: kind and tokens of a sample tell what it needs."""
+    draw = np.random.default_rng(seed)
+    rows = []
+    for i in range(samples):
+        kind, tokens = ("ocr", "form", "chart")[i % 3], int(draw.integers(5, 100))
+        sharpness = "" if i % 7 == 0 else round(draw.random(), 3)
+        sample = {"sample_id": f"q{i}", "kind": kind, "tokens": tokens, "sharpness": sharpness}
+        for need, mode in enumerate(("fast", "mid", "full")):
+            right = int(need >= i % 3 or draw.random() < 0.1)
+            ms = (10 + 20 * need) * (0.8 + tokens / 200)
+            rows.append({**sample, "mode": mode, "accuracy": right, "latency_ms": round(ms, 3)})
+    pl.DataFrame(rows, strict=False).write_csv(path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    with chdir(folder):
+        write_wide("wide.csv")
+        launch("train", WIDE, QUICK, "name=wide")
+        launch("train", WIDE, QUICK, "name=mean budget=mean budgets_ms=[25,40]")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+
+
+def decided(words, capsys, status=0):
+    """Run `decide`; the rows that it wrote, and the lines on stderr."""
+    capsys.readouterr()
+    assert main(["decide", *words_of(words)]) == status
+    with open("decisions.csv", newline="") as file:
+        return list(csv.DictReader(file)), capsys.readouterr().err.splitlines()
+
+
+def write_requests(path, rows=REQUESTS):
+    frame = pl.DataFrame(rows, strict=False)
+    getattr(frame, f"write_{path.partition('.')[2]}")(path)
+
+
+# -- named features --------------------------------------------------------------------------------
+
+
+def test_torch_numpy_and_the_exported_package_decide_alike_by_names():
+    policy, controller = knobwise.load(RUN), NumpyController.load(f"{RUN}/controller.npz")
+    assert [column.name for column in policy.columns] == ["kind", "tokens", "sharpness"]
+    wanted = [policy.decide(request, request["budget_ms"]) for request in REQUESTS]
+    assert [controller.decide(row, budget_ms=row["budget_ms"]) for row in REQUESTS] == wanted
+    # one input under many budgets
+    assert policy.decide(REQUESTS[0], [40, 40]) == wanted[:1] * 2
+    # the block, as whoever encodes by hand has it
+    vector = np.array([0, 0, 1, 0, 33, 0.5], np.float32)
+    assert controller.decide({"features": vector}, budget_ms=40) == wanted[0]
+    assert policy.decide({"features": vector}, 40) == wanted[0]
+    code = (
+        "import json, sys; from policy import NumpyController; assert 'torch' not in sys.modules;"
+        "c = NumpyController.load('controller.npz'); rows = json.loads(sys.argv[1]);"
+        "print(json.dumps([c.decide(row, row['budget_ms']) for row in rows]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(REQUESTS)],
+        cwd=RUN, env={"PYTHONPATH": "."}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tokens": None}, "tokens"),
+        ({"kind": " "}, "kind"),
+        ({"tokens": "33"}, "tokens"),
+        ({"sharpness": float("inf")}, "sharpness"),
+        ({"kind": 3}, "kind"),
+        ({"tokens": [1, 2]}, "tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_under_every_budget(change, field):
+    controller, request = NumpyController.load(f"{RUN}/controller.npz"), REQUESTS[0] | change
+    for budget_ms in (1.0, 30.0, 1e6):
+        with pytest.raises(ValueError, match=field):
+            controller.decide(request, budget_ms)
+    with input_error(field):
+        knobwise.load(RUN).decide(request, 30.0)
+
+
+def test_every_value_must_be_there():
+    controller = NumpyController.load(f"{RUN}/controller.npz")
+    with pytest.raises(ValueError, match="'tokens' is absent"):
+        controller.decide({"kind": "ocr"}, 30.0)
+    with input_error("'tokens' is absent"):
+        knobwise.load(RUN).decide({"kind": "ocr"}, 30.0)
+
+
+def test_names_of_columns_stand_in_explain_and_its_rules(capsys):
+    launch("explain", f"checkpoint={RUN}", "json=why.json")
+    names = {row["column"] for row in read_json("why.json")["importance"]}
+    assert names == {None, "kind", "tokens", "sharpness"}
+    printed = capsys.readouterr().out
+    assert "features [" not in printed
+    (kind, *_) = load_checkpoint(f"{RUN}/checkpoints/best.pt").network.normaliser.columns
+    assert kind.labels == ["kind=chart", "kind=form", "kind=ocr", "kind=(other)"]
+    assert condition([("kind=ocr", ">", 0.5), ("tokens", "≤", 40.0)], "ms") == (
+        "kind is ocr and tokens ≤ 40"
+    )
+    assert condition([("kind=(other)", "≤", 0.5)], "ms") == "kind is not (other)"
+
+
+def test_another_profile_is_read_with_the_columns_of_the_training(capsys):
+    write_wide("other.csv", 40, seed=5)
+    frame = pl.read_csv("other.csv", infer_schema=False)
+    frame.with_columns(kind=pl.col("kind").replace("chart", "new")).write_csv("other.csv")
+    words = words_of("profile=table profile.path=other.csv profile.features=auto")
+    launch("evaluate", f"checkpoint={RUN}", words, "own_cost=false")
+    # samples of other ids are new, though kinds and tokens repeat; q0 … were trained on
+    assert "not the training profile" in capsys.readouterr().out
+    launch("export", f"checkpoint={RUN}", words, "out=exported")
+    assert NumpyController.load("exported/controller.npz").columns[0][1] == ["chart", "form", "ocr"]
+
+
+def test_settings_of_features_that_cannot_be_meant(capsys):
+    knobwise.read("wide.csv", "auto").save("saved.safetensors")
+    for words in ("profile.path=saved.safetensors profile.features=auto", "profile.features=3"):
+        path = words if "path=" in words else f"profile.path=wide.csv {words}"
+        assert "profile.features=" in mistake(words_of("inspect profile=table", path), capsys)
+    table = knobwise.read("saved.safetensors")
+    assert [column.name for column in table.columns] == ["kind", "tokens", "sharpness"]
+    named = knobwise.read("wide.csv", ["kind"])
+    assert [column.name for column in named.columns] == ["kind"]
+
+
+# -- knobwise decide -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.parquet"])
+def test_decisions_are_those_of_the_policy(name, capsys):
+    write_requests(name)
+    rows, printed = decided(f"checkpoint={RUN} requests={name}", capsys)
+    assert not printed
+    policy = knobwise.load(RUN)
+    wanted = []
+    for line, row in enumerate(REQUESTS, 2 if name == "r.csv" else 1):
+        facts = {"line": line, "sample_id": row["sample_id"], "budget_ms": float(row["budget_ms"])}
+        facts |= policy.decide(row, row["budget_ms"])
+        wanted.append({key: str(value) for key, value in facts.items()})
+    assert rows == wanted
+    exported = decided(f"checkpoint={RUN}/controller.npz requests={name}", capsys)
+    assert exported == (rows, [])
+
+
+BAD = """sample_id,kind,tokens,sharpness,budget_ms
+a,ocr,33,0.5,60
+b,chart,,0.5,60
+c,form,12,,
+
+"d
+e",form,12,x,45
+f,form,12,0.3,-4
+g,form,12
+h,,12,0.3,40
+i,form,1e99,0.3,40
+j,form,12,0.3,soon
+"""
+REFUSED = {3: "tokens", 6: "sharpness", 8: "budget_ms", 9: "3 values", 10: "kind", 11: "tokens"}
+REFUSED |= {12: "budget_ms"}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 50_000])
+def test_rows_that_cannot_be_decided_are_listed_by_line(at_once, capsys, monkeypatch):
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    Path("bad.csv").write_text(BAD)
+    rows, printed = decided(f"checkpoint={RUN} requests=bad.csv budget_ms=30", capsys, 3)
+    assert [(row["line"], row["budget_ms"]) for row in rows] == [("2", "60.0"), ("4", "30.0")]
+    listed = {int(line.split(":")[1]): line.split(":", 2)[2] for line in printed}
+    assert listed.keys() == REFUSED.keys()
+    for line, field in REFUSED.items():
+        assert field in listed[line]
+    # without budget_ms=… the row without a budget is refused too
+    rows, printed = decided(f"checkpoint={RUN} requests=bad.csv", capsys, 3)
+    assert [row["line"] for row in rows] == ["2"]
+    assert [int(line.split(":")[1]) for line in printed] == sorted([*REFUSED, 4])
+
+
+def test_a_file_of_refused_rows_leaves_a_header(capsys):
+    write_requests("r.csv", [{**REQUESTS[0], "tokens": None}] * 30)
+    rows, printed = decided(f"checkpoint={RUN} requests=r.csv", capsys, 3)
+    assert not rows
+    assert len(printed) == 30
+    assert Path("decisions.csv").read_text() == "line,sample_id,budget_ms,mode\n"
+
+
+def test_mean_budgets_are_those_that_were_calibrated(capsys):
+    budgets = [25, 40.01, 30]
+    write_requests(
+        "r.csv", [{**row, "budget_ms": ms} for row, ms in zip(REQUESTS, budgets, strict=True)]
+    )
+    rows, printed = decided("checkpoint=runs/controller/mean requests=r.csv", capsys, 3)
+    assert [row["line"] for row in rows] == ["2", "3"]
+    assert "r.csv:4: budget_ms" in printed[0]
+
+
+def test_blocks_without_names_come_as_lists_or_by_position(capsys, tmp_path):
+    ids = [f"q{i}" for i in range(60)]
+    x = np.arange(60.0) % 7
+    np.savez("f.npz", sample_id=ids, image=np.stack([x, x * x], 1), dataset=["wide"] * 60)
+    words = words_of("profile=table profile.path=wide.csv profile.features=f.npz name=blocks")
+    launch("train", QUICK, words)
+    policy = knobwise.load("runs/controller/blocks")
+    blocks = [[1.0, 2.0], [3.0, 9.0]]
+    wanted = [configuration["mode"] for configuration in policy.decide({"image": blocks}, 30)]
+    write_requests("r.parquet", [{"image": block} for block in blocks])
+    command = "checkpoint=runs/controller/blocks budget_ms=30 requests="
+    rows, _ = decided(f"{command}r.parquet", capsys)
+    assert [row["mode"] for row in rows] == wanted
+    pl.DataFrame({"image[0]": [1.0, 3.0], "image[1]": [2.0, 9.0]}).write_csv("r.csv")
+    rows, _ = decided(f"{command}r.csv", capsys)
+    assert [row["mode"] for row in rows] == wanted
+    write_requests("uneven.parquet", [{"image": [1.0]}, {"image": [1.0, 2.0]}])
+    assert "uneven" in refused(["decide", *words_of(f"{command}uneven.parquet")], capsys)
+    write_requests("r.csv")
+    assert "image" in refused(["decide", *words_of(f"{command}r.csv")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("", "requests: "),
+        ("requests=gone.csv", "gone.csv"),
+        ("requests=wide.csv", "budget_ms"),
+        ("requests=wide.csv budget_ms=0", "budget_ms=0"),
+        ("requests=wide.csv budget_ms=9 out=d.txt", "out=d.txt"),
+        ("requests=wide.csv budget_ms=9 out=wide.csv", "out=wide.csv"),
+        ("requests=wide.csv budget_ms=9 out=folder.csv", "out=folder.csv"),
+        ("requests=wide.csv budget_ms=9 checkpoint=wide.npz", "wide.npz"),
+        ("requests=wide.csv budget_ms=9 checkpoint=gone", "gone"),
+        ("requests=wide.csv budget_ms=9 profile=ocr", "profile"),
+        ("requests=few.csv budget_ms=9", "tokens"),
+        ("requests=empty.csv budget_ms=9", "no requests"),
+        ("requests=twice.csv budget_ms=9", "kind"),
+        ("requests=bytes.csv budget_ms=9", "bytes.csv"),
+        ("requests=bytes.parquet budget_ms=9", "bytes.parquet"),
+        ("requests=wide.txt budget_ms=9", "wide.txt"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(words, field, capsys):
+    Path("folder.csv").mkdir(exist_ok=True)
+    Path("few.csv").write_text("kind\nocr\n")
+    Path("empty.csv").write_text("kind,tokens,sharpness\n")
+    Path("twice.csv").write_text("kind,kind\na,b\n")
+    for name in ("bytes.csv", "bytes.parquet", "wide.txt", "wide.npz"):
+        Path(name).write_bytes(b"\xff\xfe\x00")
+    given = [] if "checkpoint=" in words else [f"checkpoint={RUN}"]
+    assert field in refused(["decide", *given, *words_of(words)], capsys)
