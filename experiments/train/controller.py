@@ -38,6 +38,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.results.attainable import add_shares, attainable_by
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
@@ -217,6 +218,7 @@ class ControllerExperiment(Experiment):
             # folds share one seed
             seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
             results |= means | {"split_seeds": list(seeds)}
+            add_shares(results)
         return results, decisions
 
     def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -286,6 +288,7 @@ def judge_controllers(
     fitted = split.fitted
     test = split.test
     baselines: list[Any] = []
+    estimate = {}
     if controllers[0].sense == "mean":
         if config.baselines:
             baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
@@ -294,11 +297,19 @@ def judge_controllers(
         )
     baselines = [static_of(table, fitted), Oracle(table, test)]
     if config.baselines:
+        if experts is None:
+            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+        if table.features:
+            estimate = attainable_by(table, experts, budgets_ms) or {}
         baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
         if len(rows_by_dataset(table, test)) > 1:
             baselines.insert(1, StaticPerDataset(table, fitted, test))
     problem = table, test, budgets_ms, rewards
-    return judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
+    judged = judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
+    if estimate:
+        judged[0]["attainable"] = estimate
+        add_shares(judged[0])
+    return judged
 
 
 def before_grpo(loaded: Loaded) -> Any:

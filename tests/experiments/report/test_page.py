@@ -11,8 +11,9 @@ from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.facts import inspect_table
+from knobwise.experiments.inspection.page import print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, domain
 from knobwise.experiments.report.tables import Folded, Table
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
@@ -114,7 +115,7 @@ def by_hand():
 
 def test_facts_worked_out_by_hand(monkeypatch):
     budgets = torch.tensor([10.0, 25.0, 40.0])
-    name = "knobwise.experiments.report.inspection.default_budgets"
+    name = "knobwise.experiments.inspection.facts.default_budgets"
     monkeypatch.setattr(name, lambda table: budgets)
     facts = inspect_table(by_hand())
     assert (facts["samples"], facts["configurations"], facts["grid"]) == (4, 3, 4)
