@@ -18,6 +18,7 @@ from torch import Tensor
 
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
 from knobwise.experiments.results.attainable import attainable, oracle_of_halves
 from knobwise.experiments.results.statistics import pareto_front
@@ -37,25 +38,20 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `samples`, `configurations`, `grid`: how many there are, and how many configurations there
           could be
         - `coverage`: share of the cells that are profiled
-        - `config_dependent_share`: share of the samples whose accuracy differs between
-          configurations
+        - `config_dependent_share`: of the samples, whose accuracy differs between configurations
         - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
           the configurations
         - `latency_jitter_within_cell`: standard deviation of ln latency over a cell's measurements,
           median over the cells; None if each was measured once
-        - `latency_spread_between_configurations`: standard deviation of ln latency over a sample's
-          configurations, median over the samples
+        - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
-        - `headroom`: utility at each default budget, of the best static configuration and of the
-          best one of each sample; `static_choices`, `feasible_share`
-        - `attainable`: what looks learnable from the features, see
-          `knobwise.experiments.results.attainable`; None if nothing can be learned
-        - `oracle_of_halves`: mean utility of the oracle without luck in single latencies; None
-          without repeats
+        - `headroom`, `static_choices`, `feasible_share`: see `_headroom`
+        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
         - `configuration_means`, with the 5, 50 and 95 % quantiles of latency, and `pareto`
         - `examples`: samples with the latency of their cheapest right configuration, from easy to
           hard
-        - `datasets`, `images`, `features`, `digest`, `notes` (of the reader), `warnings`
+        - `datasets`, `images`, `features`, `digest`, `notes` (of the reader), `warnings`,
+          `faults` (see `knobwise.experiments.inspection.faults`)
     """
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
@@ -90,6 +86,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "images": len(set(table.image_ids)) or None,
         "features": [_feature_facts(name, block) for name, block in table.features.items()],
         "notes": list(table.notes),
+        "faults": list(map(str, faults_of(whole))),
         "examples": _examples(table, accuracy),
         "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
     }
@@ -177,7 +174,8 @@ def _headroom(
     table: ProfileTable, accuracy: Tensor, latency: Tensor, budgets_ms: Tensor
 ) -> dict[str, Any]:
     """Return at each budget, float [B], what the best static configuration is, its utility, that of
-    the oracle, and the share of samples that some configuration answers on time."""
+    the oracle (the best one of each sample), and the share of samples that some configuration
+    answers on time."""
     headroom: dict[str, list[float]] = {"budgets_ms": [], "budget_aware_static": [], "oracle": []}
     choices = []
     feasible = []
@@ -241,12 +239,6 @@ def _warnings(facts: Facts) -> list[str]:
         "No features: a policy sees only the budget, and cannot do better than budget-aware "
         "static.": not facts["features"],
     }
-    for block in facts["features"]:
-        name = f"Features {block['name']}"
-        missing = f"{name}: {number(block['missing'], '.1%')} of the values are missing."
-        warnings[missing] = block["missing"] > 0
-        constant = f"{name}: {block['constant']} of {block['width']} columns never vary."
-        warnings[constant] = block["constant"] > 0
     for name, knob in facts["knobs"].items():
         alone = len(knob["values"]) < 2
         warnings[f"Knob {name} has only one value: there is nothing to choose."] = alone

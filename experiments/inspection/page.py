@@ -129,7 +129,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     tables = {
         "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
         "What the profile holds": _sentences(facts),
-        "Warnings and notes": facts["warnings"] + facts["notes"],
+        "Faults, warnings and notes": facts["faults"] + facts["warnings"] + facts["notes"],
         "Samples": None,
         "Accuracy and latency": Folded(pareto, [table_of(best)]),
         "Latency distributions": None,

@@ -38,6 +38,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.results.attainable import add_shares, attainable_by
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
@@ -75,6 +76,10 @@ class ControllerExperiment(Experiment):
         self.table = table
         self.number = number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
+        self.warnings: list[str] = []
+        if not number:
+            self.warnings = warnings_of(table)
+            self.notes += self.warnings
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
@@ -204,6 +209,7 @@ class ControllerExperiment(Experiment):
         copy_policy(folder)
         if not self.number:
             test = self.split.test
+            results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
                 explained = Explained(self.table, self.fitted, test, kept, self.budgets_ms)
