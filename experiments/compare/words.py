@@ -13,6 +13,7 @@ from knobwise.experiments.report.words import (
     SIGN_WORDS,
     cell,
     difference_cell,
+    number,
     policy_name,
     quantity,
     shots_words,
@@ -146,7 +147,8 @@ def results_cells(comparison: Comparison) -> Table:
         if run is comparison.reference:
             cells["shown"] = "reference"
         if comparison.problem.averaged:
-            lines.append({"run": run.label} | cells | _cells(comparison, row))
+            line = {"run": run.label} | cells | _cells(comparison, row)
+            lines.append(line | _attained(comparison, row))
             continue
         line = {"run": run.label} | cells | {"policy": policy_name(run.policy, run.results)}
         for place in comparison.places:
@@ -156,12 +158,20 @@ def results_cells(comparison: Comparison) -> Table:
         lines.append(line)
     for row in comparison.reference_rows():
         cells = _tested(None) | {"shown": ""}
-        lines.append({"run": policy_name(row["policy"])} | cells | _cells(comparison, row))
+        line = {"run": policy_name(row["policy"])} | cells | _cells(comparison, row)
+        lines.append(line | _attained(comparison, row))
     return table_of(lines, [comparison.reference.label])
 
 
 def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
     return {metric.name: cell(row, metric, comparison.unit) for metric in _metrics(comparison)}
+
+
+def _attained(comparison: Comparison, row: Row) -> dict[str, str]:
+    """Return the share of what looked attainable that was gained; no cell where no run knows it."""
+    if not any("attained" in each for each in comparison.rows):
+        return {}
+    return {"of attainable": number(row.get("attained"), ".0%")}
 
 
 def _metrics(comparison: Comparison) -> list[Metric]:

@@ -78,6 +78,7 @@ def write_report(run_folder: str | Path) -> Path:
     sections = {first: figures.pop(first, []), "What the run shows": [others]}
     sections |= figures | _on_datasets(results) | explanation(results)
     sections |= {"Training": of_training, "Guarantees": _guarantees(results)}
+    sections |= {"Warnings about the profile": [results.get("warnings") or []]}
     sections |= {"Tables": _tables(results), "How to reproduce": _how_to_reproduce(results, folder)}
     return render_page(
         folder / "report.html",

@@ -70,6 +70,11 @@ def _under_deadlines(results: Results) -> list[str]:
         f"{number(utility, '.3f')} against {number(static, '.3f')}, "
         f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed{span(ci95, '.0%')}."
     ]
+    if estimate := results.get("attainable"):
+        share = ""
+        if known(learned.get("attained")):
+            share = f"; the controller gained {number(learned['attained'], '.0%')} of that"
+        lines.append(f"{learnable(estimate)}{share}.")
     free = learned.get("utility_free")
     if known(free):
         # a busy machine may be all that is between the two
@@ -93,6 +98,14 @@ def _under_deadlines(results: Results) -> list[str]:
             "first split, whose policy is deployed."
         )
     return lines
+
+
+def learnable(estimate: Row) -> str:
+    """Say what looks learnable from the features, `attainable` in results; without a full stop."""
+    gained = difference_words({"difference": estimate["gain"], "ci95": estimate["gain_ci95"]})
+    if sign_of(estimate["gain_ci95"]) > 0:
+        return f"About {gained} look learnable from these features"
+    return f"No gain is seen that can be learned from these features: {gained}"
 
 
 def _on_rivals(results: Results, score: str) -> list[str]:

@@ -38,6 +38,8 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.inspection.faults import warnings_of
+from knobwise.experiments.results.attainable import add_shares, attainable_by
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
@@ -74,6 +76,10 @@ class ControllerExperiment(Experiment):
         self.table = table
         self.number = number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
+        self.warnings: list[str] = []
+        if not number:
+            self.warnings = warnings_of(table)
+            self.notes += self.warnings
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
@@ -203,6 +209,7 @@ class ControllerExperiment(Experiment):
         copy_policy(folder)
         if not self.number:
             test = self.split.test
+            results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
                 explained = Explained(self.table, self.fitted, test, kept, self.budgets_ms)
@@ -217,6 +224,7 @@ class ControllerExperiment(Experiment):
             # folds share one seed
             seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
             results |= means | {"split_seeds": list(seeds)}
+            add_shares(results)
         return results, decisions
 
     def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -286,6 +294,7 @@ def judge_controllers(
     fitted = split.fitted
     test = split.test
     baselines: list[Any] = []
+    estimate = {}
     if controllers[0].sense == "mean":
         if config.baselines:
             baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
@@ -294,11 +303,19 @@ def judge_controllers(
         )
     baselines = [static_of(table, fitted), Oracle(table, test)]
     if config.baselines:
+        if experts is None:
+            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+        if table.features:
+            estimate = attainable_by(table, experts, budgets_ms) or {}
         baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
         if len(rows_by_dataset(table, test)) > 1:
             baselines.insert(1, StaticPerDataset(table, fitted, test))
     problem = table, test, budgets_ms, rewards
-    return judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
+    judged = judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
+    if estimate:
+        judged[0]["attainable"] = estimate
+        add_shares(judged[0])
+    return judged
 
 
 def before_grpo(loaded: Loaded) -> Any:

@@ -16,7 +16,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.experiments.report.inspection import inspect_table
+from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.scenes import SEED, draw_samples
 from knobwise.profiling.elastic.settings import Configuration

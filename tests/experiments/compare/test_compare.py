@@ -57,6 +57,19 @@ def rows_of(comparison):
     return [dict(zip(table.header, line, strict=True)) for line in table.rows]
 
 
+def test_the_share_of_what_looked_attainable_is_a_column_where_it_is_known(tmp_path):
+    assert "of attainable" not in rows_of(compared(tmp_path, PAIR))[0]
+    rows = json.loads((tmp_path / "b" / "results.json").read_text())["rows"]
+    for row in rows:
+        if row["budget_ms"] is None:
+            row["attained"] = 0.71
+    change_results(tmp_path / "b", rows=rows)
+    comparison = comparison_of([str(tmp_path / name) for name in PAIR])
+    cells = {row["run"]: row["of attainable"] for row in rows_of(comparison)}
+    assert cells["b"] == "71%"
+    assert cells["a"] == "–"
+
+
 def test_two_runs_and_what_differs(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "size-64": {"gain": 0.3, **group_size(64)}})
     table = settings_cells(comparison)

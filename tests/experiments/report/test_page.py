@@ -11,8 +11,9 @@ from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.facts import inspect_table
+from knobwise.experiments.inspection.page import print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, domain
 from knobwise.experiments.report.tables import Folded, Table
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
@@ -114,7 +115,7 @@ def by_hand():
 
 def test_facts_worked_out_by_hand(monkeypatch):
     budgets = torch.tensor([10.0, 25.0, 40.0])
-    name = "knobwise.experiments.report.inspection.default_budgets"
+    name = "knobwise.experiments.inspection.facts.default_budgets"
     monkeypatch.setattr(name, lambda table: budgets)
     facts = inspect_table(by_hand())
     assert (facts["samples"], facts["configurations"], facts["grid"]) == (4, 3, 4)
@@ -133,7 +134,7 @@ def test_facts_worked_out_by_hand(monkeypatch):
     assert facts["digest"] == by_hand().digest
     assert facts["notes"] == ["1 row was skipped"]
     for part in ("4 samples", "8.3%", "12.5%", "1 of 2 columns"):
-        assert part in " ".join(facts["warnings"])
+        assert part in " ".join(facts["faults"] + facts["warnings"])
     # at 10 ms only the first configuration is in time, for three samples: 0 + 1 + 0 of four
     # at 25 ms the second is right for the first two of four; at 40 ms the third for all three it
     # was profiled for
@@ -204,7 +205,7 @@ def test_page_is_whole_and_its_charts_can_be_drawn(table, figures, tmp_path):
 def test_facts_are_printed_plainly_where_there_is_no_terminal():
     facts = inspect_table(by_hand())
     text = printed(print_inspection, facts)
-    lines = [f"- {line}" for line in (*facts["warnings"], *facts["notes"])]
+    lines = [f"- {facts[key][0]}" for key in ("faults", "warnings", "notes")]
     for part in ("4 samples × 3 configurations (of 4", "91.7% of", facts["digest"], *lines):
         assert part in text
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)

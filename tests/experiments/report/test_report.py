@@ -123,6 +123,26 @@ NOT_KNOWN = {"gap_closed_ci95": None, "satisfaction_feasible": None}
 PAIR = ({}, {})
 
 
+@pytest.mark.parametrize(
+    ("low", "attained", "parts"),
+    [(0.004, 0.71, ("+2.4 points", "71%")), (-0.004, None, ("No gain", "+2.4 points"))],
+)
+def test_the_verdict_has_the_yardstick_of_what_looked_attainable(low, attained, parts):
+    estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": ["ridge"]}
+    line = verdict(results({"attained": attained}) | {"attainable": estimate})[1]
+    assert all(part in line for part in parts)
+    assert ("%" in line.replace("95%", "")) is (attained is not None)
+
+
+def test_faults_of_the_profile_are_repeated(tmp_path):
+    text = report_of(
+        tmp_path, results() | {"warnings": ["3 latencies are 0 (nearly certain). <x>"]}
+    )
+    assert "3 latencies are 0" in text
+    assert "Warnings about the profile" in text
+    assert "Warnings about the profile" not in report_of(tmp_path, results())
+
+
 def at_level(level, changes=None):
     return results(changes) | {"satisfaction_level": level}
 

@@ -1,0 +1,1 @@
+"""`knobwise inspect`: what a profile or a log holds, and what is wrong with it."""

@@ -1,0 +1,68 @@
+"""Say what the log of a deployed controller holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+from rich.console import Console
+
+from knobwise.agents.learning.logged import read_log
+from knobwise.experiments.report.choice_sentences import setting
+from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.words import number
+
+Facts = Mapping[str, Any]
+"""What `inspect_log` returns."""
+LOGGED = ("met", "accuracy", "choice", "best", "controller")
+"""The columns of a log that shares are taken of."""
+
+
+def inspect_log(folder: str) -> dict[str, Any]:
+    """Return the facts about a log, as plain values for JSON.
+
+    Returns:
+        `requests`: their number. `on_time`, `labelled`, `explored`: shares of them, the last of
+        those that were not answered by the best choice. `accuracy`: mean over the labelled.
+        `configurations`: label → requests. `controllers`: digest → requests. `set_aside`: reason →
+        rows.
+
+    Raises:
+        InputError: there is no log in the folder.
+    """
+    log = read_log(folder)
+    rows = pl.DataFrame(log.rows, schema=dict.fromkeys(LOGGED), infer_schema_length=None)
+    labelled = pl.col("accuracy").is_not_null()
+    shares = rows.select(
+        on_time=pl.mean("met"),
+        labelled=labelled.mean(),
+        explored=(pl.col("choice") != pl.col("best")).mean(),
+    )
+    return {
+        "log": folder,
+        "requests": len(rows),
+        # an empty log has shares of 0
+        **shares.fill_null(0.0).row(0, named=True),
+        "accuracy": rows["accuracy"].mean(),
+        "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
+        "controllers": dict(Counter(rows["controller"])),
+        "set_aside": dict(log.aside),
+    }
+
+
+def print_log(facts: Facts, console: Console) -> None:
+    """Print the facts in words and a table."""
+    total = facts["requests"]
+    lines = [
+        f"{facts['log']}: {total:,} requests by {len(facts['controllers'])} controllers",
+        f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
+        f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
+    ]
+    for reason, count in sorted(facts["set_aside"].items()):
+        lines.append(f"{count:,} set aside: {reason}")
+    print_lines(console, lines)
+    used = facts["configurations"].items()
+    cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
+    print_table(console, Table(["configuration", "requests", "share"], cells))

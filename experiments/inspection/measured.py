@@ -1,0 +1,161 @@
+"""Measurements as the checks for faults look at them, and the arithmetic that these share."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.envs.configurations.budgets import log_measured, thinned
+from knobwise.envs.tables.profile_table import ProfileTable
+
+MOST_SAMPLES = 20_000
+"""Of larger tables every k-th sample is looked at."""
+MOST_FITTED = 1000
+"""Regressions use at most this many samples."""
+PENALTIES = (1e-4, 1e-2, 1.0)
+"""Of the regressions, as shares of the number of samples."""
+
+
+class Measured(NamedTuple):
+    """What the checks look at: n samples, C configurations, d features.
+
+    Attributes:
+        table: the whole profile.
+        accuracy, log_ms: float64 [n, C], NaN where not profiled; ln of the latencies.
+        repeats_ms: float64 [n, C, R], as in the profile.
+        few: int64 [m], the samples that regressions are fitted on.
+        u, s: float64 [m, k] and [k], of the singular value decomposition of their features,
+            normalised.
+        names: of the d features.
+        raw: float64 [m, d], the features as they are.
+        ids, datasets: of the n samples; data sets by number.
+        blocks: float32 [n, *], the features of all samples.
+    """
+
+    table: ProfileTable
+    accuracy: np.ndarray
+    log_ms: np.ndarray
+    repeats_ms: np.ndarray
+    few: np.ndarray
+    u: np.ndarray
+    s: np.ndarray
+    names: list[str]
+    raw: np.ndarray
+    ids: np.ndarray
+    datasets: np.ndarray
+    blocks: list[Tensor]
+
+    @classmethod
+    def from_table(cls, table: ProfileTable) -> Measured:
+        """Look up at most `MOST_SAMPLES`, in their order."""
+        rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
+        few = thinned(torch.arange(len(rows)), MOST_FITTED)
+        names = []
+        for name, block in table.features.items():
+            names += [f"{name}[{column}]" for column in range(block.shape[1])]
+        raw = torch.cat([torch.zeros(len(few), 0), *table.blocks(rows[few]).values()], 1)
+        x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
+        u, s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
+        return cls(
+            table,
+            table.accuracy[rows].double().numpy(),
+            log_measured(table.latency_ms[rows].double()).numpy(),
+            table.measurements_ms[rows].double().numpy(),
+            few.numpy(),
+            u,
+            s,
+            names,
+            raw.double().numpy(),
+            np.array(table.sample_ids)[rows],
+            np.unique(table.dataset_names, return_inverse=True)[1][rows],
+            list(table.blocks(rows).values()),
+        )
+
+
+def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the absolute correlation of columns of x, float64 [m, d], with targets [m, k], over
+    the rows in which a target is known: [d, k]."""
+    x = scaled(filled(x))
+    known = (~np.isnan(targets)).astype(np.float64)
+    t = np.nan_to_num((targets - np.nanmean(targets, 0)) / np.nanstd(targets, 0))
+    count = known.sum(0)
+    sums = x.T @ known
+    # the targets have mean 0 and variance 1 over the rows that are known
+    variance = (x**2).T @ known / count - (sums / count) ** 2
+    return np.nan_to_num(np.abs(x.T @ t / count) / np.sqrt(variance))
+
+
+def filled(values: np.ndarray) -> np.ndarray:
+    """Return columns with the mean in the place of NaN."""
+    return np.where(np.isnan(values), np.nan_to_num(np.nanmean(values, 0)), values)
+
+
+def scaled(values: np.ndarray) -> np.ndarray:
+    """Return columns with mean 0 and variance 1, or 0 where they never vary."""
+    centred = values - values.mean(0)
+    deviation = centred.std(0)
+    return centred / np.where(deviation > 1e-12, deviation, np.inf)
+
+
+def residuals(measured: Measured, y: np.ndarray) -> np.ndarray:
+    """Return what ridge regression on the features leaves of y, float64 [m, k], where the sample
+    itself was left out; of each column with the best penalty."""
+    best = np.full(y.shape[1], np.inf)
+    left = np.empty_like(y)
+    projected = measured.u.T @ (y - y.mean(0))
+    for penalty in PENALTIES:
+        kept = measured.s**2 / (measured.s**2 + penalty * len(y))
+        fitted = y.mean(0) + measured.u @ (kept[:, None] * projected)
+        # the diagonal of the projection says how much a sample pulls its own prediction
+        own_pull = measured.u**2 @ kept + 1 / len(y)
+        errors = (y - fitted) / np.maximum(1 - own_pull, 1e-6)[:, None]
+        better = (errors**2).mean(0) < best
+        left[:, better] = errors[:, better]
+        best = np.minimum(best, (errors**2).mean(0))
+    return left
+
+
+def gaps_of(logs: np.ndarray, fewest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Look in each column for two groups of values that are a thousand or a million apart, with
+    nothing between them.
+
+    Args:
+        logs: float64 [n, C], NaN where unknown.
+        fewest: how many values each group must have.
+
+    Returns:
+        Whether a column has such groups, bool [C]; which values are in the smaller, bool [n, C].
+    """
+    parted = np.zeros(logs.shape[1], bool)
+    if len(logs) < 2 * fewest:
+        return parted, np.zeros(logs.shape, bool)
+    ordered = np.sort(logs, 0)
+    count = (~np.isnan(logs)).sum(0)
+    # the group below a step has so many values
+    size = np.arange(1, len(logs))[:, None]
+    steps = np.where((size >= fewest) & (count - size >= fewest), np.diff(ordered, axis=0), 0.0)
+    below = steps.argmax(0)
+    columns = np.arange(logs.shape[1])
+    border = ordered[below, columns]
+    factor = ordered[(below + count) // 2, columns] - ordered[below // 2, columns]
+    for unit in (1e3, 1e6):
+        parted |= np.abs(factor - math.log(unit)) < math.log(4)
+    return parted & (steps.max(0) > math.log(30)), logs <= border
+
+
+def numbers_of(rows: Tensor) -> np.ndarray:
+    """Return a number for each row, float32 [n, d] with d > 0; rows that are equal bit for bit have
+    the same."""
+    values = np.ascontiguousarray(rows.numpy())
+    whole = values.view(np.dtype((np.void, values.dtype.itemsize * values.shape[1])))
+    return np.unique(whole, return_inverse=True)[1].reshape(-1)
+
+
+def repeated(rows: Tensor) -> int:
+    """Count the rows, float32 [n, d] with d > 0, that equal an earlier one bit for bit."""
+    return len(rows) - len(np.unique(numbers_of(rows)))

@@ -1,0 +1,278 @@
+"""Show the facts about a profile: in sentences, on the terminal and as a page with charts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from rich.console import Console
+
+from knobwise.experiments.inspection.facts import Facts, mean_headroom
+from knobwise.experiments.report.sentences import learnable
+from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
+from knobwise.experiments.report.words import (
+    listed,
+    number,
+    points,
+    policy_name,
+    quantity,
+    span,
+)
+
+
+def lead(facts: Facts) -> str:
+    """Say what a policy could gain over static: what looks learnable, and what an oracle has."""
+    static, oracle = mean_headroom(facts)
+    estimate = facts["attainable"]
+    if estimate:
+        line = learnable(estimate)
+    elif facts["features"]:
+        line = "What can be learned is not known: there are too few samples"
+    else:
+        line = (
+            "Nothing can be learned: without features a policy sees only the budget, so it cannot "
+            "do better than the best static choice"
+        )
+    line += f"; an oracle that knows every outcome has {points(oracle - static)}"
+    halves = facts["oracle_of_halves"]
+    if halves is None:
+        return f"{line}, part of which is luck in single measurements."
+    return (
+        f"{line}, and {points(halves - static)} if it chooses by one half of the repeats and is "
+        "judged by the other half, without luck in single latencies."
+    )
+
+
+def _sentences(facts: Facts) -> list[str]:
+    """Say what the profile holds, and what choosing per input could gain."""
+    counts = ", ".join(f"{name} {count:,}" for name, count in facts["datasets"].items())
+    widths = ", ".join(f"{block['name']} ({block['width']})" for block in facts["features"])
+    lines = [
+        f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
+        f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
+        f"cells are profiled. Samples by data set: {counts}.",
+        "Accuracy depends on the configuration for "
+        f"{number(facts['config_dependent_share'], '.1%')} of the samples. Within one "
+        "configuration latency varies by "
+        f"{number(facts['latency_cv_within_configuration'], '.0%')} between samples (standard "
+        "deviation / mean).",
+    ]
+    # cells that were measured more than once show how much a measurement varies
+    jitter = facts["latency_jitter_within_cell"]
+    if jitter is not None:
+        spread = number(facts["latency_spread_between_configurations"], ".0%")
+        lines.append(
+            "Measurements of the same sample and configuration vary by "
+            f"{number(jitter, '.1%')}, the configurations of a sample by {spread} "
+            "(standard deviation of ln latency, median)."
+        )
+    static, oracle = mean_headroom(facts)
+    lines.append(
+        "Mean over the default budgets: the best static choice has utility "
+        f"{number(static, '.3f')}, the oracle {number(oracle, '.3f')}; both are measured on the "
+        "samples that they were chosen on."
+    )
+    estimate = facts["attainable"]
+    if estimate:
+        policies = [policy_name(name) for name in dict.fromkeys(estimate["policies"])]
+        lines.append(
+            f"What looks learnable was judged out of fold on {estimate['samples']:,} samples, by "
+            f"policies that predict outcomes ({listed(policies)}), fitted on the other folds. More "
+            "samples or better features may give more."
+        )
+    return [*lines, f"Features: {widths or 'none'}."]
+
+
+def print_inspection(facts: Facts, console: Console) -> None:
+    """Print the sentences and tables of the page; outside a terminal without colours and frames."""
+    print_lines(console, [f"{facts['name']}  {facts['digest']}", lead(facts)])
+    print_sections(console, _sections(facts, {}))
+
+
+def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the page, heading → blocks, with these figures, or with none for a terminal."""
+    per_budget = zip(
+        facts["static_choices"], facts["headroom"]["oracle"], facts["feasible_share"], strict=True
+    )
+    budgets = [
+        {
+            "budget": quantity(static["budget_ms"]),
+            "static": f"{static['utility']:.3f}",
+            "oracle": f"{oracle:.3f}",
+            "feasible": f"{feasible:.1%}",
+            "best static configuration": static["label"],
+        }
+        for static, oracle, feasible in per_budget
+    ]
+    knobs = []
+    for name, knob in facts["knobs"].items():
+        for i, value in enumerate(knob["values"]):
+            line = {"knob": name, "value": str(value), "accuracy": f"{knob['accuracy'][i]:.3f}"}
+            knobs.append(line | {"latency": quantity(knob["latency_ms"][i])})
+    best = [
+        {
+            "configuration": mean["label"],
+            "accuracy": f"{mean['accuracy']:.3f}",
+            "latency": quantity(mean["latency_ms"]),
+            "samples": f"{mean['samples']:,}",
+        }
+        for mean in _front(facts)
+    ]
+    pareto = "Pareto front: no other configuration is more accurate without being slower"
+    tables = {
+        "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
+        "What the profile holds": _sentences(facts),
+        "Faults, warnings and notes": facts["faults"] + facts["warnings"] + facts["notes"],
+        "Samples": None,
+        "Accuracy and latency": Folded(pareto, [table_of(best)]),
+        "Latency distributions": None,
+        "Effect of each knob": Folded("Means over all profiled cells", [table_of(knobs)]),
+        "Coverage": None,
+    }
+    # a figure stands above its numbers
+    return {name: [*figures.get(name, []), block] for name, block in tables.items()}
+
+
+def _front(facts: Facts) -> list[Facts]:
+    """Return the means of the configurations that no other beats."""
+    return [facts["configuration_means"][c] for c in facts["pareto"]]
+
+
+def write_inspection(facts: Facts, path: str | Path) -> Path:
+    """Write the facts as a self-contained page with charts, and return its path."""
+    from knobwise.experiments.report.page import render_page
+
+    static, oracle = mean_headroom(facts)
+    estimate = facts["attainable"] or {"gain": None, "gain_ci95": None}
+    tiles = [
+        (
+            f"{points(estimate['gain'])} points",
+            "of utility look learnable from these features",
+            span(estimate["gain_ci95"]).strip(" ()"),
+        ),
+        (
+            f"{points(oracle - static)} points",
+            "has an oracle that knows every outcome",
+            "over the best fixed configuration for each budget",
+        ),
+        (
+            f"{facts['samples']:,} × {facts['configurations']:,}",
+            "samples × configurations",
+            f"{facts['coverage']:.1%} of the cells profiled",
+        ),
+        (
+            f"{facts['config_dependent_share']:.0%}",
+            "of the samples are answered better by some configurations than by others",
+            "",
+        ),
+    ]
+    return render_page(
+        path,
+        "knobwise profile",
+        facts["name"],
+        _sections(facts, _figures(facts)),
+        facts=[facts["digest"]],
+        tiles=tiles,
+        lead=lead(facts),
+    )
+
+
+def _figures(facts: Facts) -> dict[str, list[Any]]:
+    """Draw the figures of the page, heading → blocks; that of the coverage only where there are
+    holes."""
+    from knobwise.experiments.report import charts
+    from knobwise.experiments.report.page import Figure
+
+    keys = ["budget_aware_static", "oracle"]
+    names = list(map(policy_name, keys))
+    headroom = pl.DataFrame(facts["headroom"]).rename(dict(zip(keys, names, strict=True)))
+    utility = headroom.rename({"budgets_ms": "budget_ms"}).unpivot(
+        names, index="budget_ms", variable_name="policy", value_name="utility"
+    )
+    utility = utility.with_columns(name="policy").unique(maintain_order=True)
+    spread = []
+    # a line from the fastest to the slowest samples, a dot at the median
+    for configuration in _front(facts):
+        low, median, high = configuration["latency_ms_quantiles"]
+        values = " · ".join(map(str, configuration["knobs"].values()))
+        name = f"{values}: {configuration['accuracy']:.1%} right"
+        spread.append({"name": name, "low": low, "value": median, "high": high})
+    figures = {
+        "Headroom": Figure(
+            charts.by_budget(utility, "utility", "utility (0 to 1)", names),
+            "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
+            "lines are measured on the samples they were chosen on: a policy gets less than the "
+            "oracle.",
+        ),
+        "Accuracy and latency": Figure(
+            charts.plane(facts["configuration_means"]),
+            "Each dot is one configuration; no other beats those on the dashed line.",
+        ),
+        "Latency distributions": Figure(
+            charts.dots(pl.DataFrame(spread), "latency (ms)"),
+            "Of the configurations on the dashed line above, named by their "
+            f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
+            "fastest 5% to the slowest 5%.",
+        ),
+        "Effect of each knob": Figure(
+            charts.knob_effects(facts["knobs"]),
+            "Means over all profiled cells with this value.",
+            columns=2,
+        ),
+    }
+    if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
+        figures["Coverage"] = Figure(
+            [charts.coverage(frame) for frame in _coverage(facts)],
+            "Share of all samples × combinations with these values that were profiled; blank: "
+            "none.",
+        )
+    return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
+
+
+def _pictures(facts: Facts) -> list[Any]:
+    """Return the examples as pictures with question and latency needed; only the built-in profile
+    has any."""
+    if facts["name"] != "builtin":
+        return []
+    from markupsafe import Markup
+    from PIL import Image
+
+    from knobwise.profiling.elastic.adapter import builtin_input
+
+    pictures = Markup("")
+    cell = Markup('<div><img src="{}" alt="{}"><small>{}<br>{}</small></div>')
+    for example in facts["examples"]:
+        question, pixels = builtin_input(example["sample_id"])
+        file = io.BytesIO()
+        Image.fromarray((255 * pixels).astype(np.uint8)).save(file, "PNG")
+        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        pictures += cell.format(uri, question, question, quantity(example["needed_ms"]))
+    return [
+        "From easy to hard: below each picture its question and the latency of the cheapest "
+        "configuration that answers it right.",
+        Markup("<div class=samples>{}</div>").format(pictures),
+    ]
+
+
+def _coverage(facts: Facts) -> list[pl.DataFrame]:
+    """Return the share that is profiled for every pair of the first three knobs, or for a single
+    knob: a frame each, with the columns share and the knobs' names."""
+    names = list(facts["knobs"])[:3]
+    means = facts["configuration_means"]
+    counts = [row["knobs"] | {"share": row["samples"]} for row in means]
+    rows = pl.DataFrame(counts, schema=[*names, "share"])
+    frames = []
+    for pair in itertools.combinations(names, min(2, len(names))):
+        # how often a pair of values could have been profiled
+        sizes = [len(facts["knobs"][name]["values"]) for name in pair]
+        whole = facts["samples"] * facts["grid"] / math.prod(sizes)
+        cells = rows.group_by(*pair, maintain_order=True)
+        frames.append(cells.agg(pl.col("share").sum() / whole))
+    return frames

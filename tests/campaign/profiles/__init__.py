@@ -1,0 +1,1 @@
+"""Whether `knobwise inspect` is right about profiles whose truth is known."""

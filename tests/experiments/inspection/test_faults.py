@@ -1,0 +1,157 @@
+"""Faults of a profile: each is noticed on a small table, and a sound one raises no alarm."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from campaign.profiles.faults import (
+    NOTICED_BY,
+    a_latency,
+    another_machine,
+    features_shifted,
+    idle_features,
+)
+from helpers import repeated, small_table, table_of, two_kinds
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.faults import (
+    CHECKS,
+    Fault,
+    faults_by_check,
+    faults_of,
+    warnings_of,
+)
+from knobwise.experiments.inspection.measured import (
+    Measured,
+    correlations,
+    gaps_of,
+    residuals,
+)
+from knobwise.experiments.inspection.measured import (
+    repeated as copies_of,
+)
+
+
+def sound_table(seed=0, **options):
+    """A small table whose features do not repeat each other."""
+    table = small_table(250, seed=seed, **options)
+    image, language = table.features.values()
+    return replace(table, features={"x": torch.cat([image, language[:, :1]], 1)})
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return sound_table()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sound_tables_raise_no_alarm(seed):
+    assert faults_of(sound_table(seed)) == []
+    assert faults_of(sound_table(seed, holes=0.3)) == []
+    assert faults_of(repeated(sound_table(seed))) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fault for fault in NOTICED_BY if fault is not another_machine],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_fault_is_noticed_by_its_check(fault, sound):
+    faulty = fault(sound, np.random.default_rng(1))
+    noticed = {name for name, faults in faults_by_check(faulty).items() if faults}
+    assert noticed & {*NOTICED_BY[fault].split(", ")}
+
+
+def test_configurations_of_another_machine_are_noticed():
+    grid = torch.cartesian_prod(torch.arange(4), torch.arange(4), torch.arange(2))
+    generator = torch.Generator().manual_seed(0)
+    log_ms = grid.float() @ torch.tensor([0.4, 0.2, 0.1])
+    log_ms = log_ms + 0.1 * torch.randn(60, 32, generator=generator)
+    knobs = tuple(
+        Knob(name, tuple(range(size))) for name, size in zip("abc", (4, 4, 2), strict=True)
+    )
+    table = table_of(torch.ones(60, 32), log_ms.exp(), knobs=knobs, configurations=grid)
+    assert not faults_by_check(table)["other_machine"]
+    slower = torch.where(torch.rand(32, generator=generator) < 0.3, 2.0, 1.0)
+    (fault,) = faults_by_check(replace(table, latency_ms=table.latency_ms * slower))[
+        "other_machine"
+    ]
+    assert fault.what.startswith(f"{int((slower > 1).sum())} of 32")
+
+
+def test_every_check_has_an_instance():
+    named = {name for names in NOTICED_BY.values() for name in names.split(", ")}
+    assert named == {check.__name__ for check in CHECKS}
+
+
+def test_only_a_measured_latency_among_the_features_is_refused(sound):
+    draws = np.random.default_rng(0)
+    with pytest.raises(InputError, match=r"further\[0\]"):
+        warnings_of(a_latency(sound, draws))
+    for fault in NOTICED_BY:
+        if fault is not a_latency:
+            assert isinstance(warnings_of(fault(sound, draws)), list), fault
+
+
+def test_the_order_that_features_are_in_is_named(sound):
+    (fault,) = faults_by_check(features_shifted(sound, np.random.default_rng(0)))[
+        "order_of_features"
+    ]
+    assert fault.sure == "nearly certain"
+
+
+def test_tables_of_any_shape_are_looked_at():
+    few = table_of([[1.0, 0.0]], [[5.0, 6.0]], torch.ones(1, 1))
+    bare = replace(two_kinds(120, shown=True), features={})
+    holes = small_table(60, holes=0.9)
+    alone = table_of(torch.ones(30, 1), torch.arange(1.0, 31).unsqueeze(1), torch.ones(30, 2))
+    never = replace(small_table(40), features={"x": torch.full((40, 2), torch.nan)})
+    for table in (few, bare, holes, alone, never):
+        assert all(isinstance(fault, Fault) for fault in faults_of(table))
+
+
+def test_left_out_residuals_are_those_of_fits_without_the_sample():
+    from sklearn.linear_model import Ridge
+
+    table = small_table(30)
+    measured = Measured.from_table(table)
+    x = measured.u * measured.s
+    y = np.random.default_rng(0).normal(size=(30, 1))
+    wanted = []
+    for penalty in (1e-4, 1e-2, 1.0):
+        # the mean of all rows is kept, as in the formula
+        design = np.delete(x, 0, 0)
+        fitted = Ridge(penalty * 30, fit_intercept=True).fit(design, np.delete(y, 0, 0))
+        wanted.append(float(y[0, 0] - fitted.predict(x[:1]).item()))
+    assert min(abs(residuals(measured, y)[0, 0] - each) for each in wanted) < 1e-6
+
+
+def test_correlations_are_over_the_known_rows():
+    x = np.array([[1.0], [2.0], [3.0], [9.0]])
+    t = np.array([[2.0, 5.0], [4.0, 5.0], [6.0, 5.0], [np.nan, 5.0]])
+    with np.errstate(all="ignore"):
+        assert correlations(x, t) == pytest.approx(np.array([[1.0, 0.0]]))
+
+
+def test_groups_a_thousand_apart_with_nothing_between():
+    values = np.log([[1.0, 1.0], [2.0, 20.0], [1000.0, 400.0], [2000.0, 8000.0]])
+    parted, smaller = gaps_of(values, 1)
+    assert parted.tolist() == [True, False]
+    assert smaller[:, 0].tolist() == [True, True, False, False]
+    assert copies_of(torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]])) == 1
+
+
+def test_columns_that_repeat_or_never_vary_are_counted():
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    blocks = {"a": torch.cat([x, torch.ones(40, 2)], 1), "b": x[:, :1]}
+    table = replace(small_table(40), features=blocks)
+    lines = [str(fault) for fault in idle_features_of(table)]
+    assert len(lines) == 2
+    assert "2 of 5" in lines[0]
+    assert lines[1].startswith("1 ")
+
+
+def idle_features_of(table):
+    return faults_by_check(table)[idle_features.__name__]
