@@ -135,7 +135,7 @@ def table_from_frame(
     accuracy_unit: str = "share",
     latency: str = "latency_ms",
     unit: str = "ms",
-    features: str | Path | Features | Sequence[str] | None = None,
+    features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
     source: str = "",
     notes: Sequence[str] = (),
