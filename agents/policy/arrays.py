@@ -90,7 +90,8 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
             value = math.nan if texts is None else ""
         if texts is None:
-            if not isinstance(value, (Real, np.bool_)) or abs(value) > MOST:
+            is_number = isinstance(value, (Real, np.bool_))
+            if not is_number or abs(value) > MOST:
                 raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
             block.append(value)
         elif isinstance(value, str):

@@ -96,6 +96,8 @@ def encode(
     """
     places: list[pl.Expr] = []
     faults: list[pl.Expr] = []
+    # NaN is missing, also where text is expected
+    frame = frame.with_columns(pl.selectors.float().fill_nan(None))
     for column in columns:
         name = column.name
         if name not in frame.columns or frame.schema[name].is_nested():

@@ -135,7 +135,7 @@ def table_from_frame(
     accuracy_unit: str = "share",
     latency: str = "latency_ms",
     unit: str = "ms",
-    features: str | Path | Features | Sequence[str] | None = None,
+    features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
     source: str = "",
     notes: Sequence[str] = (),
@@ -176,18 +176,20 @@ def table_from_frame(
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
-        if columns:
-            names = [column.name for column in columns]
-        elif features == AUTO:
-            candidates = _candidates(frame, other.union(knobs or ()))
-            names = _constant_columns(frame, rows, candidates, knobs is None)
-        else:
-            names = features
-        if wrong := [name for name in names if name not in frame.columns or name in other]:
-            raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
+        names = _feature_names(frame, rows, features, columns, knobs, other, source)
         features = _from_columns(frame, rows, names, columns, features == AUTO, source, notes)
     if knobs is None:
         knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
+    _check_knobs(frame, knobs, other, source)
+    fields = _dense_fields(frame, rows, knobs, source, notes)
+    table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
+    if features is None:
+        return table
+    return attach_features(table, features, columns)
+
+
+def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
+    """Raise InputError if there are no knobs, or a knob is no column or one of these others."""
     wrong = [k for k in knobs if k not in frame.columns or k in other]
     if wrong or not knobs:
         raise InputError(
@@ -195,11 +197,28 @@ def table_from_frame(
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
             "configurations in one column"
         )
-    fields = _dense_fields(frame, rows, knobs, source, notes)
-    table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
-    if features is None:
-        return table
-    return attach_features(table, features, columns)
+
+
+def _feature_names(
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    features: Any,
+    columns: Sequence[Column],
+    knobs: Sequence[str] | None,
+    other: set[str],
+    source: str,
+) -> list[str]:
+    """Return the columns that are to be features: those that a checkpoint knows, those that are
+    named, or with `auto` all that are constant inside each sample."""
+    names = features
+    if columns:
+        names = [column.name for column in columns]
+    elif features == AUTO:
+        candidates = _candidates(frame, other.union(knobs or ()))
+        names = _constant_columns(frame, rows, candidates, knobs is None)
+    if wrong := [name for name in names if name not in frame.columns or name in other]:
+        raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
+    return names
 
 
 def _from_columns(

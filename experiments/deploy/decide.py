@@ -181,7 +181,7 @@ def _batches(path: Path) -> Iterator[Batch]:
 
 def _csv_batches(reader: Any) -> Iterator[Batch]:
     """Yield the rows of a CSV; one of another length than the header is at fault."""
-    header = next(reader, [])
+    header: list[str] = next(reader, [])
     if len(set(header)) < len(header):
         raise csv.Error(f"a column occurs twice: {', '.join(header)}")
     rows = _csv_rows(reader, len(header))

@@ -289,8 +289,8 @@ def importance(explained: Explained) -> Rows:
         start = 0
         for i, column in enumerate(columns):
             stop = start + len(column.labels)
-            key = column.name if explained.table.columns else i
-            single_columns.append((name, key, slice(start, stop)))
+            known = column.name if explained.table.columns else i
+            single_columns.append((name, known, slice(start, stop)))
             start = stop
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
