@@ -99,7 +99,8 @@ class Scratch(threading.local):
         inputs = [np.ones(len(weight), np.float32) for weight in layers]
         outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
         states = [values[:-1] for values in inputs[1:]]
-        self.arrays = *np.split(inputs[0], ends)[:3], inputs, outputs, states
+        x, limit, drift, _ = np.split(inputs[0], ends)
+        self.arrays = x, limit, drift, inputs, outputs, states
 
 
 class Heads:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.stats import rankdata
+from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
@@ -396,9 +397,14 @@ def missing_where_slow(measured: Measured) -> Faults:
 
 def idle_features(measured: Measured) -> Faults:
     """Notice features that are missing, never vary, or repeat another one."""
-    columns = []
+    columns: list[Tensor] = []
     for name, block in measured.table.features.items():
-        if missing := float(block.isnan().double().mean()):
+        # the places of a text follow from each other, and the last one may be empty
+        numbers = []
+        for column in measured.table.columns_of_block(name):
+            numbers += [column.categories is None] * len(column.labels)
+        block = block[:, torch.tensor(numbers)]
+        if missing := float(block.isnan().double().sum() / max(1, block.numel())):
             words = f"Features {name}: {missing:.1%} of the values are missing"
             yield Fault(words, "certain", "Missing values count as the median.")
         known = block.nan_to_num()
