@@ -396,7 +396,7 @@ def missing_where_slow(measured: Measured) -> Faults:
 
 def idle_features(measured: Measured) -> Faults:
     """Notice features that are missing, never vary, or repeat another one."""
-    columns = []
+    columns: list[torch.Tensor] = []
     for name, block in measured.table.features.items():
         if missing := float(block.isnan().double().mean()):
             words = f"Features {name}: {missing:.1%} of the values are missing"
