@@ -22,7 +22,7 @@ def main(picture: str | None = None) -> float:
     print(f"{env.action_space}, observed: {', '.join(env.observation_space)}")
 
     # your own choice of sample and budget; without options both are drawn
-    observation, info = env.reset(seed=7, options={"sample_id": "17", "budget_ms": 40.0})
+    observation, info = env.reset(seed=7, options={"sample_id": "29", "budget_ms": 40.0})
     print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
 
     # an action is the index of a value for each knob
