@@ -95,11 +95,11 @@ class Scratch(threading.local):
     layers, which end with a 1 for the bias; their outputs; and the inputs after the first without
     that 1."""
 
-    def __init__(self, layers: list[Array], ends: list[int]) -> None:
+    def __init__(self, layers: list[Array], bounds: list[int]) -> None:
         inputs = [np.ones(len(weight), np.float32) for weight in layers]
         outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
         states = [values[:-1] for values in inputs[1:]]
-        x, limit, drift, _ = np.split(inputs[0], ends)
+        x, limit, drift, _ = np.split(inputs[0], bounds)
         self.arrays = x, limit, drift, inputs, outputs, states
 
 
