@@ -71,7 +71,7 @@ def test_the_loop_fits_on_a_page_and_learns():
     code = source.split('"""', 2)[2]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 60
     torch.manual_seed(1)
-    assert example("torchrl_loop").main(warm_up=60, iterations=20) > 0.42
+    assert example("torchrl_loop").main(warm_up=60, iterations=20) > 0.4
 
 
 @pytest.mark.campaign

@@ -71,8 +71,8 @@ class Measured(NamedTuple):
             s,
             names,
             raw.double().numpy(),
-            np.array(table.sample_ids)[rows],
-            np.unique(table.dataset_names, return_inverse=True)[1][rows],
+            np.array(table.sample_ids)[rows.numpy()],
+            np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
             list(table.blocks(rows).values()),
         )
 

@@ -40,13 +40,13 @@ def serve(worker):
         model.log.label(result.request_id, worker / 10)
 
 model.answer(Request(0, ""), 100.0)
-# another thread answers, and a decision is under way, while processes are forked
+# another thread answers, and a lock is held, while processes are forked
 model.model.answer = waiting
 thread = threading.Thread(target=model.answer, args=(Request(0, ""), 100.0))
 thread.start()
 begun.wait()
 children = []
-with model.controller._heads._lock:
+with model.cached_decisions.lock:
     for worker in (1, 2, 3):
         children.append(os.fork())
         if not children[-1]:

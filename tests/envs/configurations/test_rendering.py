@@ -117,7 +117,7 @@ def test_the_built_in_profile_comes_with_its_questions_and_pictures():
     env.reset(options={"sample_id": "17", "budget_ms": 2.0})
     request, question, *_ = env.render().splitlines()
     assert request == "Sample 17, budget 2.00 ms: what will you set?"
-    assert question == "Question: match? r6 c4 r3 c5"
+    assert question == "Question: match? r2 c0 r6 c3"
     other = gymnasium.make(ID, render_mode="ansi", table=TABLE)  # its sample 17 is another
     other.reset(options={"sample_id": "17"})
     assert "Question" not in other.render()

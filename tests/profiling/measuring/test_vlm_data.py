@@ -234,7 +234,7 @@ def test_the_file_is_a_feature_file_in_the_order_of_the_samples(tmp_path):
     store = FeatureStore(tmp_path / "parts", KEYS)
     assert collected(store) == IDS
     store.write(tmp_path / "f.safetensors", KEYS[::-1], IDS[::-1])
-    ids, blocks, _ = read_features(tmp_path / "f.safetensors")
+    ids, blocks, *_ = read_features(tmp_path / "f.safetensors")
     assert list(ids) == IDS[::-1]
     assert blocks["image_features"][1].tolist() == [3, 3.25, -3]
     torch.testing.assert_close(blocks["language_features"][0], torch.tensor([0.1, 4]))
