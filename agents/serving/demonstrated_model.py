@@ -175,7 +175,7 @@ class SmollmShots(DemonstratedModel):
     """
 
     def __init__(self) -> None:
-        model, tokenizer = load_pretrained(smollm_folder(), "float32", "AutoModelForCausalLM")
+        model, tokenizer = load_pretrained(smollm_folder(), "bfloat16", "AutoModelForCausalLM")
         data = read_vqa_data(QUESTIONS_CSV, images=False)
         self._queries = data.queries
         selector = load_checkpoint(SELECTOR).selector
