@@ -200,6 +200,7 @@ def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule
     critic = copy.deepcopy(controller)
     config = controller.config
     critic.network.head = ValueHead(config.members_trained, config.hidden)
+    critic.network.utility = None
     rows = _FromRows(critic.to(controller.configurations.device), table, members=True)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])

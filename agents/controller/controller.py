@@ -49,11 +49,14 @@ class Controller(nn.Module):
     ) -> None:
         super().__init__()
         self.knobs = tuple(knobs)
-        self.config = config
         self.sense = sense
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
+        if sense == "mean":
+            # nothing is late under a mean budget
+            config = replace(config, utility_head=False)
+        self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
 
     @classmethod

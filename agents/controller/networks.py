@@ -11,6 +11,7 @@ A limit is the request's budget in ms, or under a mean budget the worth of a rig
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -74,15 +75,58 @@ class KnobHeads(nn.Module):
         outputs = count if places is None else len(places)
         self.logits = MemberLinear(members, hidden, outputs)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log-probs [M, n, C] for hidden [M, n, H], −inf where the mask is False."""
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None = None, further: Tensor | None = None
+    ) -> Tensor:
+        """Return log-probs [M, n, C] for hidden [M, n, H], −inf where the mask is False.
+
+        `further` [M, n, C] is added to the logits of the configurations.
+        """
         logits = self.logits(hidden)
         # a configuration's logit is the sum over its knob values
         if self.places is not None:
             logits = logits @ self.places
+        if further is not None:
+            logits = logits + further
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
         return logits.log_softmax(-1)
+
+
+SLOPE = 4.0
+"""How steeply the chance to be on time rises with the standardised ln budget, where training
+begins."""
+
+
+class UtilityHead(nn.Module):
+    """Expects the utility of whole configurations, which a sum over knobs cannot express.
+
+    It predicts accuracy and ln latency of every configuration. The expected utility under a budget
+    is accuracy · P(on time), where P is logistic in the ln of budget / latency. The head is not
+    fitted to outcomes: it learns through the policy's log-probs, as the heads of the knobs do.
+
+    Args:
+        members, hidden, count: the networks M, the width of their last layer, configurations C.
+        sharpness: how much a logit rises with the expected utility.
+    """
+
+    def __init__(self, members: int, hidden: int, count: int, sharpness: float) -> None:
+        super().__init__()
+        self.sharpness = sharpness
+        # logits of the accuracies, then standardised ln latencies
+        self.outcomes = MemberLinear(members, hidden, 2 * count, zero=True)
+        self.log_slope = nn.Parameter(torch.full((members, 1, count), math.log(SLOPE)))
+
+    def forward(self, hidden: Tensor, z: Tensor) -> Tensor:
+        """Return what a configuration's logit gains, [M, n, C].
+
+        Args:
+            hidden: [M, n, H].
+            z: standardised ln budgets [M, n], see `BudgetEncoding`.
+        """
+        accuracy_logits, latency = self.outcomes(hidden).chunk(2, -1)
+        on_time = (self.log_slope.exp() * (z.unsqueeze(-1) - latency)).sigmoid()
+        return self.sharpness * accuracy_logits.sigmoid() * on_time
 
 
 MOST_VALUES = 64
@@ -121,7 +165,9 @@ class ValueHead(MemberLinear):
     def __init__(self, members: int, hidden: int) -> None:
         super().__init__(members, hidden, 1, zero=True)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None = None, further: Tensor | None = None
+    ) -> Tensor:
         return super().forward(hidden)
 
 
@@ -130,6 +176,7 @@ class KnobNetwork(nn.Module):
 
     Attributes:
         values: float32 [V, C], see `drift_values`.
+        utility: a head for whole configurations beside those of the knobs, or None.
     """
 
     values: Tensor
@@ -152,6 +199,10 @@ class KnobNetwork(nn.Module):
             MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
         )
         self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
+        self.utility: UtilityHead | None = None
+        if config.utility_head:
+            count = len(configurations)
+            self.utility = UtilityHead(members, config.hidden, count, config.sharpness)
 
     def forward(
         self, x: Tensor, limit: Tensor, mask: Tensor | None = None, by_value: Tensor | None = None
@@ -166,7 +217,10 @@ class KnobNetwork(nn.Module):
             if i:
                 hidden = functional.dropout(hidden, self.dropout, self.training)
             hidden = functional.silu(layer(hidden))
-        return self.head(hidden, mask)
+        further = None
+        if self.utility is not None:
+            further = self.utility(hidden, self.encoding.standardised(limit))
+        return self.head(hidden, mask, further)
 
 
 # -- the teacher -----------------------------------------------------------------------------------

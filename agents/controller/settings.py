@@ -46,9 +46,13 @@ class PolicyConfig:
     drift: float = 0.0
     """The largest typical drift of a knob value's ln ms that heads are trained under, so that they
     decide by what a tracker knows; 0 for heads that know nothing but the level."""
+    utility_head: bool = False
+    """Whether there is a head for whole configurations beside the heads of the knobs. It expects
+    their accuracy and latency, and the utility that follows under the budget raises their logits.
+    Without it the knobs are independent, as in the original. Under a mean budget there is none."""
     sharpness: float = 40.0
     """How sharply the teacher decides: it teaches the softmax of this times the utility that it
-    expects."""
+    expects. The utility head decides as sharply."""
     budget_encoding: str = "sinusoidal"
     """How a network reads the standardised log-budget: `sinusoidal`, by sines and cosines;
     `linear`, as the number alone, one input whatever `budget_width` is."""

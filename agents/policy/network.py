@@ -62,17 +62,22 @@ class Encoding:
         self.width = width
         self._few = self.frequencies.tolist()
 
-    def single(self, limit: float) -> list[float]:
-        """Encode one number; plain numbers are faster than short arrays."""
+    def single(self, limit: float) -> tuple[float, list[float]]:
+        """Return z and the encoding of one number; plain numbers are faster than short arrays."""
         z = (math.log(max(limit, LEAST_MS)) - self.mean) / self.scale
         z = min(max(z, -4.0), 4.0)
         # z itself, its sines, then its cosines
         angles = [z * frequency for frequency in self._few]
-        return [z, *map(math.sin, angles), *map(math.cos, angles)][-self.width :]
+        return z, [z, *map(math.sin, angles), *map(math.cos, angles)][-self.width :]
+
+    def standardised(self, limits: Array) -> Array:
+        """Return z of many limits, [n, 1]."""
+        logs = log_ms(limits.astype(np.float64))
+        return ((logs - self.mean) / self.scale).clip(-4, 4)[:, None]
 
     def __call__(self, limits: Array) -> Array:
         """Encode many limits."""
-        z = ((log_ms(limits.astype(np.float64)) - self.mean) / self.scale).clip(-4, 4)[:, None]
+        z = self.standardised(limits)
         angle = z * self.frequencies
         encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
         return encoded[:, -self.width :]
@@ -92,22 +97,30 @@ class Scratch(threading.local):
     need no lock, which a fork could leave locked.
 
     `arrays` are three parts of the first layer's input (features, limit, drift); the inputs of all
-    layers, which end with a 1 for the bias; their outputs; and the inputs after the first without
-    that 1."""
+    layers, which end with a 1 for the bias; their outputs; and the outputs of the hidden layers,
+    inside the inputs. `last` are three parts of the last output: logits of knob values, and for the
+    utility accuracies and chances to be on time."""
 
-    def __init__(self, layers: list[Array], bounds: list[int]) -> None:
+    def __init__(self, layers: list[Array], bounds: list[int], logits: int) -> None:
         inputs = [np.ones(len(weight), np.float32) for weight in layers]
         outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
-        states = [values[:-1] for values in inputs[1:]]
+        # the outputs of a layer fill the beginning of the next one's inputs
+        states = [
+            values[: weight.shape[1]] for weight, values in zip(layers, inputs[1:], strict=False)
+        ]
         x, limit, drift, _ = np.split(inputs[0], bounds)
         self.arrays = x, limit, drift, inputs, outputs, states
+        both = outputs[-1][logits:]
+        self.last = outputs[-1][:logits], both, *np.split(both, 2)
 
 
 class Heads:
-    """An MLP with a categorical head for each knob, or one over the configurations.
+    """An MLP with a categorical head for each knob, or one over the configurations, and perhaps a
+    head for the utility of whole configurations.
 
-    The score of a configuration is the sum of the logits of its knob values. The policy is the
-    softmax of the scores of all configurations that may be chosen.
+    The score of a configuration is the sum of the logits of its knob values, and of what the
+    utility head adds (`knobwise.agents.controller.networks.UtilityHead`). The policy is the softmax
+    of the scores of all configurations that may be chosen.
 
     Right after a model has run, a NumPy call costs microseconds whatever the size of its arrays,
     and the first call of each kind costs several times as much. So the decision on one request
@@ -115,7 +128,8 @@ class Heads:
 
     Args:
         arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
-            heads are the last layer; and `encoding.…`.
+            heads are the last layer; perhaps `utility.weight`, `.bias` and `.slope`; and
+            `encoding.…`.
         header: settings, by name.
         configurations: int64 [C, K].
     """
@@ -136,10 +150,16 @@ class Heads:
             weight = np.vstack([arrays[f"layers.{i}.weight"], arrays[f"layers.{i}.bias"]])
             half = 0.5 if i < header["layers"] else 1.0
             self.layers.append((weight * half).astype(np.float32))
+        logits = self.layers[-1].shape[1]
+        self.utility: Utility | None = None
+        if "utility.weight" in arrays:
+            self.utility = Utility(below(arrays, "utility."), header["sharpness"])
+            self.layers[-1] = self.utility.appended_to(self.layers[-1])
+        self.logits = logits
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
         self._scales = 1 / normaliser.scale
-        self._scratch = Scratch(self.layers, [self.width, inputs - self.values, inputs])
+        self._scratch = Scratch(self.layers, [self.width, inputs - self.values, inputs], logits)
         # which knob values a configuration has; None for one head over the configurations
         self.places: Array | None = None
         if header["heads"] == "knobs":
@@ -152,15 +172,21 @@ class Heads:
             drift += by_value
         # the inputs of the first layer, then one layer after the other
         out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
-        for i, weight in enumerate(self.layers):
+        for weight in self.layers[:-1]:
             out = out @ weight[:-1] + weight[-1]
-            if i < len(self.layers) - 1:
-                gate = np.tanh(out)
-                gate += _UNIT
-                out *= gate
-        if self.places is None:
-            return out
-        return out @ self.places
+            gate = np.tanh(out)
+            gate += _UNIT
+            out *= gate
+        if self.utility is not None:
+            out = np.concatenate([out, self.encoding.standardised(limits)], 1, dtype=np.float32)
+        last = self.layers[-1]
+        out = out @ last[:-1] + last[-1]
+        scores = out[:, : self.logits]
+        if self.places is not None:
+            scores = scores @ self.places
+        if self.utility is not None:
+            scores = self.utility.added(scores, out[:, self.logits :])
+        return scores
 
     def single(
         self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
@@ -169,6 +195,7 @@ class Heads:
         and a drift of knob values [V]. `kept` [width] gets a copy of the normalised features."""
         normaliser = self.normaliser
         x, encoded, drift, inputs, outputs, states = self._scratch.arrays
+        scores, both, accuracy, on_time = self._scratch.last
         if normaliser.plain:
             np.subtract(raw, normaliser.mean, out=x)
             np.multiply(x, self._scales, out=x)
@@ -178,7 +205,7 @@ class Heads:
             x[:] = normaliser(raw[None])[0]
         if kept is not None:
             kept[:] = x
-        encoded[:] = self.encoding.single(limit)
+        z, encoded[:] = self.encoding.single(limit)
         if self.values:
             drift[:] = 0.0 if by_value is None else by_value
         # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
@@ -187,9 +214,17 @@ class Heads:
             np.tanh(half, out=state)
             np.add(state, _UNIT, out=state)
             np.multiply(state, half, out=state)
-        scores = np.dot(inputs[-1], self.layers[-1], out=outputs[-1])
+        if self.utility is not None:
+            inputs[-1][-2] = z
+        np.dot(inputs[-1], self.layers[-1], out=outputs[-1])
         if self.places is not None:
             scores = scores.dot(self.places)
+        if self.utility is not None:
+            # as `Utility.added`, without the factor, which all scores share
+            np.tanh(both, out=both)
+            np.add(both, _UNIT, out=both)
+            np.multiply(accuracy, on_time, out=accuracy)
+            scores = np.add(scores, accuracy)
         best = int(scores.argmax())
         if not math.isnan(scores[best]):
             return best
@@ -198,6 +233,41 @@ class Heads:
         if kept is not None:
             kept[:] = normal[0]
         return int(self.scores(normal, np.array([limit]), by_value).argmax())
+
+
+class Utility:
+    """The head that expects the utility of whole configurations.
+
+    It adds sharpness · σ(a) · σ(s·(z − l)) to the scores, for logits a of the accuracy, slopes s,
+    standardised ln budgets z and ln latencies l. By σ(x) = (1 + tanh(x/2))/2 it takes a single tanh
+    of all its outputs, so they are a/2 and s·(z − l)/2 at once. The layer leaves the factor
+    sharpness/4 out of all scores.
+
+    Args:
+        arrays: `weight` [inputs, 2C] and `bias` [2C] of a and l, and `slope` [C].
+    """
+
+    def __init__(self, arrays: Arrays, sharpness: float) -> None:
+        self.slope = arrays["slope"] / 2
+        self.count = len(self.slope)
+        factor = np.concatenate([np.full(self.count, 0.5), -self.slope])
+        self.weight = np.vstack([arrays["weight"], arrays["bias"]]) * factor
+        self._factor = np.array(sharpness / 4, np.float32)
+
+    def appended_to(self, layer: Array) -> Array:
+        """Return the last layer with its outputs after those of `layer`, float32 [inputs + 2, …].
+
+        The input before the bias is z, which the heads of the knobs do not read.
+        """
+        both = np.hstack([layer / self._factor, self.weight])
+        from_z = np.zeros((1, both.shape[1]))
+        from_z[0, -self.count :] = self.slope
+        return np.vstack([both[:-1], from_z, both[-1:]]).astype(np.float32)
+
+    def added(self, scores: Array, outputs: Array) -> Array:
+        """Return the scores [n, C] with what its outputs [n, 2C] add."""
+        parts = np.tanh(outputs) + _UNIT
+        return self._factor * (scores + parts[:, : self.count] * parts[:, self.count :])
 
 
 class LatencyModel:

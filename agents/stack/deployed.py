@@ -235,7 +235,13 @@ def _network_arrays(controller: Controller) -> Arrays:
     network = controller.network
     assert isinstance(network.head, KnobHeads)
     tensors = {f"encoding.{name}": values for name, values in network.encoding.state_dict().items()}
-    for i, layer in enumerate([*network.layers, network.head.logits]):
+    layers = {
+        f"layers.{i}": layer for i, layer in enumerate([*network.layers, network.head.logits])
+    }
+    if network.utility is not None:
+        layers["utility"] = network.utility.outcomes
+        tensors["utility.slope"] = network.utility.log_slope[-1, 0].exp()
+    for name, layer in layers.items():
         # the last network is the one that is deployed
-        tensors |= {f"layers.{i}.weight": layer.weight[-1], f"layers.{i}.bias": layer.bias[-1]}
+        tensors |= {f"{name}.weight": layer.weight[-1], f"{name}.bias": layer.bias[-1]}
     return _numpy_of(tensors)

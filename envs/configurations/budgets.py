@@ -276,8 +276,12 @@ class BudgetEncoding(nn.Module):
         self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
         self.width = width
 
+    def standardised(self, budget_ms: Tensor) -> Tensor:
+        """Return z for budgets [*], at most 4 from 0."""
+        return ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4)
+
     def forward(self, budget_ms: Tensor) -> Tensor:
-        z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
+        z = self.standardised(budget_ms).unsqueeze(-1)
         # [*, frequencies]
         angle = z * self.frequencies
         # an even width cuts z off

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from knobwise.agents.controller.networks import (
     KnobHeads,
     KnobNetwork,
     OutcomeNetwork,
+    UtilityHead,
 )
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding
@@ -99,6 +101,39 @@ def test_a_network_of_heads_is_an_mlp_by_hand():
         hidden = pre * torch.sigmoid(pre)
     torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
     assert not torch.equal(net.train()(x, limits), net(x, limits))
+
+
+def test_a_utility_head_by_hand():
+    head = UtilityHead(members=1, hidden=1, count=2, sharpness=10.0)
+    # it begins with equal outcomes, half right and as slow as the average
+    untrained = head(torch.ones(1, 1, 1), torch.zeros(1, 1))
+    torch.testing.assert_close(untrained, torch.full((1, 1, 2), 10 * 0.5 * 0.5))
+    # accuracies .5 and .75; ln latencies 0 and 1; slopes ln 3 and 2 · ln 3
+    bias = torch.tensor([0.0, math.log(3), 0.0, 1.0])
+    head.outcomes.bias.data.copy_(bias.expand_as(head.outcomes.bias))
+    head.log_slope.data.copy_(torch.tensor([math.log(3), 2 * math.log(3)]).log())
+    # under z = 1 they are on time in .75 and .5 of the cases, under z = 0 in .5 and .1
+    added = head(torch.ones(1, 2, 1), torch.tensor([[1.0, 0.0]]))
+    wanted = [[10 * 0.5 * 0.75, 10 * 0.75 * 0.5], [10 * 0.5 * 0.5, 10 * 0.75 * 0.1]]
+    torch.testing.assert_close(added, torch.tensor([wanted]))
+
+
+def test_what_a_utility_head_adds_to_the_heads_of_the_knobs():
+    torch.manual_seed(0)
+    config = PolicyConfig(hidden=8, utility_head=True)
+    net = stirred(KnobNetwork(2, CONFIGURATIONS, BudgetEncoding(torch.ones(2)), config)).eval()
+    x, limits = torch.randn(1, 4, 2), torch.tensor([[1.0, 2.0, 5.0, 50.0]])
+    log_probs = net(x, limits)
+    plain = copy.deepcopy(net)
+    plain.utility = None
+    # log-odds between configurations differ by what is added
+    difference = log_probs - plain(x, limits)
+    hidden = {}
+    net.head.register_forward_pre_hook(lambda _, inputs: hidden.update(last=inputs[0]))
+    net(x, limits)
+    added = net.utility(hidden["last"], net.encoding.standardised(limits))
+    assert added.std() > 0.1
+    torch.testing.assert_close(difference.diff(dim=-1), added.diff(dim=-1), atol=1e-4, rtol=1e-4)
 
 
 # -- inputs ----------------------------------------------------------------------------------------

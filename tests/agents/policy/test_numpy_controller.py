@@ -106,6 +106,7 @@ CONFIGS = st.builds(
     project=st.sampled_from([0, 3]),
     budget_width=st.sampled_from([1, 4, 9, 32]),
     drift=st.sampled_from([0.0, 0.3]),
+    utility_head=st.booleans(),
 )
 
 

@@ -16,15 +16,16 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize(("guarded", "utility_head"), [(True, True), (False, True), (False, False)])
 def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     guarded,
+    utility_head,
     tmp_path,
 ):
     table = gappy_table()
     # static decides in two groups
     margins = [1.0, 1.0, 0.7, 1.0, 0.5] if guarded else None
-    config = PolicyConfig(hidden=8, members=2, drift=0.3)
+    config = PolicyConfig(hidden=8, members=2, drift=0.3, utility_head=utility_head)
     agent = untrained(table, config, margins, [True, False, True, False, True])
     path = tmp_path / "c.onnx"
     write_onnx(Deployed(agent), path)
