@@ -57,9 +57,10 @@ def deployed_on(table: ProfileTable) -> DeployedController:
     rows = torch.arange(table.num_samples)
     budgets_ms = default_budgets(table)
     inputs = FeatureNormaliser.fit(table, rows).width
-    hidden = hidden_for(inputs, table.num_configurations, 1e3 * float(budgets_ms.min()))
+    hidden = hidden_for(inputs, table.num_configurations, True, 1e3 * float(budgets_ms.min()))
     torch.manual_seed(0)
-    controller = Controller.for_table(table, rows, PolicyConfig(hidden=hidden, drift=0.3)).eval()
+    config = PolicyConfig(hidden=hidden, drift=0.3, utility_head=True)
+    controller = Controller.for_table(table, rows, config).eval()
     guard = [
         {"budget_ms": budget, "margin": 0.97, "deployed": True} for budget in budgets_ms.tolist()
     ]

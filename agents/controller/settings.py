@@ -110,12 +110,15 @@ WEIGHTS_PER_US = 2500
 """Number of further weights that take a further µs."""
 
 
-def hidden_for(inputs: int, outputs: int, budget_us: float) -> int:
-    """Return the width of two hidden layers for a smallest budget in µs.
+def hidden_for(inputs: int, count: int, utility_head: bool, budget_us: float) -> int:
+    """Return the width of two hidden layers for `count` configurations and a smallest budget in µs.
 
     It is the largest of `SIZES` whose decision takes at most `SHARE` of the budget by a rule of
     thumb, or the smallest of them.
     """
+    outputs = count
+    if utility_head:
+        outputs *= 3
     chosen = SIZES[0]
     for hidden in SIZES:
         weights = hidden * (inputs + hidden + outputs)

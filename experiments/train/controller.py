@@ -160,10 +160,8 @@ class ControllerExperiment(Experiment):
         budget_us = float("inf")
         if table.unit == "ms" and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
-        outputs = table.num_configurations
-        if self.config.policy.utility_head:
-            outputs *= 3
-        return hidden_for(inputs, outputs, budget_us)
+        utility_head = self.config.policy.utility_head
+        return hidden_for(inputs, table.num_configurations, utility_head, budget_us)
 
     def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
         """Settle what a seed deploys, and save it as `best.pt`."""
