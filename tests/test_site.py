@@ -67,7 +67,8 @@ def test_the_tutorial_has_its_pictures_and_outputs(site):
 
 
 def test_guides_are_linked_from_the_first_page(site):
-    guides = ("tutorial", "profiles", "real_models", "beams", "export", "runtime", "experiments")
+    guides = ("tutorial", "profiles", "real_models", "deploy", "experiments", "demonstrations")
+    guides += ("environments", "concepts", "metrics", "results", "trust")
     assert all(f'<a href="{guide}.html">' in site["index.html"] for guide in guides)
     assert len((ROOT / "docs" / "index.md").read_text().split()) <= 200
 
