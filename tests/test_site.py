@@ -63,7 +63,7 @@ def test_every_setting_and_every_public_name_is_on_its_page(site):
 
 def test_the_tutorial_has_its_pictures_and_outputs(site):
     assert site["tutorial.html"].count('<img alt="what this cell draws"') == 4
-    assert "2,000 samples × 64 configurations" in site["tutorial.html"]
+    assert "1,500 samples × 64 configurations" in site["tutorial.html"]
 
 
 def test_guides_are_linked_from_the_first_page(site):

@@ -225,8 +225,8 @@ def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
     best = max(row["satisfaction_cautious"], row["satisfaction_static"])
     shares = f"at best {best:.1%} of {n} feasible requests are, {needed} are needed"
     notes = {
-        "too_dear": f"{row['satisfaction_deployed']:.1%} are on time, since {level} would cost more than "
-        f"{settings.level_cost:.0%} of the gain over static",
+        "too_dear": f"{row['satisfaction_deployed']:.1%} are on time, {level} would cost more "
+        f"than {settings.level_cost:.0%} of the gain over static",
         "unattainable": f"{level} on time is not possible at this budget: {shares}",
         "unshown": f"too few requests to guarantee {level} on time: {shares}",
     }

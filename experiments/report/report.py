@@ -326,8 +326,7 @@ def _importance(results: Results) -> list[Any]:
     if not lines:
         return []
     about = (
-        f"{score.capitalize()} lost (points, mean over budgets) when a feature is shuffled between "
-        "samples."
+        f"Loss of {score} (points, mean over budgets) when a feature is shuffled between samples."
     )
     return [about, table_of(lines)]
 
