@@ -40,13 +40,14 @@ def lead(facts: Facts) -> str:
             "Nothing can be gained without features: a policy then sees only the budget, and "
             "cannot beat the best static choice"
         )
-    line += f". An oracle that knows every outcome would gain {points(oracle - static)} points"
+    most = points(oracle - static, ".1f")
+    line += f". An oracle that knows every outcome would gain {most} points"
     halves = facts["oracle_of_halves"]
     if halves is None:
         return f"{line}; part of that is luck in single measurements."
     return (
-        f"{line}. Without luck in single latencies it would gain {points(halves - static)} points: "
-        "it then chooses by one half of the repeats and is judged by the other."
+        f"{line}, and {points(halves - static, '.1f')} points without luck in single latencies: it "
+        "then chooses by one half of the repeats and is judged by the other."
     )
 
 

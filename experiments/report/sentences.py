@@ -118,7 +118,8 @@ def _over_static(results: Results, learned: Row, utility: float, static: float) 
 def learnable(estimate: Row) -> str:
     """Say what looks predictable from the features, `attainable` in results; without a full
     stop."""
-    gained = difference_words({"difference": estimate["gain"], "ci95": estimate["gain_ci95"]})
+    interval = span(estimate["gain_ci95"], form=" (95% interval {} to {})")
+    gained = f"{points(estimate['gain'])} points{interval}"
     if sign_of(estimate["gain_ci95"]) > 0:
         return f"About {gained} look predictable from your features"
     return f"No gain looks predictable from your features: {gained}"
