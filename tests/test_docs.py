@@ -302,8 +302,6 @@ def test_the_run_of_the_results_holds_the_validation_score(runs):
 
 # pages of figures and of words, without anything to type
 RESULTS = {
-    "concepts.md",
-    "formats.md",
     "results.md",
     "results_demonstrations.md",
     "results_original.md",

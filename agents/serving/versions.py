@@ -112,7 +112,7 @@ class Watched:
                 raise ValueError("its configurations, features or limits differ")
             self.controller = new
         except (OSError, ValueError) as error:
-            message = "watch: %s is refused, and the present controller goes on: %s"
+            message = "watch: %s is refused, and the present controller stays: %s"
             logging.getLogger(__name__).warning(message, self._path, error)
 
 

@@ -199,7 +199,7 @@ def verdict(row: dict[str, Any], rival: str, confidence: float) -> str:
     gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
     if row["deployed"]:
         return f"deployed: better than {rival} by {gain}"
-    return f"fell back to {rival}: {gain} is not above 0 with {confidence:.0%} confidence"
+    return f"fell back to {rival}: no gain with {confidence:.0%} confidence ({gain})"
 
 
 def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
@@ -225,9 +225,9 @@ def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
     best = max(row["satisfaction_cautious"], row["satisfaction_static"])
     shares = f"at best {best:.1%} of {n} feasible requests are, {needed} are needed"
     notes = {
-        "too_dear": f"{level} on time would cost more than {settings.level_cost:.0%} of the gain "
-        f"over static, so it is not guaranteed ({row['satisfaction_deployed']:.1%} are)",
-        "unattainable": f"{level} on time is unattainable at this budget: {shares}",
+        "too_dear": f"{row['satisfaction_deployed']:.1%} are on time, {level} would cost more "
+        f"than {settings.level_cost:.0%} of the gain over static",
+        "unattainable": f"{level} on time is not possible at this budget: {shares}",
         "unshown": f"too few requests to guarantee {level} on time: {shares}",
     }
     return "; ".join([decision, *(note for flag, note in notes.items() if row[flag])])

@@ -35,7 +35,7 @@ def join_tables(
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
     if any(table.first_look_ms is not None for table in tables):
-        raise InputError(f"profile {name!r}: tables with a first look cannot be joined")
+        raise InputError(f"profile {name!r}: tables with first_look_ms cannot be joined")
     # configurations of all tables, each once
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]

@@ -27,7 +27,7 @@ over all records of the 240 configurations, with the configurations' own differe
 come from different runs; the effect of the text length (`text_effect`) follows the first on tiers
 and the second elsewhere.
 
-docs/profiles.md has published and simulated numbers side by side.
+tests/envs/simulated/test_calibrated.py compares simulated numbers with published ones.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.runs import ComparedRun, find_runs
 from knobwise.experiments.report.tables import Folded
-from knobwise.experiments.report.words import SIGN_WORDS, points, read_results, span
+from knobwise.experiments.report.words import SIGN_WORDS, interval_words, points, read_results
 from knobwise.experiments.results.problem import Row
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
@@ -157,7 +157,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
         # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
         gap = f"{points(largest.difference)} points"
-        tiles.append((gap, f"{largest.run} against {reference}", span(largest.ci95).strip(" ()")))
+        tiles.append((gap, f"{largest.run} against {reference}", interval_words(largest.ci95)))
         share = f"{sum(difference.sign != 0 for difference in differences)} of {len(differences)}"
         tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles

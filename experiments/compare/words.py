@@ -49,8 +49,8 @@ def verdict(comparison: Comparison) -> list[str]:
     many = len(comparison.runs) - 1 > MOST_SENTENCES
     if many or not tested:
         lines.append(
-            f"Tested against {reference}: {len(tested)} runs, {signs.count(1)} better, "
-            f"{signs.count(-1)} worse, {signs.count(0)} not shown to differ."
+            f"Against {reference}, {len(tested)} runs were tested: {signs.count(1)} are better, "
+            f"{signs.count(-1)} worse, and {signs.count(0)} show no difference."
         )
     if many:
         # the best of those that were tested

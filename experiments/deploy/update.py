@@ -126,7 +126,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
             current = _added(out, loaded, {"before": None, "from": config.checkpoint})
             serve(out, current)
         version = _added(out, updated, {"before": current.name, **facts})
-        outcome = f"{current.name} goes on serving"
+        outcome = f"not better with 95% confidence; version {current.name} keeps serving"
         if facts["better"]:
             serve(out, version)
             outcome = "serves now"
@@ -186,7 +186,9 @@ def _roll_back(out: Path) -> Path:
     try:
         NumpyController.load(version / CONTROLLER)
     except (OSError, ValueError) as error:
-        raise InputError(f"{error}; {current.name} goes on serving; restore a copy") from error
+        raise InputError(
+            f"{error}; version {current.name} keeps serving; restore a copy"
+        ) from error
     with locked(out):
         serve(out, version)
     print_lines(Console(), [f"{version}: serves again, in place of {current.name}"])

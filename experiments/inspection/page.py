@@ -18,35 +18,36 @@ from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.report.sentences import learnable
 from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
 from knobwise.experiments.report.words import (
+    interval_words,
     listed,
     number,
     points,
     policy_name,
     quantity,
-    span,
 )
 
 
 def lead(facts: Facts) -> str:
-    """Say what a policy could gain over static: what looks learnable, and what an oracle has."""
+    """Say what a policy could gain over static: what looks predictable, and what an oracle has."""
     static, oracle = mean_headroom(facts)
     estimate = facts["attainable"]
     if estimate:
         line = learnable(estimate)
     elif facts["features"]:
-        line = "What can be learned is not known: there are too few samples"
+        line = "There are too few samples to tell what your features can predict"
     else:
         line = (
-            "Nothing can be learned: without features a policy sees only the budget, so it cannot "
-            "do better than the best static choice"
+            "Nothing can be gained without features: a policy then sees only the budget, and "
+            "cannot beat the best static choice"
         )
-    line += f"; an oracle that knows every outcome has {points(oracle - static)}"
+    most = points(oracle - static, ".1f")
+    line += f". An oracle that knows every outcome would gain {most} points"
     halves = facts["oracle_of_halves"]
     if halves is None:
-        return f"{line}, part of which is luck in single measurements."
+        return f"{line}; part of that is luck in single measurements."
     return (
-        f"{line}, and {points(halves - static)} if it chooses by one half of the repeats and is "
-        "judged by the other half, without luck in single latencies."
+        f"{line}, and {points(halves - static, '.1f')} points without luck in single latencies: it "
+        "then chooses by one half of the repeats and is judged by the other."
     )
 
 
@@ -58,9 +59,8 @@ def _sentences(facts: Facts) -> list[str]:
         f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
         f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
         f"cells are profiled. Samples by data set: {counts}.",
-        "Accuracy depends on the configuration for "
-        f"{number(facts['config_dependent_share'], '.1%')} of the samples. Within one "
-        "configuration latency varies by "
+        f"{number(facts['config_dependent_share'], '.1%')} of the samples are right under some "
+        "settings and wrong under others. Within one configuration latency varies by "
         f"{number(facts['latency_cv_within_configuration'], '.0%')} between samples (standard "
         "deviation / mean).",
     ]
@@ -83,9 +83,9 @@ def _sentences(facts: Facts) -> list[str]:
     if estimate:
         policies = [policy_name(name) for name in dict.fromkeys(estimate["policies"])]
         lines.append(
-            f"What looks learnable was judged out of fold on {estimate['samples']:,} samples, by "
-            f"policies that predict outcomes ({listed(policies)}), fitted on the other folds. More "
-            "samples or better features may give more."
+            f"What looks predictable was judged out of fold on {estimate['samples']:,} samples, by "
+            f"policies that predict outcomes ({listed(policies)}). More samples or better features "
+            "may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
 
@@ -154,13 +154,13 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
     tiles = [
         (
             f"{points(estimate['gain'])} points",
-            "of utility look learnable from these features",
-            span(estimate["gain_ci95"]).strip(" ()"),
+            "of utility look predictable from your features",
+            interval_words(estimate["gain_ci95"]),
         ),
         (
             f"{points(oracle - static)} points",
-            "has an oracle that knows every outcome",
-            "over the best fixed configuration for each budget",
+            "would be gained by an oracle that knows every outcome",
+            "over the best static configuration for each budget",
         ),
         (
             f"{facts['samples']:,} × {facts['configurations']:,}",
@@ -169,7 +169,7 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
         ),
         (
             f"{facts['config_dependent_share']:.0%}",
-            "of the samples are answered better by some configurations than by others",
+            "of the samples are right under some settings and wrong under others",
             "",
         ),
     ]

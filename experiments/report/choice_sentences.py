@@ -61,9 +61,9 @@ def on_difficulty(results: Results) -> list[str]:
     why = results["explanation"]
     hard = why["difficulty"]
     lines = [
-        "The difficulty of a sample is the latency of its cheapest right configuration (right: an "
-        f"accuracy of at least 0.5). {hard['unanswered']} of {why['samples']} samples have none, "
-        "and are left out."
+        "The difficulty of a sample is the latency of its cheapest right configuration (accuracy "
+        f"at least 0.5). {hard['unanswered']} of {why['samples']} samples have none and are left "
+        "out."
     ]
     if hard["groups"]:
         lines.append(_on_correlation(results))
@@ -71,18 +71,18 @@ def on_difficulty(results: Results) -> list[str]:
         lines.append("At every budget all samples get the same setting: nothing can be compared.")
     if more := why["more_time"]:
         lines.append(
-            f"From one budget to the next larger one {number(more['cheaper'], '.1%')} of the "
-            f"choices get cheaper, and {number(more['worse'], '.1%')} get slower and less "
-            "accurate, by the means of their settings over these samples; with static "
-            f"{number(more['static_cheaper'], '.1%')} and {number(more['static_worse'], '.1%')}."
+            f"With the next larger budget {number(more['cheaper'], '.1%')} of the choices get "
+            f"cheaper (static: {number(more['static_cheaper'], '.1%')}), and "
+            f"{number(more['worse'], '.1%')} get slower and less accurate (static: "
+            f"{number(more['static_worse'], '.1%')}), by the means of their settings."
         )
     return lines
 
 
 SPENDS_ON = {
-    1: "easy samples get cheap settings, hard ones costly settings.",
-    -1: "hard samples, which are often slow under every setting, get cheaper settings.",
-    0: "it is not shown that easy samples get cheaper settings than hard ones.",
+    1: "Easy samples get cheaper settings than hard ones",
+    -1: "Hard samples, which are often slow under every setting, get cheaper settings",
+    0: "No difference is shown between the settings of easy and hard samples",
 }
 """`sign_of` the correlation of settings with difficulty → what it shows."""
 
@@ -99,22 +99,22 @@ def _on_correlation(results: Results) -> str:
             "costly setting would be late."
         )
     return (
-        f"At {quantity(hard['budget_ms'], unit_of(results))} the latency of the choice and "
-        f"difficulty have a rank correlation of {number(row['correlation'], '+.2f')}"
-        f"{span(row['ci95'], '+.2f')}; with static, which treats all samples alike, it is "
-        f"{number(row['static'], '+.2f')}. With each setting at its mean latency it is "
-        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}: "
-        f"{SPENDS_ON[sign]}{worthwhile}"
+        f"{SPENDS_ON[sign]}: at {quantity(hard['budget_ms'], unit_of(results))} the rank "
+        "correlation of difficulty with the mean latency of the setting is "
+        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}.{worthwhile} With "
+        f"the latency of the answer it is {number(row['correlation'], '+.2f')}"
+        f"{span(row['ci95'], '+.2f')}, and {number(row['static'], '+.2f')} for static, which "
+        "treats all samples alike."
     )
 
 
 def on_tree(tree: Row) -> str:
     """Say how well a few rules describe the decisions."""
     return (
-        f"A tree with at most eight leaves sets {number(tree['fidelity'], '.0%')}"
-        f"{span(tree['ci95'], '.0%')} of the knob values of held-out decisions as the policy does, "
-        f"and all knobs in {number(tree['exact'], '.0%')} of them; a tree that sees the budget "
-        f"alone sets {number(tree['by_budget_alone'], '.0%')}."
+        f"A tree with at most eight leaves gets {number(tree['fidelity'], '.0%')}"
+        f"{span(tree['ci95'], '.0%')} of the policy's knob values right on held-out decisions, and "
+        f"all knobs of {number(tree['exact'], '.0%')} of them. A tree that sees only the budget "
+        f"gets {number(tree['by_budget_alone'], '.0%')} of the values right."
     )
 
 

@@ -19,11 +19,12 @@ from knobwise.experiments.report.words import (
     STATIC,
     difference_words,
     interval,
+    interval_words,
     number,
     points,
     policy_name,
     ranked,
-    span,
+    sign_of,
 )
 from knobwise.experiments.results.problem import (
     Results,
@@ -77,6 +78,14 @@ def name_of(results: Results, policy: str) -> str:
 # -- in sentences ----------------------------------------------------------------------------------
 
 
+OUTCOMES = {
+    1: "The controller is better than the best other policy",
+    -1: "The controller is worse than the best other policy",
+    0: "No gain is shown over the best other policy",
+}
+"""`sign_of` the difference to the best other policy → what it shows."""
+
+
 def verdict(results: Results) -> list[str]:
     """Say in sentences what the run shows."""
     # the controller first
@@ -87,21 +96,21 @@ def verdict(results: Results) -> list[str]:
     overhead = results["overhead"]
     gap = {"difference": best["behind"], "ci95": best["behind_ci95"]}
     lines = [
-        f"Simulated stream: {results['requests']} requests × {results['repeats']}, each after the "
-        f"previous one, budgets of {budgets} ms, drawn at random. Model and answers are real, the "
-        f"clock is {clock}; {number(results['infeasible'], '.1%')} of the requests are infeasible "
-        "(–: the profile does not hold these samples).",
-        f"The controller answered {number(learned['satisfaction'], '.1%')} on time with accuracy "
-        f"{number(learned['accuracy'], '.3f')}: utility {number(learned['utility'], '.3f')}, "
-        f"against {number(best['utility'], '.3f')} for the best other policy "
-        f"({policy_name(best['policy'])}), a difference of {difference_words(gap)}.",
+        f"{OUTCOMES[sign_of(gap['ci95'])]} ({policy_name(best['policy'])}): "
+        f"{difference_words(gap)}, utility {number(learned['utility'], '.3f')} against "
+        f"{number(best['utility'], '.3f')}. {number(learned['satisfaction'], '.1%')} of the "
+        f"controller's answers were on time, with accuracy {number(learned['accuracy'], '.3f')}.",
+        f"{results['requests']} requests × {results['repeats']} were served, one after the other, "
+        f"under budgets of {budgets} ms, drawn at random. Model and answers are real, the clock is "
+        f"{clock}; {number(results['infeasible'], '.1%')} of the requests are infeasible (–: the "
+        "profile does not hold these samples).",
         f"The controller added {number(overhead['share'], '.1%')} to the model's mean inference "
         f"time of {number(overhead['inference_ms'], '.2f')} ms: "
         f"{number(overhead['overhead_us'], '.0f')} µs; the medians are "
         f"{number(overhead['decision_us_p50'], '.0f')} µs for a decision and "
         f"{number(overhead['features_and_knobs_us_p50'], '.0f')} µs for features and knobs.",
-        f"This machine took {number(results['speed']['before'], '.3f')} times the profile's "
-        "latencies before the stream.",
+        f"Before the stream this machine took {number(results['speed']['before'], '.3f')} times "
+        "the profile's latencies.",
     ]
     if not results["agreement"]:
         return lines
@@ -233,7 +242,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
         (
             f"{points(static['behind'])} points",
             "of utility against static with the same tracker",
-            span(static["behind_ci95"]).strip(" ()"),
+            interval_words(static["behind_ci95"]),
         ),
         (shares[0], "on time", f"static: {shares[1]}"),
         (

@@ -189,7 +189,7 @@ def _tiles(results: Results) -> Tiles:
 
 def _gap(row: Row, key: str, meaning: str) -> tuple[str, str, str]:
     """Return the tile of a difference, in points, with its interval."""
-    interval = words.span(row.get(f"{key}_ci95")).strip(" ()")
+    interval = words.interval_words(row.get(f"{key}_ci95"))
     return f"{points(row.get(key))} points", meaning, interval
 
 
@@ -205,7 +205,7 @@ def _of_latency(results: Results, row: Row) -> str:
 
 def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
     """Return the tiles of the policy that stands for the run, with its row."""
-    interval = words.span(row.get("accuracy_ci95"), ".1%").strip(" ()")
+    interval = words.interval_words(row.get("accuracy_ci95"), ".1%")
     meaning = f"of the answers are right, with {policy_name(policy, results)}"
     tiles = [(number(row["accuracy"], ".1%"), meaning, interval)]
     # (policy, against) → difference
@@ -236,7 +236,7 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
         return {}
     blocks: list[Any] = [
         f"Means over the budgets. {DATASETS[problem_of(results).name]} Of the other baselines only "
-        "the best one in each data set is shown, selected on these very samples."
+        "the best of each data set is listed, selected on these very samples."
     ]
     if problem_of(results) is DEADLINE:
         drawn = charts.by_dataset(results["by_dataset"])
@@ -255,8 +255,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         seed = f" (seed {results['best_seed']})"
     # where the guard fell back, no feature is read
     about = (
-        f"The deployed policy{seed} on {why['samples']:,} test samples, as if its decisions took "
-        f"no time. It reads the features at {_budgets(results, why['reads']) or 'no budget'}."
+        f"The deployed policy{seed} on {why['samples']:,} test samples, its decisions free. It "
+        f"reads the features at {_budgets(results, why['reads']) or 'no budget'}."
     )
     rules = [
         {
@@ -326,7 +326,7 @@ def _importance(results: Results) -> list[Any]:
     if not lines:
         return []
     about = (
-        f"Points of {score} lost when each sample gets the features of another, mean over budgets."
+        f"Loss of {score} (points, mean over budgets) when a feature is shuffled between samples."
     )
     return [about, table_of(lines)]
 
@@ -356,10 +356,9 @@ def _guarantees(results: Results) -> list[Any]:
     if problem_of(results).equal_latency:
         return ["Decided on held-out samples; one line per seed.", table]
     return [
-        "Before a controller is deployed, each budget is checked on held-out samples, from which "
-        "all these numbers are. Where it is not shown to gain anything over budget-aware static, "
-        "static decides. A share on time that is guaranteed is kept by planning with a share of "
-        "the budget, the margin, unless that would cost too much utility.",
+        "The guard checks each budget on held-out samples, from which these numbers are. Static "
+        "decides where the policy shows no gain over it. To be on time often enough, the policy "
+        "plans with a part of the budget, the margin, unless that would cost too much utility.",
         table,
     ]
 

@@ -100,7 +100,7 @@ def on_time(
     )
     return Figure(
         chart,
-        "Share of the requests on time, of those that at least one configuration serves on time. "
+        "Share on time, among the requests that some configuration serves on time. "
         f"Dashed: {level:.0%}.{caption}",
     )
 

@@ -27,12 +27,12 @@ from knobwise.experiments.results.problem import (
 )
 
 JUDGED_BY = {
-    "recorded": "No scorer was available, so every policy was given the recorded sequence that it "
-    "prefers, which may have been found by looking at the answer. This compares policies; it does "
-    "not say what they would reach.",
-    "best_beam": "Neither a scorer nor right answers were available: a choice is right if the "
-    "policy prefers the recorded sequence with the highest score. This compares policies; it says "
-    "nothing about answers.",
+    "recorded": "Without a scorer, every policy was judged by the recorded sequence that it "
+    "prefers, which may have been chosen by looking at the answer. This compares policies; it "
+    "does not say what they would reach.",
+    "best_beam": "Without a scorer and right answers, a choice counts as right if the policy "
+    "prefers the recorded sequence with the highest score. This compares policies; it says nothing "
+    "about answers.",
 }
 """How policies were judged, if not by a scorer → a warning."""
 
@@ -93,8 +93,7 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
             last = " of its last round" * (name == "grpo_rounds")
             lines.append(
                 f"{policy_name(name, results)}: in {epochs.count(0)} of {len(results['seeds'])} "
-                f"seeds no epoch{last} is better on validation than the start, so the policy stays "
-                "what it was."
+                f"seeds no epoch{last} is better on validation than the start, which is kept."
             )
     return lines
 
@@ -122,7 +121,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
         return []
     features = listed(results.get("hidden") or ["information"])
     # without a gain there is nothing to attribute
-    outcome = f"the gain does not vanish, so not all of it is shown to come from the {features}"
+    outcome = f"the gain does not vanish, so not all of it comes from the {features}"
     if sign_of(real["ci95"]) <= 0:
         outcome = "there is no gain that could vanish"
     elif sign_of(hidden["ci95"]) <= 0:
@@ -149,8 +148,8 @@ def _at_other_shots(results: Results, policy: str) -> list[str]:
     lines = []
     if fewer:
         lines.append(
-            f"Of {results['test_queries']:,} test queries not all have a recorded sequence to be "
-            f"judged by: {listed(fewer)} were judged, the same for every policy."
+            f"Not all of the {results['test_queries']:,} test queries have a recorded sequence to "
+            f"judge by: {listed(fewer)} were judged, equal for every policy."
         )
     if accuracies:
         lines.append(

@@ -64,12 +64,7 @@ def _under_deadlines(results: Results) -> list[str]:
     learned = means[LEARNED]
     utility = value_of(learned)
     static = value_of(means.get(STATIC, {}))
-    ci95 = learned.get("gap_closed_ci95")
-    lines = [
-        f"The learned controller {COMPARED[sign_of(ci95)]} budget-aware static: mean utility "
-        f"{number(utility, '.3f')} against {number(static, '.3f')}, "
-        f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed{span(ci95, '.0%')}."
-    ]
+    lines = [_over_static(results, learned, utility, static)]
     if estimate := results.get("attainable"):
         share = ""
         if known(learned.get("attained")):
@@ -85,27 +80,49 @@ def _under_deadlines(results: Results) -> list[str]:
         )
     if TEACHER in means:
         lines.append(
-            "It learned from a teacher that predicts every outcome, is too slow to be deployed and "
-            f"decides for free here: mean utility {number(value_of(means[TEACHER]), '.3f')}."
+            f"Its teacher has utility {number(value_of(means[TEACHER]), '.3f')}: it predicts every "
+            "outcome, is too slow to deploy, and decides for free here."
         )
     lines += _on_rivals(results, "utility")
     if known(learned.get("satisfaction_feasible")):
         lines.append(_on_time(learned, results.get("satisfaction_level")))
     if "split_seeds" in results:
         lines.append(
-            f"All numbers are means over {len(results['split_seeds'])} splits of the samples, on "
-            "each of which every policy was fitted and judged anew. What follows is about the "
-            "first split, whose policy is deployed."
+            f"All numbers are means over {len(results['split_seeds'])} splits of the samples; "
+            "every policy was fitted and judged anew on each. What follows is about the first "
+            "split, whose policy is deployed."
         )
     return lines
 
 
+def _over_static(results: Results, learned: Row, utility: float, static: float) -> str:
+    """Say whether the controller is better than static, by how much, and how sure that is."""
+    ci95 = learned.get("over_static_ci95")
+    gain = learned.get("over_static", utility - static)
+    sign = sign_of(ci95 or learned.get("gap_closed_ci95"))
+    outcome = "No gain over budget-aware static is shown"
+    if sign:
+        outcome = f"The learned controller {COMPARED[sign]} budget-aware static"
+    parts = [
+        f"{points(gain)} points" + span(ci95, form=" (95% interval {} to {})"),
+        f"utility {number(utility, '.3f')} against {number(static, '.3f')}",
+    ]
+    if sign:
+        parts.append(f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed")
+    line = f"{outcome}: {', '.join(parts)}."
+    if not sign and known(results.get("test_samples")):
+        line += f" {results['test_samples']:,} test samples are too few to tell."
+    return line
+
+
 def learnable(estimate: Row) -> str:
-    """Say what looks learnable from the features, `attainable` in results; without a full stop."""
-    gained = difference_words({"difference": estimate["gain"], "ci95": estimate["gain_ci95"]})
+    """Say what looks predictable from the features, `attainable` in results; without a full
+    stop."""
+    interval = span(estimate["gain_ci95"], form=" (95% interval {} to {})")
+    gained = f"{points(estimate['gain'])} points{interval}"
     if sign_of(estimate["gain_ci95"]) > 0:
-        return f"About {gained} look learnable from these features"
-    return f"No gain is seen that can be learned from these features: {gained}"
+        return f"About {gained} look predictable from your features"
+    return f"No gain looks predictable from your features: {gained}"
 
 
 def _on_rivals(results: Results, score: str) -> list[str]:
@@ -202,14 +219,16 @@ def _on_guard(results: Results) -> list[str]:
     if fell_back_at:
         lines.append(
             f"The guard fell back to budget-aware static at {listed(fell_back_at)}: on held-out "
-            "samples the policy is not shown to be better there, or not on time often enough."
+            "samples the policy showed no gain there, or was late too often."
         )
     if not_kept:
         lines.append(f"{100 * level:g}% on time is not guaranteed at {listed(not_kept)}.")
     return lines
 
 
-GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of the training"}
+CHANGED = {1: "shows a gain", -1: "shows a loss", 0: "shows no difference"}
+"""`sign_of` a gain in `results["grpo_gain"]` → what it shows."""
+GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of training"}
 """Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
 
 
@@ -221,21 +240,22 @@ def on_training(results: Results) -> list[str]:
     seeds = len(results.get("chosen") or ())
     method = (results.get("training") or {}).get("method", "GRPO")
     gain = results.get("grpo_gain") or {}
-    gains = []
+    gains: list[str] = []
+    signs: list[int] = []
     for key, samples in GAINED_ON.items():
         if key in gain:
             gained = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
-            gains.append(f"by {difference_words(gained)} {samples}")
+            gains.append(f"{difference_words(gained)} {samples}")
+            signs.append(sign_of(gained["ci95"]))
     # where all weights are from before GRPO, it added nothing
     lines = []
     if gains and (not early or early < seeds):
         score = "reward" if results.get("sense") else "utility"
-        lines.append(
-            f"{method} changes the {score} of the deployed controller {', and '.join(gains)}."
-        )
+        # the test samples, where they are known, decide what it shows
+        lines.append(f"{method} {CHANGED[signs[0]]} in {score}: {', '.join(gains)}.")
     if early:
         lines.append(
-            f"{method} does not improve this policy{in_seeds(early, seeds)}: the best checkpoint "
-            f"is the one before {method}."
+            f"{method} improves nothing{in_seeds(early, seeds)}: the checkpoint from before "
+            f"{method} is kept."
         )
     return lines

@@ -109,7 +109,7 @@ def points(share: Any, how: str = "+.1f") -> str:
     return number(100 * share, how)
 
 
-def span(ci95: Sequence[float] | None, how: str = "") -> str:
+def span(ci95: Sequence[float] | None, how: str = "", form: str = " [{}, {}]") -> str:
     """Write an interval for a sentence, in the format `how`, or in points if that is "".
 
     An unknown interval is "".
@@ -118,7 +118,12 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
         return ""
     if not how:
         ci95 = [100 * end for end in ci95]
-    return f" (95% interval {number(ci95[0], how or '.1f')} to {number(ci95[1], how or '.1f')})"
+    return form.format(number(ci95[0], how or ".1f"), number(ci95[1], how or ".1f"))
+
+
+def interval_words(ci95: Sequence[float] | None, how: str = "") -> str:
+    """Write an interval where no sentence says what it is: `95% interval 0.3 to 2.1`."""
+    return span(ci95, how, "95% interval {} to {}")
 
 
 def listed(words: Sequence[str]) -> str:
@@ -134,7 +139,7 @@ def shots_words(count: int) -> str:
 
 # -- differences -----------------------------------------------------------------------------------
 
-COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
+COMPARED = {1: "is better than", -1: "is worse than", 0: "shows no difference from"}
 """`sign_of` a difference → what it shows, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
@@ -149,7 +154,7 @@ def sign_of(ci95: Sequence[float] | None) -> int:
 
 
 def difference_words(row: Row) -> str:
-    """Write a difference for a sentence: `+1.2 points (95% interval 0.3 to 2.1)`."""
+    """Write a difference for a sentence: `+1.2 points [0.3, 2.1]`."""
     return f"{points(row['difference'])} points{span(row['ci95'])}"
 
 
@@ -321,6 +326,5 @@ def baselines(results: Results) -> list[str]:
 
 def with_score(row: Row, score: str) -> str:
     """Name a policy with its score, and the interval of that."""
-    interval = span(row.get(f"{score}_ci95"), ".3f").strip(" ()")
-    numbers = [number(value_of(row, score), ".3f"), *[interval] * bool(interval)]
-    return f"{policy_name(row['policy'])} ({', '.join(numbers)})"
+    interval = span(row.get(f"{score}_ci95"), ".3f")
+    return f"{policy_name(row['policy'])} ({number(value_of(row, score), '.3f')}{interval})"

@@ -85,7 +85,7 @@ def language_task() -> VLMTaskConfig:
 @dataclass
 class SmollmBeams(BeamFiles):
     """Beams of SmolLM2, a pretrained language model, which come with knobwise: 837 short questions
-    of 20 kinds, each answered after up to 24 pairs of demonstrations (docs/beams.md)."""
+    of 20 kinds, each answered after up to 24 pairs of demonstrations (docs/demonstrations.md)."""
 
     format: str = "smollm2"
     """The reader."""

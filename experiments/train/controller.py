@@ -108,10 +108,11 @@ class ControllerExperiment(Experiment):
             self.notes += [note for note in other.notes if note not in self.notes]
 
     def _check_mean(self) -> None:
-        """Refuse what mean budgets do not have: a first look, several splits."""
+        """Refuse what mean budgets do not have: a first stage to pay for, several splits."""
         if self.table.first_look_ms is not None:
             raise InputError(
-                f"budget=mean: profile {self.table.name!r} has a first look, which needs deadlines"
+                f"budget=mean: profile {self.table.name!r} has first_look_ms, a first stage that "
+                "decisions pay for, which needs deadlines"
             )
         for option in ("folds", "repeats"):
             if getattr(self.config.split, option) > 1:

@@ -285,7 +285,7 @@ WORDS_FOR_CROPS = table("b", {"crops": ("few", "many"), "tier": ("low",)}, [[0, 
         ([FIRST, WORDS_FOR_CROPS], "'crops'"),
         ([FIRST, replace(OTHER, unit="J")], "J"),
         ([FIRST, replace(OTHER, name="a")], "unique"),
-        ([FIRST, replace(OTHER, first_look_ms=torch.ones(2, 3))], "first look"),
+        ([FIRST, replace(OTHER, first_look_ms=torch.ones(2, 3))], "first_look_ms"),
     ],
 )
 def test_what_cannot_be_joined_is_named(tables, field):

@@ -119,7 +119,7 @@ GAIN = {
 }
 """What GRPO added."""
 FREE = {"utility_free": 0.61}
-NOT_KNOWN = {"gap_closed_ci95": None, "satisfaction_feasible": None}
+NOT_KNOWN = {"over_static_ci95": None, "gap_closed_ci95": None, "satisfaction_feasible": None}
 PAIR = ({}, {})
 
 
@@ -150,25 +150,29 @@ def at_level(level, changes=None):
 @pytest.mark.parametrize(
     ("content", "start", "holds"),
     [
-        (results(), "The learned", "is better .* 0.600 against 0.500, 33%"),
+        (
+            results(),
+            "The learned",
+            r"is better .* \+10.0 .* 9.0 to 11.0.* 0.600 against 0.500, 33%",
+        ),
         (results(controller=0.4), "The learned", "is worse"),
-        (results(NOT_KNOWN), "The learned", "is not shown to differ"),
+        (results(NOT_KNOWN), "No gain", r"\+10.0 points, .* 0.600 against 0.500\.$"),
         ({"rows": results()["rows"][1:]}, "No learned", "random forest"),
         (results(FREE, teacher=0.62), "A decision takes 12.5 µs", "0.610"),
-        (results(teacher=0.62), "It learned", "0.620"),
-        (results(), "None of the 2", r"forest \(0.580, .* 0.565 to 0.595\)"),
+        (results(teacher=0.62), "Its teacher", "0.620"),
+        (results(), "None of the 2", r"forest \(0.580 \[0.565, 0.595\]\)"),
         (results(controller=0.5, random_forest=0.6, ridge=0.505), "2 of the 2", r"forest \(0.600"),
         (at_level(0.95), "The controller is", r"96.0% .* meets the 95% .* \(4.0%"),
         (at_level(0.99), "The controller is", "falls short of the 99%"),
         # as it is printed
         (at_level(0.95, {"satisfaction_feasible": 0.9496}), "The controller is", "95.0% .* meets"),
         # of with_guard the kept iterations are 40, 41, …
-        (with_guard(PAIR, PAIR, **trained(40)), "GRPO does not improve", "in 1 of 2 seeds"),
-        (with_guard(PAIR, PAIR, **trained(41)), "GRPO does not improve", "policy: the best"),
+        (with_guard(PAIR, PAIR, **trained(40)), "GRPO improves nothing", "in 1 of 2 seeds"),
+        (with_guard(PAIR, PAIR, **trained(41)), "GRPO improves nothing", "nothing: the checkpoint"),
         (
             with_guard(PAIR, PAIR, **trained(30, method="PPO"), grpo_gain=GAIN),
-            "PPO changes",
-            r"\+1.2 .*-0.4 to 3.0.*\+2.0 .*1.0 to 3.0",
+            "PPO shows no difference",
+            r"\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
         ),
         (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "The guard", "120 ms in 2 of 3 seeds"),
         (with_guard(({}, TOO_DEAR), PAIR), "95% on time", r"480 ms \(.* utility in 1 of 2 seeds\)"),
@@ -261,7 +265,7 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
         *("Which settings are used", "Training", "Guarantees", "Tables", "How to reproduce"),
     ]
     # what training added is said under its heading alone
-    added = [line for line in verdict(content) if line.startswith("GRPO changes")]
+    added = [line for line in verdict(content) if line.startswith("GRPO shows")]
     assert text.split("<h2>Training</h2>")[1].count(added[0]) == text.count(added[0]) == 1
 
 
