@@ -1,6 +1,7 @@
-"""The profiles that come with knobwise: an elastic vision-language model and RapidOCR.
+"""The profiles that come with knobwise: an elastic vision-language model, RapidOCR, and SmolLM2 with
+demonstrations before each question.
 
-Both were really measured; see their `profile.json`.
+All were really measured; see their `profile.json`.
 """
 
 from __future__ import annotations
@@ -40,3 +41,8 @@ def _read_once(accuracy: str) -> ProfileTable:
 def ocr_profile() -> ProfileTable:
     """Read the profile of RapidOCR, which needs none of its packages."""
     return ProfileTable.load(_DATA / "ocr" / "table.safetensors")
+
+
+def smollm_profile() -> ProfileTable:
+    """Read the profile of SmolLM2 with demonstrations, which needs none of its packages."""
+    return ProfileTable.load(_DATA / "smollm" / "table.safetensors")

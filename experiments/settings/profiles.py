@@ -38,6 +38,14 @@ class OCRProfile:
 
 
 @dataclass
+class SmolLMProfile:
+    """The profile of SmolLM2 with demonstrations that comes with knobwise."""
+
+    format: str = "smollm"
+    """The reader."""
+
+
+@dataclass
 class OriginalProfile:
     """The settings that the formats of the original system share."""
 
@@ -245,7 +253,7 @@ def read_questions(config: Any) -> dict[str, str]:
 
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     """Call the reader of a config with its settings."""
-    from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
+    from knobwise.envs.readers.builtin import builtin_profile, ocr_profile, smollm_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.simulated.calibrated import simulate
 
@@ -254,6 +262,7 @@ def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     readers: dict[str, Callable[..., ProfileTable]] = {
         "builtin": builtin_profile,
         "ocr": ocr_profile,
+        "smollm": smollm_profile,
         "exp5_exp6": read_exp5_exp6,
         "core_exp": read_core_exp,
         "table": _read_table,
@@ -309,6 +318,7 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
 PROFILES: dict[str, type[Any]] = {
     "builtin": BuiltinProfile,
     "ocr": OCRProfile,
+    "smollm": SmolLMProfile,
     "exp5_exp6": Exp5Exp6Profile,
     "core_exp": CoreExpProfile,
     "table": TableProfile,
