@@ -113,14 +113,16 @@ def another_version(table, draws):
 
 
 SERVED = {
-    retries_logged_twice: "",
-    answers_from_a_cache: "",
-    slow_first_rows: "",
-    an_hour_more: "",
-    answers_cut_at_a_length: "",
-    times_of_batches: "",
-    silent_fallback: "",
-    an_outage: "",
-    scored_against_the_next: "",
-    another_version: "",
+    retries_logged_twice: "retried",
+    answers_from_a_cache: "far_off",
+    slow_first_rows: "cold_start",
+    an_hour_more: "far_off",
+    answers_cut_at_a_length: "cut_answers",
+    times_of_batches: "batches",
+    an_outage: "failed_requests",
+    scored_against_the_next: "shifted_scores",
+    another_version: "other_version",
 }
+"""Fault → the check that should notice it."""
+UNNOTICED = (silent_fallback,)
+"""No check looks for these: a model that ends early on easy inputs looks like that."""
