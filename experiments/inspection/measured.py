@@ -217,7 +217,8 @@ def jump_of(levels: np.ndarray) -> tuple[int, float, float]:
     at = np.arange(1, count)
     before = np.cumsum(levels)[:-1] / at
     jumps = (levels.sum() - before * at) / (count - at) - before
-    inside = (at > 0.05 * count) & (at < 0.95 * count)
+    # few samples at an end may differ by chance
+    inside = np.minimum(at, count - at) > max(20, 0.05 * count)
     place = int((np.abs(jumps) * np.sqrt(at * (count - at)) * inside).argmax())
     variances = levels[: place + 1].var(), levels[place + 1 :].var()
     return place + 1, float(jumps[place]), math.sqrt(sum(variances) / 2)

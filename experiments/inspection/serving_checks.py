@@ -140,7 +140,7 @@ def shifted_scores(measured: Measured) -> Faults:
     earlier."""
     accuracy = measured.accuracy
     count, columns = accuracy.shape
-    if count < 50 or columns < 3:
+    if count < 100 or columns < 3:
         return
     missing = np.isnan(accuracy)
     centred = np.where(missing, 0.0, accuracy - np.nanmean(accuracy, 0))
