@@ -49,10 +49,13 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
+CLUSTER = "cluster"
+"""The column of clusters that `long_frame` writes; when read, `group` names one."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
     "image_ids": "image_id",
+    "clusters": CLUSTER,
     "parts": "split",
     "question_types": "question_type",
 }
@@ -129,6 +132,7 @@ def table_from_frame(
     unit: str = "ms",
     features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
+    group: str | None = None,
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
@@ -151,6 +155,8 @@ def table_from_frame(
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
+        group: the column that says which samples belong together, such as those of a document or a
+            user; it is constant inside each sample. No split parts them.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -165,6 +171,9 @@ def table_from_frame(
     if unused := [name for name in UNUSED if name in frame.columns]:
         notes.append(f"keys that are not used: {', '.join(unused)}")
     other = {"dataset", "sample_id", "repeat", accuracy, latency}
+    if group is not None:
+        other.add(group)
+        rows = rows.with_columns(_clusters(frame, rows, group, source))
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
@@ -193,6 +202,9 @@ def _dense_fields(
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
     samples = _samples(frame.drop(columns), keys, source)
+    if CLUSTER in rows.columns:
+        of_samples = rows.select(*keys.columns, CLUSTER).unique()
+        samples = samples.join(of_samples, on=keys.columns, how="left", maintain_order="left")
     shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
     cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
@@ -392,6 +404,33 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFra
     # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
+
+
+def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str, source: str) -> pl.Series:
+    """Return the cluster that each row belongs to, by the column `group`.
+
+    `frame` and `rows` are what `_profiled_rows` returns.
+
+    Raises:
+        InputError: there is no such column, it varies inside a sample, or an image is in several
+            clusters.
+    """
+    if group not in frame.columns:
+        raise InputError(
+            f"{source}: group={group}: no such column; its columns are {', '.join(frame.columns)}"
+        )
+    clusters = name_column(frame[group], source).alias(CLUSTER)
+    units = {"a sample": keys_of(rows)}
+    if "image_id" in frame.columns and not frame["image_id"].is_null().all():
+        image = name_column(frame["image_id"], source)
+        units["an image"] = units["a sample"].drop("sample_id").with_columns(image)
+    for what, keys in units.items():
+        if keys.with_columns(clusters).n_unique() > keys.n_unique():
+            raise InputError(
+                f"{source}: group={group}: the rows of {what} have several values; it must be the "
+                f"same in all rows of {what}"
+            )
+    return clusters
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:

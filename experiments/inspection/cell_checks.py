@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from knobwise.envs.configurations.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
 from knobwise.experiments.inspection.measured import (
@@ -16,7 +17,6 @@ from knobwise.experiments.inspection.measured import (
     jump_of,
     levels_of,
     numbers_of,
-    repeated,
 )
 
 QUICKEST_MS = 0.1
@@ -66,27 +66,38 @@ def percent(measured: Measured) -> Faults:
 
 
 def same_samples(measured: Measured) -> Faults:
-    """Notice samples that occur under several ids: with the same features and outcomes, or with the
-    same features and accuracies, and latencies that hardly differ."""
+    """Notice samples that occur under several ids and that a split may part: with equal features
+    and outcomes, or with equal features and accuracies, and latencies that hardly differ."""
     table = measured.table
     features = torch.cat([torch.zeros(len(measured.ids), 0), *measured.blocks], 1)
     cells = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
-    advice = "Keep one of them, or give both the same image_id: then no split parts them."
-    if (copies := repeated(torch.cat([features, cells], 1))) and table.num_configurations > 1:
+    advice = (
+        "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, and "
+        "no split parts them."
+    )
+    copies = len(_equal_pairs(measured, torch.cat([features, cells], 1))[0])
+    if copies and table.num_configurations > 1:
         words = f"{copies} samples have the features and outcomes of another one"
         yield Fault(words, "nearly certain", advice)
-    elif table.features and not table.image_ids:
-        # neighbours in an order in which equal features stand together
-        number = numbers_of(features)
-        order = np.argsort(number, kind="stable")
-        first = order[:-1][np.diff(number[order]) == 0]
-        second = order[1:][np.diff(number[order]) == 0]
+    elif table.features:
+        first, second = _equal_pairs(measured, features)
         differences = np.abs(measured.log_ms[first] - measured.log_ms[second])
         usual = np.nanmedian(np.abs(np.diff(measured.log_ms, axis=0)))
         as_right = (measured.accuracy[first] == measured.accuracy[second]).mean(1) > 0.95
         if twins := int((as_right & (np.nanmedian(differences, 1) < 0.25 * usual)).sum()):
             words = f"{twins} samples have the features of another one, and take about as long"
             yield Fault(words, "likely", advice)
+
+
+def _equal_pairs(measured: Measured, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of samples whose rows, float32 [n, d], are equal bit for bit, and which a split
+    may part: each sample with the one before it that has the same row."""
+    number = numbers_of(rows)
+    # equal rows stand together
+    order = np.argsort(number, kind="stable")
+    keys = measured.split_keys[order]
+    pairs = (np.diff(number[order]) == 0) & (np.diff(keys) != 0)
+    return order[:-1][pairs], order[1:][pairs]
 
 
 # -- times -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
             normalised.
         names: of the d features.
         raw: float64 [m, d], the features as they are.
-        ids, datasets: of the n samples; data sets by number.
+        ids, datasets, split_keys: of the n samples; data sets and keys by number.
         blocks: float32 [n, *], the features of all samples.
     """
 
@@ -50,6 +50,7 @@ class Measured(NamedTuple):
     raw: np.ndarray
     ids: np.ndarray
     datasets: np.ndarray
+    split_keys: np.ndarray
     blocks: list[Tensor]
 
     @classmethod
@@ -75,6 +76,7 @@ class Measured(NamedTuple):
             raw.double().numpy(),
             np.array(table.sample_ids)[rows.numpy()],
             np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
+            _numbered(table.split_keys)[rows.numpy()],
             list(table.blocks(rows).values()),
         )
 
@@ -96,6 +98,12 @@ class Fault(NamedTuple):
 
 
 Faults = Iterator[Fault]
+
+
+def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
+    """Return a number for each key, int64 [n]; equal keys have equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
