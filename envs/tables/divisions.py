@@ -55,11 +55,11 @@ def unseen(table: ProfileTable, split: Split) -> Split:
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
     # images of the test part, as every block of features shows them
-    shown = set().union(*_images(table, split.test))
+    test_images = set().union(*_images(table, split.test))
 
     kept = []
     for rows in split[:2]:
-        fresh = [shown.isdisjoint(images) for images in _images(table, rows)]
+        fresh = [test_images.isdisjoint(images) for images in _images(table, rows)]
         kept.append(rows[torch.tensor(fresh, dtype=torch.bool)])
     return _not_empty(table, Split(kept[0], kept[1], split.test))
 

@@ -31,10 +31,10 @@ def retried(measured: Measured) -> Faults:
     counts = (~np.isnan(logs)).sum(2)
     more = counts > np.median(counts[counts > 0])
     differ = np.nanmax(logs[more], 1, initial=-np.inf) - np.nanmin(logs[more], 1, initial=np.inf)
-    apart = int((differ > math.log(1.5)).sum())
-    if apart >= 3 and apart > 0.5 * more.sum() and more.mean() < 0.3:
+    far = int((differ > math.log(1.5)).sum())
+    if far >= 3 and far > 0.5 * more.sum() and more.mean() < 0.3:
         yield Fault(
-            f"{apart} cells have more measurements than the others, and these differ by far",
+            f"{far} cells have more measurements than the others, and these differ by far",
             "likely",
             "If requests were sent again, keep one row: the whole time, and the last answer.",
         )

@@ -247,7 +247,9 @@ def decision_frame(
     """
     # a row for each judged sample
     names: dict[str, Any] = {"sample_id": table.sample_ids, "dataset": table.datasets or None}
-    if table.clusters or table.image_ids:
+    if table.clusters:
+        names["cluster"] = table.clusters
+    elif table.image_ids:
         # an image is known by its data set and id
         names["cluster"] = list(map("/".join, table.split_keys))
     samples = pl.DataFrame(names)[test.numpy()]

@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# by hand, tests/ is not where Python looks for modules
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from campaign.profiles.served import SERVED, UNNOTICED
 from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.simulated.calibrated import simulate
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_by_check
-
-from .served import SERVED, UNNOTICED
 
 MEASURED = Path(__file__).parents[3] / "experiments" / "studies" / "measured"
 SMALL = {"image_width": 24, "language_width": 24, "samples": 500}

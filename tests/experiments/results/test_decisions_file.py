@@ -95,6 +95,9 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path):
     (tmp_path / FILE).write_bytes(b"PAR1 but not really")
     with pytest.raises(InputError, match=FILE):
         read_decisions(tmp_path)
+    # files of earlier versions know no clusters
+    frame([1.0]).drop("cluster").write_parquet(tmp_path / FILE)
+    assert read_decisions(tmp_path)["cluster"].is_null().all()
     frame([1.0]).drop("seed").write_parquet(tmp_path / FILE)
     with pytest.raises(InputError, match="seed"):
         read_decisions(tmp_path)
