@@ -35,7 +35,39 @@ def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
 
 
-def check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
+def knobs_and_features(
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    knobs: Sequence[str] | None,
+    features: Any,
+    columns: Sequence[Column],
+    other: set[str],
+    source: str,
+    notes: list[str],
+) -> tuple[Sequence[str], Any]:
+    """Return the columns that are knobs, and features, read if they are columns of the frame.
+
+    Args:
+        frame, rows: the rows as they were read, and their ids.
+        knobs, features, columns: the options of `table_from_frame`.
+        other: columns that are neither knobs nor features.
+        source, notes: for messages, and what is noticed.
+
+    Raises:
+        InputError: columns cannot be what they are named as, or there are no knobs.
+    """
+    # columns that are features are no knobs
+    names: Sequence[str] = ()
+    if features == AUTO or isinstance(features, list):
+        names = _feature_names(frame, rows, features, columns, knobs, other, source)
+        features = _features_in(frame, rows, names, columns, features == AUTO, source, notes)
+    if knobs is None:
+        knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
+    _check_knobs(frame, knobs, other, source)
+    return knobs, features
+
+
+def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
     """Raise InputError if there are no knobs, or a knob is no column or one of these others."""
     wrong = [k for k in knobs if k not in frame.columns or k in other]
     if wrong or not knobs:
@@ -46,7 +78,7 @@ def check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], sour
         )
 
 
-def find_knobs(
+def _find_knobs(
     frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], source: str, notes: list[str]
 ) -> list[str]:
     """Return the columns that are knobs by default; note which others might have been.
@@ -85,7 +117,7 @@ def find_knobs(
     return names
 
 
-def feature_names(
+def _feature_names(
     frame: pl.DataFrame,
     rows: pl.DataFrame,
     features: Any,
@@ -107,7 +139,7 @@ def feature_names(
     return names
 
 
-def features_in(
+def _features_in(
     frame: pl.DataFrame,
     rows: pl.DataFrame,
     names: Sequence[str],
@@ -119,7 +151,7 @@ def features_in(
     """Return the features in these columns of a frame.
 
     Args:
-        frame, rows: what `_profiled_rows` returns.
+        frame, rows: as in `knobs_and_features`.
         columns: what they hold, if a checkpoint knows it; else it is fitted.
         auto: whether columns that cannot be features are left out, with a note.
 

@@ -19,14 +19,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.column_roles import (
-    check_knobs,
-    feature_names,
-    features_in,
-    find_knobs,
-    keys_of,
-)
-from knobwise.envs.readers.feature_columns import AUTO
+from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
     as_share,
@@ -155,8 +148,7 @@ def table_from_frame(
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
-        group: the column that says which samples belong together, such as those of a document or a
-            user; it is constant inside each sample. No split parts them.
+        group: the column of what a sample belongs to, such as a document or a user.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -174,19 +166,12 @@ def table_from_frame(
     if group is not None:
         other.add(group)
         rows = rows.with_columns(_clusters(frame, rows, group, source))
-    # columns that are features are no knobs
-    names: Sequence[str] = ()
-    if features == AUTO or isinstance(features, list):
-        names = feature_names(frame, rows, features, columns, knobs, other, source)
-        features = features_in(frame, rows, names, columns, features == AUTO, source, notes)
-    if knobs is None:
-        knobs = find_knobs(frame, rows, {*other, *names}, source, notes)
-    check_knobs(frame, knobs, other, source)
+    knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, source, notes)
     fields = _dense_fields(frame, rows, knobs, source, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
-    if features is None:
+    if blocks is None:
         return table
-    return attach_features(table, features, columns)
+    return attach_features(table, blocks, columns)
 
 
 def _dense_fields(

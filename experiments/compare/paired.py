@@ -104,11 +104,10 @@ def differences(
         scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
         columns.insert(0, None)
     names = (run.label, reference.label, policies[1], policies[0])
-    clusters = _clusters(reference, samples)
     tested = []
-    for column, count, (gap, low, high, p) in _tests(scores, same_seeds, clusters):
+    tests = _tests(scores, same_seeds, _clusters(reference, samples))
+    for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
-
     restrictions = []
     judged = [side["sample"].n_unique() for side in sides]
     if len(samples) < max(judged):

@@ -48,8 +48,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `headroom`, `static_choices`, `feasible_share`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
         - `configuration_means`, with the 5, 50 and 95 % quantiles of latency, and `pareto`
-        - `examples`: samples with the latency of their cheapest right configuration, from easy to
-          hard
+        - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `datasets`, `images`, `clusters`, `features`, `digest`, `notes` (of the reader),
           `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
     """

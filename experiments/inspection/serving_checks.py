@@ -43,7 +43,7 @@ def retried(measured: Measured) -> Faults:
 def far_off(measured: Measured) -> Faults:
     """Notice single cells that take a thousand times as long as they should, as where a clock was
     changed, and many that take a small part, as answers from a cache do."""
-    if min(measured.log_ms.shape) < 3:
+    if min(measured.log_ms.shape) < 3 or measured.table.unit != "ms":
         return
     beyond = excess(measured.log_ms)
     late = beyond > math.log(FAR)
@@ -67,7 +67,7 @@ def far_off(measured: Measured) -> Faults:
 
 def cold_start(measured: Measured) -> Faults:
     """Notice first samples that take much longer than the others, since the model was not warm."""
-    if len(measured.few) < 100:
+    if len(measured.few) < 100 or measured.table.unit != "ms":
         return
     levels = levels_of(measured, measured.log_ms)
     centred = levels - np.median(levels)
@@ -111,7 +111,7 @@ def cut_answers(measured: Measured) -> Faults:
 
 def batches(measured: Measured) -> Faults:
     """Notice samples that share all their latencies with others, as members of a batch do."""
-    if measured.log_ms.shape[1] < 2:
+    if measured.log_ms.shape[1] < 2 or measured.table.unit != "ms":
         return
     number = numbers_of(torch.from_numpy(measured.log_ms).float())
     sizes = np.bincount(number)
