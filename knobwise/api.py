@@ -41,7 +41,8 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
             names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only.
-        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name.
+        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name,
+            group.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.

@@ -68,9 +68,9 @@ def attainable_by(
         budgets_ms: float [B] that utility is averaged over.
 
     Returns:
-        `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images).
-        `samples`: how many were used. `policies`: the policy that decided each fold. None if there
-        are too few samples for two folds.
+        `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images, or
+        clusters). `samples`: how many were used. `policies`: the policy that decided each fold.
+        None if there are too few samples for two folds.
     """
     folds = experts.measured.folds
     if len(folds) < 2:
@@ -84,7 +84,7 @@ def attainable_by(
         best = int((total - gains[:, hold].sum(1)).argmax())
         kept[hold] = gains[best, hold]
         policies.append(POLICIES[best])
-    drawn = resampled_means([kept], splits=_images(table, experts.measured.rows))
+    drawn = resampled_means([kept], splits=_clusters(table, experts.measured.rows))
     return {
         "gain": float(kept.mean()),
         "gain_ci95": ends_of(drawn)[0],
@@ -176,11 +176,10 @@ def add_shares(results: dict[str, Any]) -> None:
                 row["attained"] = row["over_static"] / estimate["gain"]
 
 
-def _images(table: ProfileTable, rows: Tensor) -> np.ndarray:
-    """Return the number of each row's image (or sample), as `resampled_means` takes it: int
+def _clusters(table: ProfileTable, rows: Tensor) -> np.ndarray:
+    """Return the number of each row's image, cluster or sample, as `resampled_means` takes it: int
     [2, n]."""
-    names = table.dataset_names
-    images = table.image_ids or table.sample_ids
-    keys = [f"{names[row]}\n{images[row]}" for row in rows.tolist()]
-    numbers = np.unique(keys, return_inverse=True)[1].reshape(-1)
+    keys = table.split_keys
+    texts = ["\n".join(keys[row]) for row in rows.tolist()]
+    numbers = np.unique(texts, return_inverse=True)[1].reshape(-1)
     return np.stack([np.zeros_like(numbers), numbers])
