@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from knobwise.agents.judging.baselines import FittedStatic
-from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
