@@ -17,14 +17,12 @@ comparisons, so a useless update takes over with at most twice the chance of a s
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.learning.adaptation import (
@@ -34,7 +32,7 @@ from knobwise.agents.learning.adaptation import (
     adapted,
     copied,
     fit_offsets,
-    prior_covariance,
+    posterior,
     teach_again,
 )
 from knobwise.agents.learning.doubts import doubted_labels, doubted_times
@@ -48,11 +46,12 @@ from knobwise.common.errors import InputError
 
 FOLDS = 2
 """Parts of the log; each is judged by a controller that learned from the others."""
-_GRID = itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
-ACCURACY_SCALES = [Scales(*scales, 0.0) for scales in _GRID]
-"""Prior standard deviations that offsets of logits are averaged over."""
-FREE_LOGIT = 1.0
-"""Prior standard deviation of the offset of logits that all configurations share."""
+ACCURACY_SCALES = Scales(0.5, 0.3, 0.0)
+"""Prior standard deviations of offsets of logits."""
+ROUNDS = 12
+"""Rounds of scoring."""
+LEAST_PRECISION = 0.05
+"""Lower bound of the precision of a label, where accuracies are close to 0 or 1."""
 SPREADS = NARROWEST, 3.0
 """Bounds of the factor by which an update may scale the predicted spreads."""
 
@@ -68,19 +67,25 @@ class Update(NamedTuple):
     """Comparisons of each step with the best before it, in order."""
     doubts: dict[str, list[str]]
     """What speaks against each step that is better."""
+    loss: float
+    """The utility lost by the updates since a person last accepted one, if labels are wrong and the
+    profile is right."""
     factors: list[float]
     """The first step's factors on the expected latency of each configuration."""
     logits: list[float]
     """The second step's offsets of the logit of each expected accuracy."""
 
 
-def update(agent: DeployedController, logged: Logged, accept: bool = False) -> Update:
+def update(
+    agent: DeployedController, logged: Logged, accept: bool = False, loss: float = 0.0
+) -> Update:
     """Let a controller learn from a log, and judge it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.
         logged: requests that this controller or earlier versions of it served, in order.
         accept: let a better step take over whatever speaks against it.
+        loss: of the updates before, see `Update.loss`.
 
     Raises:
         InputError: too few requests.
@@ -99,43 +104,55 @@ def update(agent: DeployedController, logged: Logged, accept: bool = False) -> U
     against: list[str] = []
     for name, controller in after.items():
         new = choices[name]
-        rows = torch.ones(n, dtype=torch.bool)
         outcomes = logged.clone()
+        judged = logged.labelled
         if name == "latencies":
             # each answer counts as accurate as the profile expects
             outcomes.accuracy = accuracy
-        else:
-            rows = logged.labelled
-        steps[name] = judge(outcomes[rows], expected[name][rows], best[rows], new[rows])
+            judged = torch.ones_like(judged)
+        evidence = outcomes[judged], expected[name][judged], best[judged], new[judged]
+        steps[name] = judge(*evidence)
         if not steps[name].better:
             continue
+        more = 0.0
         if name == "latencies":
-            late = slice(n // 2, None)
-            later = judge(outcomes[late], expected[name][late], best[late], new[late])
-            against = doubted_times(
-                names, agent.configurations, logged.choice, _ratios(agent, logged)
-            )
+            later = judge(*(part[len(part) // 2 :] for part in evidence))
+            ratios = _ratios(agent, logged)
+            against = doubted_times(names, agent.configurations, logged.choice, ratios)
             if later.doubly_robust["difference"][0] <= 0:
                 against.append("the later half of the requests shows no gain")
         else:
-            # what the profile expects, at the times that were learned
-            worth = expected["latencies"]
-            lost = worth.gather(1, best.unsqueeze(1)) - worth.gather(1, new.unsqueeze(1))
-            loss = float(lost.double().mean())
-            against = against + doubted_labels(names, logged[rows], accuracy[rows], loss)
+            more = _loss(after["latencies"], logged, best, new)
+            doubted = doubted_labels(names, logged[judged], accuracy[judged], loss + more)
+            against = [*against, *doubted]
         doubts[name] = against
         if accept or not against:
             best = new
             serving = controller
+            loss = 0.0 if against else loss + more
             against = []
     return Update(
         serving or controller,
         better=serving is not None,
         steps=steps,
         doubts=doubts,
+        loss=loss,
         factors=offsets.mean.exp().tolist(),
         logits=logits.tolist(),
     )
+
+
+@torch.no_grad()
+def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -> float:
+    """Return the utility lost by new choices [n] instead of old ones, at the accuracies of the
+    profile."""
+    profile = copied(agent)
+    assert profile.teacher is not None
+    # without what labels have taught it
+    profile.teacher.accuracy_logits.zero_()
+    worth = _expected_utility(profile, logged)
+    lost = worth.gather(1, old.unsqueeze(1)) - worth.gather(1, new.unsqueeze(1))
+    return float(lost.double().mean())
 
 
 def learn(
@@ -243,55 +260,21 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
 def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     """Estimate offsets δ of the accuracies' logits, float64 [C], from labelled requests.
 
-    They are additive over the knobs and shrunk like those of latencies: the mean over several prior
-    scales, weighted by the evidence of each.
+    They are additive over the knobs and shrunk like those of latencies. This is the most probable δ
+    for Bernoulli labels, by Fisher scoring: each round is a normal fit to δ + (label − p)/w, with
+    the mean w of p(1 − p) as its precision.
     """
     expected = _predictions(agent, logged).accuracy[torch.arange(len(logged)), logged.choice]
     predicted = expected.double().clamp(0.01, 0.99).logit()
-    label = logged.accuracy.float().double()
-    modes = []
-    evidence = []
-    for scales in ACCURACY_SCALES:
-        prior = prior_covariance(agent.configurations, scales, FREE_LOGIT)
-        mode, log_evidence = _laplace(prior, predicted, logged.choice, label)
-        modes.append(mode)
-        evidence.append(log_evidence)
-    return torch.stack(evidence).softmax(0) @ torch.stack(modes)
-
-
-def _laplace(
-    prior: Tensor, predicted: Tensor, choice: Tensor, label: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the most probable offsets of logits, by Newton steps, and their log-evidence.
-
-    This is Laplace's approximation (Rasmussen and Williams 2006, "Gaussian Processes for Machine
-    Learning", algorithm 3.1).
-
-    Args:
-        prior: covariance of the offsets, float64 [C, C].
-        predicted: predicted logits [n].
-        choice: int64 [n], the configurations.
-        label: measured accuracies [n].
-
-    Returns:
-        The offsets, float64 [C], and ln of the evidence, up to a constant.
-    """
-    mode = torch.zeros(len(prior), dtype=torch.float64)
-    for _ in range(12):
-        # slope and curvature of the log-likelihood
-        p = (predicted + mode[choice]).sigmoid()
-        slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
-        curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
-        # the algorithm's B, b and a
-        root = curvature.sqrt()
-        identity = torch.eye(len(prior), dtype=prior.dtype)
-        factor = torch.linalg.cholesky(identity + root.outer(root) * prior)
-        target = curvature * mode + slope
-        solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
-        weight = target - root * solved
-        mode = prior @ weight
-    loss = binary_cross_entropy_with_logits(predicted + mode[choice], label, reduction="sum")
-    return mode, -loss - 0.5 * weight @ mode - factor.diagonal().log().sum()
+    offsets = torch.zeros(len(agent.configurations), dtype=torch.float64)
+    for _ in range(ROUNDS):
+        before = offsets[logged.choice]
+        p = (predicted + before).sigmoid()
+        precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
+        working = before + (logged.accuracy - p) / precision
+        scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
+        offsets = posterior(agent.configurations, logged.choice, working, scales).mean
+    return offsets
 
 
 def _with_logits(agent: DeployedController, logits: Tensor, logged: Logged) -> DeployedController:
