@@ -45,7 +45,7 @@ def doubted_times(
         choice: int64 [n], the configurations of n answers.
         ratios: float [n], ln(time of the answer / time expected).
     """
-    lines = {}
+    lines: list[tuple[float, str]] = []
     for c in choice.unique().tolist():
         chosen = choice == c
         if chosen.sum() < FEW or chosen.all():
@@ -53,11 +53,12 @@ def doubted_times(
         implied = posterior(configurations, choice[~chosen], ratios[~chosen], SCALES)
         gap = float(ratios[chosen].median() - implied.mean[c])
         if abs(gap) > max(math.log(MOST_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
-            lines[abs(gap)] = (
+            line = (
                 f"the times of {_label(names[c])}, {int(chosen.sum())} answers, are "
                 f"{math.exp(gap):.2g} times those that the other configurations imply"
             )
-    return [lines[gap] for gap in sorted(lines, reverse=True)[:NAMED]]
+            lines.append((abs(gap), line))
+    return _worst(lines)
 
 
 def doubted_labels(
@@ -90,7 +91,7 @@ def _wrong_labels(
     names: Sequence[Mapping[str, Any]], logged: Logged, accuracy: Tensor
 ) -> list[str]:
     """Return a line for each configuration whose labels differ from the profile beyond chance."""
-    lines = {}
+    lines: list[tuple[float, str]] = []
     for c in logged.choice.unique().tolist():
         chosen = logged.choice == c
         labels = logged.accuracy[chosen]
@@ -98,11 +99,17 @@ def _wrong_labels(
         variance = (expected * (1 - expected)).sum().clamp_min(0.25)
         z = abs(float((labels - expected).sum() / variance.sqrt()))
         if z > CHANCE:
-            lines[z] = (
+            line = (
                 f"the {len(labels)} labels of {_label(names[c])} say accuracy "
                 f"{labels.mean():.2f}, the profile {expected.mean():.2f}"
             )
-    return [lines[z] for z in sorted(lines, reverse=True)[:NAMED]]
+            lines.append((z, line))
+    return _worst(lines)
+
+
+def _worst(lines: list[tuple[float, str]]) -> list[str]:
+    """Return the lines with the largest numbers, at most `NAMED`."""
+    return [line for _, line in sorted(lines, reverse=True)[:NAMED]]
 
 
 def _label(values: Mapping[str, Any]) -> str:

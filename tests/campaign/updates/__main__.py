@@ -14,31 +14,38 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from campaign.updates.kinds import POISONED, SOUND  # noqa: E402
 from campaign.updates.replays import GAIN, WORSE, replay  # noqa: E402
 
-HEADER = ("kind", "took over", "wrongly", "change", "accept: took", "wrongly", "change")
 
-
-def table_of(kinds, replays, seed):
+def table_of(kinds, replays, seed, accepts):
     """Replay kinds, print a line for each, and return all replays."""
-    print("{:<64}{:>10}{:>9}{:>8}{:>14}{:>9}{:>8}".format(*HEADER))
+    header = ["kind", "took over", "wrongly", "change"]
+    if accepts:
+        header += ["accepted", "wrongly", "change"]
+    print(line_of(header), flush=True)
     everything = []
     for kind in kinds:
-        many = [replay(kind, seed + i) for i in range(replays)]
+        many = [replay(kind, seed + i, accepts) for i in range(replays)]
         everything += many
-        cells = []
-        for taken, change in (("better", "change"), ("accepted", "possible")):
+        cells = [kind]
+        for taken, change in (("better", "change"), ("accepted", "possible"))[: 1 + accepts]:
             changes = [getattr(each, change) for each in many]
             wrongly = sum(points < WORSE for points in changes)
-            cells += [sum(getattr(each, taken) for each in many), wrongly, sum(changes) / replays]
-        print("{:<64}{:>10}{:>9}{:>+8.1f}{:>14}{:>9}{:>+8.1f}".format(kind, *cells), flush=True)
+            mean = f"{sum(changes) / replays:+.1f}"
+            cells += [sum(getattr(each, taken) for each in many), wrongly, mean]
+        print(line_of(cells), flush=True)
     return everything
+
+
+def line_of(cells):
+    """A line of the table, as Markdown has it."""
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main(replays="10", seed="0"):
     start = time.perf_counter()
-    sound = table_of(SOUND, int(replays), int(seed))
-    poisoned = table_of(POISONED, int(replays), int(seed))
+    poisoned = table_of(POISONED, int(replays), int(seed), accepts=False)
     wrongly = sum(each.change < WORSE for each in poisoned)
     print(f"poisoned: worse by more than {-WORSE} points in {wrongly} of {len(poisoned)} replays")
+    sound = table_of(SOUND, int(replays), int(seed), accepts=True)
     gains = [each for each in sound if each.possible >= GAIN]
     taken = sum(each.change >= GAIN for each in gains)
     print(f"sound with {GAIN} points or more to gain: taken in {taken} of {len(gains)} replays")

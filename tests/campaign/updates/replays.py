@@ -29,17 +29,17 @@ class Replay(NamedTuple):
     result: Update
 
 
-def replay(kind, seed, lessons=LESSONS):
-    """Replay one kind of log."""
+def replay(kind, seed, accepts=True):
+    """Replay one kind of log; without `accepts`, what accept=true would change is left out."""
     change, tamper = SOUND.get(kind, (None, POISONED.get(kind)))
     log = log_of(seed, change)
     if tamper is not None:
         tamper(log)
-    steps, adaptation.STEPS = adaptation.STEPS, lessons
+    steps, adaptation.STEPS = adaptation.STEPS, LESSONS
     try:
         result = update(served().agent, log.logged())
         accepted = result
-        if any(result.doubts.values()):
+        if accepts and any(result.doubts.values()):
             accepted = update(served().agent, log.logged(), accept=True)
     finally:
         adaptation.STEPS = steps
