@@ -17,6 +17,7 @@ from torch import Tensor
 
 from knobwise.agents.learning.adaptation import Scales, posterior
 from knobwise.agents.learning.logged import Logged
+from knobwise.agents.learning.off_policy import Judgement
 
 MOST_LOSS = 0.005
 """The utility that a change may lose if the profile is right and the labels are wrong."""
@@ -35,16 +36,24 @@ NAMED = 5
 
 
 def doubted_times(
-    names: Sequence[Mapping[str, Any]], configurations: Tensor, choice: Tensor, ratios: Tensor
+    names: Sequence[Mapping[str, Any]],
+    configurations: Tensor,
+    choice: Tensor,
+    ratios: Tensor,
+    later: Judgement,
 ) -> list[str]:
-    """Return a line for each configuration whose times contradict those of the others.
+    """Return why a change that rests on times is doubtful; an empty list if it is not.
 
     Args:
         names: the knob values of each configuration.
         configurations: int64 [C, K].
         choice: int64 [n], the configurations of n answers.
         ratios: float [n], ln(time of the answer / time expected).
+        later: the judgement by the later half of the requests.
     """
+    reasons = []
+    if later.doubly_robust["difference"][0] <= 0:
+        reasons.append("the later half of the requests shows no gain")
     lines: list[tuple[float, str]] = []
     for c in choice.unique().tolist():
         chosen = choice == c
@@ -58,7 +67,7 @@ def doubted_times(
                 f"{math.exp(gap):.2g} times those that the other configurations imply"
             )
             lines.append((abs(gap), line))
-    return _worst(lines)
+    return reasons + _worst(lines)
 
 
 def doubted_labels(

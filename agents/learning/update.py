@@ -35,7 +35,7 @@ from knobwise.agents.learning.adaptation import (
     posterior,
     teach_again,
 )
-from knobwise.agents.learning.doubts import doubted_labels, doubted_times
+from knobwise.agents.learning.doubts import MOST_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.policy.arrays import configurations_of
@@ -110,26 +110,23 @@ def update(
             # each answer counts as accurate as the profile expects
             outcomes.accuracy = accuracy
             judged = torch.ones_like(judged)
-        evidence = outcomes[judged], expected[name][judged], best[judged], new[judged]
-        steps[name] = judge(*evidence)
+        steps[name] = judge(outcomes[judged], expected[name][judged], best[judged], new[judged])
         if not steps[name].better:
             continue
-        more = 0.0
+        total = loss
         if name == "latencies":
-            later = judge(*(part[len(part) // 2 :] for part in evidence))
+            late = slice(n // 2, None)
+            later = judge(outcomes[late], expected[name][late], best[late], new[late])
             ratios = _ratios(agent, logged)
-            against = doubted_times(names, agent.configurations, logged.choice, ratios)
-            if later.doubly_robust["difference"][0] <= 0:
-                against.append("the later half of the requests shows no gain")
+            against = doubted_times(names, agent.configurations, logged.choice, ratios, later)
         else:
-            more = _loss(after["latencies"], logged, best, new)
-            doubted = doubted_labels(names, logged[judged], accuracy[judged], loss + more)
-            against = [*against, *doubted]
+            total = max(0.0, loss + _loss(after["latencies"], logged, best, new))
+            against = against + doubted_labels(names, logged[judged], accuracy[judged], total)
         doubts[name] = against
         if accept or not against:
             best = new
             serving = controller
-            loss = 0.0 if against else loss + more
+            loss = 0.0 if total > MOST_LOSS else total
             against = []
     return Update(
         serving or controller,

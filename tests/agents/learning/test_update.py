@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from knobwise.agents.learning import adaptation, doubts
 from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
+from knobwise.agents.learning.off_policy import Judgement
 from knobwise.agents.learning.update import update
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
@@ -201,17 +202,24 @@ def test_the_reasons_by_hand():
     assert "chose itself" in explored
 
 
+GAINS = Judgement(100, 20, 0, {"difference": (0.1, 0.05, 0.15)}, 0, 0.06, True)
+
+
 def test_times_of_a_configuration_that_contradict_those_of_the_others_are_named():
     grid = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     choice = torch.arange(4).repeat(30)
     noise = 0.05 * torch.randn(120, generator=torch.Generator().manual_seed(0)).double()
     # a drift that follows a knob is none
     ratios = noise + 0.8 * grid[choice, 0]
-    assert doubts.doubted_times(NAMES, grid, choice, ratios) == []
+    assert doubts.doubted_times(NAMES, grid, choice, ratios, GAINS) == []
     ratios[choice == 3] -= 2.3
-    first, *_ = doubts.doubted_times(NAMES, grid, choice, ratios)
+    first, *_ = doubts.doubted_times(NAMES, grid, choice, ratios, GAINS)
     assert "30 answers" in first
-    assert doubts.doubted_times(NAMES, grid, choice[choice == 3], ratios[choice == 3]) == []
+    # a configuration that is alone is not compared, and a gain that has passed is named
+    alone = choice == 3
+    passed = GAINS._replace(doubly_robust={"difference": (-0.01, -0.1, 0.1)})
+    (line,) = doubts.doubted_times(NAMES, grid, choice[alone], ratios[alone], passed)
+    assert "later half" in line
 
 
 def test_a_gain_that_has_passed_waits_to_be_accepted(tmp_path):
