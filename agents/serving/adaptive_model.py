@@ -24,7 +24,7 @@ import torch
 from knobwise.agents.policy.arrays import Arrays, configurations_of
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
-from knobwise.agents.serving.request_log import RequestLog, Result, row_of
+from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.wrapper import Front
 from knobwise.common.checks import at_least
@@ -185,7 +185,13 @@ class AdaptiveModel(Front, FirstStages):
             for group in groups.values():
                 self._finish(group, decision_ms, begun)
                 begun = self._now()
-            self._note(decided)
+            for item in decided:
+                result = item.result
+                # nothing can be learned from a time that is not possible; the tracker counts it
+                if not math.isnan(result.total_ms):
+                    stage = item.prepared.stage
+                    answer_ms = result.answer.total_ms + stage.unused_ms(result.configuration)
+                    self._note(self.controller, stage.features, item.best, result, answer_ms)
         return [item.result for item in decided]
 
     def _decisions(
@@ -240,21 +246,6 @@ class AdaptiveModel(Front, FirstStages):
     def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
         """Return what determines the chances of a draw."""
         return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
-
-    def _note(self, decided: Sequence[Decided]) -> None:
-        """Log answered requests. Chances are computed here, so that no answer waits for them."""
-        if self.log is None:
-            return
-        for request in decided:
-            # nothing can be learned from a time that is not possible; the tracker counts it
-            if math.isnan(request.result.total_ms):
-                continue
-            chances = self._exploration.chances(*self._context(request), request.best)
-            stage = request.prepared.stage
-            result = request.result
-            answer_ms = result.answer.total_ms + stage.unused_ms(result.configuration)
-            facts = stage.features, chances, request.best, result, answer_ms
-            result.request_id = self.log.add(row_of(self.controller.digest, *facts))
 
     def _finish(self, group: Sequence[Decided], decision_ms: float, begun: float) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.

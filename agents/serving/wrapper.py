@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from knobwise.agents.policy.arrays import LEAST_MS, Array, blocks_of, configurations_of
+from knobwise.agents.policy.arrays import LEAST_MS, Array, Arrays, blocks_of, configurations_of
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
@@ -116,6 +116,22 @@ class Front:
             self._watched.refresh()
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
+
+    def _note(
+        self,
+        controller: NumpyController,
+        features: Arrays,
+        best: int,
+        result: Result,
+        answer_ms: float,
+    ) -> None:
+        """Log an answered request, see `row_of`. Its chances are computed only now, so that no
+        answer waits for them."""
+        if self.log is not None:
+            context = controller, features, result.limit_ms, result.drift
+            chances = self._exploration.chances(*context, best)
+            row = row_of(controller.digest, features, chances, best, result, answer_ms)
+            result.request_id = self.log.add(row)
 
 
 @dataclass(slots=True)
@@ -252,12 +268,7 @@ class Steps(Front):
             overhead_ms=overhead_ms,
             decision_us=flight.decision_ms * 1e3,
         )
-        if self.log is not None:
-            controller = flight.controller
-            context = controller, flight.features, flight.limit_ms, flight.drift
-            chances = self._exploration.chances(*context, flight.best)
-            facts = flight.features, chances, flight.best, result, answer_ms
-            result.request_id = self.log.add(row_of(controller.digest, *facts))
+        self._note(flight.controller, flight.features, flight.best, result, answer_ms)
         return result
 
 
