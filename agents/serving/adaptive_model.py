@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from knobwise.agents.policy.arrays import Arrays, configurations_of
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.policy.controller import Drift, Expected
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
 from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -239,13 +239,10 @@ class AdaptiveModel(Front, FirstStages):
             before_ms = stage_s * 1e3 + ready.before_ms
             item = Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
             if explored:
-                item.expected = self._exploration.draw(*self._context(item))
+                context = self.controller, ready.stage.features, limit, drift
+                item.expected = self._exploration.draw(*context)
             decided.append(item)
         return decided, max(0.0, (took + now() - start) * 1e3)
-
-    def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
-        """Return what determines the chances of a draw."""
-        return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
 
     def _finish(self, group: Sequence[Decided], decision_ms: float, begun: float) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.

@@ -20,6 +20,7 @@ from replayed import child, settled_for, small_stack, untrained
 import knobwise
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.serving import wrapper
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.wrapper import wrap
 from knobwise.common.errors import InputError
@@ -238,24 +239,46 @@ def test_coroutines_are_in_flight_together_and_wait_without_a_lock(policy, tmp_p
     each_label_is_of_its_own_request(tmp_path, policy, results)
 
 
-@pytest.mark.parametrize("kind", [Model, AsyncModel])
-def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(policy, kind):
-    model = kind(0.4)
-    serve = wrap(model, policy, features=features_of)
+class Clock:
+    """A clock that the callable moves on, so that no other work on the machine counts."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(policy, monkeypatch, awaits):
+    clock = Clock()
+    monkeypatch.setattr(wrapper, "time", clock)
+    slower = 1.0
+
+    def call(row, **knobs):
+        clock.now += cell(row, knobs)[1] * slower
+        return row
+
+    async def later(row, **knobs):
+        await asyncio.sleep(0)
+        return call(row, **knobs)
+
+    serve = wrap(later if awaits else call, policy, features=features_of)
 
     def answer(rows):
         for row in rows:
-            if kind is Model:
-                serve(row, 60.0)
-            else:
-                asyncio.run(serve(row, 60.0))
+            served = serve.result(row, 60.0)
+            result = asyncio.run(served) if awaits else served
+            assert result.total_ms == pytest.approx(
+                cell(row, result.configuration)[1] * slower * 1e3
+            )
 
-    answer(range(40))
+    answer(range(60))
     before = serve.tracker.factors()["level"]
-    model.slower = 0.8
-    answer(range(40, 80))
-    after = serve.tracker.factors()["level"]
-    assert 1.5 < after / before < 2.5
+    assert 0.8 < before < 1.25
+    slower = 2.0
+    answer(range(60, 120))
+    assert serve.tracker.factors()["level"] / before == pytest.approx(2, rel=0.15)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
