@@ -86,10 +86,10 @@ def doubted_labels(
     enough = int((counts >= FEW).sum())
     if enough < min(CONFIGURATIONS, len(names)):
         reasons.append(f"only {enough} configurations have {FEW} labels or more")
-    best = logged.propensity.argmax(1)
-    own = int((best == logged.choice).sum())
-    if own < FEW:
-        reasons.append(f"only {own} answers that the controller chose itself have a label")
+    # exploration draws anything else less often
+    unexplored = int((logged.propensity.argmax(1) == logged.choice).sum())
+    if unexplored < FEW:
+        reasons.append(f"only {unexplored} answers that the controller chose itself have a label")
     if loss > MOST_LOSS:
         reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
         reasons += _wrong_labels(names, logged, accuracy)
