@@ -128,15 +128,9 @@ def update(
             serving = controller
             loss = 0.0 if total > MOST_LOSS else total
             against = []
-    return Update(
-        serving or controller,
-        better=serving is not None,
-        steps=steps,
-        doubts=doubts,
-        loss=loss,
-        factors=offsets.mean.exp().tolist(),
-        logits=logits.tolist(),
-    )
+    factors = offsets.mean.exp().tolist()
+    better = serving is not None
+    return Update(serving or controller, better, steps, doubts, loss, factors, logits.tolist())
 
 
 @torch.no_grad()

@@ -219,8 +219,6 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
         "doubts": result.doubts,
         "accepted": config.accept,
-        "doubts": result.doubts,
-        "accepted": config.accept,
         "loss": result.loss,
         "factors": result.factors,
         "logits": result.logits,

@@ -342,9 +342,6 @@ class UpdateRun:
     accept: bool = False
     """Let an update take over although something speaks against its log. Without it such an update
     is written and explained, but does not serve."""
-    accept: bool = False
-    """Let an update take over although something speaks against its log. Without it such an update
-    is written and explained, but does not serve."""
     rollback: bool = False
     """Return to the version before the current one, and do nothing else."""
     every: int | None = None
