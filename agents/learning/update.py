@@ -44,7 +44,7 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
-FOLDS = 2
+FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
 ACCURACY_SCALES = Scales(0.5, 0.3, 0.0)
 """Prior standard deviations of offsets of logits."""

@@ -5,12 +5,14 @@ from typing import NamedTuple
 from campaign.updates.kinds import POISONED, SOUND
 from campaign.updates.worlds import log_of, served
 from knobwise.agents.learning import adaptation
+from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.update import Update, update
 
 WORSE = -0.5
 """A change below this many points is a harm."""
 LESSONS = 60
-"""Steps in which heads are taught again, fewer than in `knobwise update`."""
+FOLDS = 2
+"""Steps in which heads are taught again, and parts of a log; fewer than in `knobwise update`."""
 GAIN = 3
 """A gain of so many points should be taken."""
 
@@ -35,14 +37,15 @@ def replay(kind, seed, accepts=True):
     log = log_of(seed, change)
     if tamper is not None:
         tamper(log)
-    steps, adaptation.STEPS = adaptation.STEPS, LESSONS
+    usual = adaptation.STEPS, update_module.FOLDS
+    adaptation.STEPS, update_module.FOLDS = LESSONS, FOLDS
     try:
         result = update(served().agent, log.logged())
         accepted = result
         if accepts and any(result.doubts.values()):
             accepted = update(served().agent, log.logged(), accept=True)
     finally:
-        adaptation.STEPS = steps
+        adaptation.STEPS, update_module.FOLDS = usual
     changes = [change_of(each, log.world) for each in (result, accepted)]
     return Replay(result.better, changes[0], accepted.better, changes[1], result)
 
