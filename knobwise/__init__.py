@@ -4,9 +4,10 @@ budget.
 `import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors
 of demonstrations, `gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing
 more. `knobwise.read`, `knobwise.fit` and `knobwise.load` (`knobwise.api`) read a profile, train a
-policy and load one. The parts, in the order in which data passes through them: `knobwise.profiling`
-measures, `knobwise.envs` reads and replays, `knobwise.agents` decides and learns, `knobwise.losses`
-holds what is minimised, `knobwise.experiments` launches, tracks and reports.
+policy and load one; `knobwise.wrap` puts it in front of a callable. The parts, in the order in
+which data passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays,
+`knobwise.agents` decides and learns, `knobwise.losses` holds what is minimised,
+`knobwise.experiments` launches, tracks and reports.
 """
 
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from knobwise.api import fit as fit
     from knobwise.api import load as load
     from knobwise.api import read as read
+    from knobwise.api import wrap as wrap
 
 gymnasium.register(
     id="knobwise/ConfigBandit-v0",
@@ -35,5 +37,6 @@ gymnasium.register(
 )
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
+MODULES["wrap"] = "agents.serving.wrapper"  # without torch
 __getattr__ = lazy(__name__, MODULES)
 __all__ = ["__version__", *MODULES]

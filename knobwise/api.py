@@ -1,4 +1,5 @@
-"""Knobs from Python: `knobwise.read` a profile, `knobwise.fit` a policy, `knobwise.load` one.
+"""Knobs from Python: `knobwise.read` a profile, `knobwise.fit` a policy, `knobwise.load` one, and
+`knobwise.wrap` a callable with it.
 
 policy = knobwise.fit("measured.csv", "features.npz")
 policy.decide({"image_features": image, "language_features": question}, budget_ms=25.0)
@@ -16,6 +17,7 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
+from knobwise.agents.serving.wrapper import wrap
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from
@@ -27,7 +29,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
 
-__all__ = ["Explanation", "KnobPolicy", "fit", "load", "read"]
+__all__ = ["Explanation", "KnobPolicy", "fit", "load", "read", "wrap"]
 Features = str | Path | Blocks | list[str]
 
 
@@ -41,7 +43,8 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
             names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only.
-        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name.
+        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name,
+            group.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.

@@ -757,7 +757,7 @@ def test_k15_the_knobs_of_a_running_model_are_set_from_its_own_first_stage():
     accuracies = [row for row in results["agreement"] if row["what"] == "accuracy"]
     assert accuracies
     assert all(row["agrees"] for row in accuracies)
-    # below 5 % on a free machine, see docs/live.md; tests run on busy ones
+    # below 5 % on a free machine, see docs/default_run.md; tests run on busy ones
     assert 0 < results["overhead"]["share_p50"] < 0.5
 
 

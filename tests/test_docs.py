@@ -351,6 +351,9 @@ def folder(tmp_path, monkeypatch):
     write_measured(small_table(80), "measured.csv", "features.npz")
     write_measured(small_table(80, seed=1), "other.csv", "other.npz")
     write_log("log.csv", "requests.csv")
+    # two samples of each user
+    number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
+    pl.read_csv("log.csv").with_columns(user=number // 2).write_csv("visits.csv")
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())

@@ -76,10 +76,10 @@ def test_the_loop_fits_on_a_page_and_learns():
 
 @pytest.mark.campaign
 def test_the_loop_is_as_good_as_the_heads_of_the_experiments():
-    """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.595;
+    """`knobwise train experiment=heads policy=independent seeds=[0] own_cost=false` gives 0.478;
     this is held to within a point of it, by half of its iterations."""
     torch.manual_seed(1)
-    assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.585
+    assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.468
 
 
 def test_torchrls_trainer_learns():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from knobwise.agents.judging.baselines import FittedStatic
-from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
@@ -65,16 +65,15 @@ class Offsets(NamedTuple):
     """ln of the marginal likelihood of the timed cells, up to a constant, float64 []."""
 
 
-def prior_covariance(configurations: Tensor, scales: Scales, free: float = FREE) -> Tensor:
+def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
     """Return the prior covariance of the offsets, float64 [C, C].
 
     Args:
         configurations: int64 [C, K].
         scales: prior standard deviations of the terms.
-        free: prior standard deviation of β₀.
     """
     identity = torch.eye(len(configurations), dtype=torch.float64)
-    covariance = free**2 + scales.configuration**2 * identity
+    covariance = FREE**2 + scales.configuration**2 * identity
     for values in configurations.T:
         covariance += scales.knob**2 * (values.unsqueeze(1) == values)
     return covariance

@@ -71,7 +71,7 @@ class Logged(TensorClass):
 
 
 class ReadLog(NamedTuple):
-    """The good rows of a log, in the order of their files; and how many others were set aside, by
+    """The good rows of a log, in the order of their times; and how many others were set aside, by
     reason."""
 
     rows: list[dict[str, Any]]
@@ -132,7 +132,8 @@ def read_log(
         aside["a label of a log that has labels above 1, such as in per cent"] = len(labelled)
         for row in labelled:
             row["accuracy"] = None
-    return ReadLog(list(rows.values()), aside)
+    # several processes may have written at once
+    return ReadLog(sorted(rows.values(), key=_moment), aside)
 
 
 def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) -> Logged:
@@ -231,6 +232,12 @@ def _faults(
         shaped = count in (math.inf, len(offset)) and np.isfinite(offset).all()
         if not (shaped and _is_positive(scale)):
             yield "a drift of another shape"
+
+
+def _moment(row: Mapping[str, Any]) -> float:
+    """Return when a row was written, in s; 0 if it does not say."""
+    moment: Any = row.get("time")
+    return float(moment) if _is_number(moment) else 0.0
 
 
 def _is_number(value: Any) -> bool:

@@ -1,29 +1,28 @@
 """Update a deployed controller from its log, in two steps:
 
 1. Offsets of ln ms for every configuration, from the times of all requests, as far as the tracker
-   did not follow them.
+   did not follow them. They are judged by times alone: each answer counts as accurate as the
+   profile expects, so no label can talk this step into harm, and none is needed.
 2. Offsets of the accuracies' logits for every configuration, from the labelled requests.
 
 Each step is compared with the best before it on held-out requests. The log is cut into folds, and a
 fold judges a controller that learned from the others (cross-fitting, Chernozhukov et al. 2018,
-"Double/debiased machine learning", section 3), so every labelled request counts. The controller
-that may take over learned from the whole log. A step takes over if its gain is above 0 with the
-stated confidence. The next step builds on it even if it did not take over, since a small gain may
-show only together with others. An update makes two comparisons, so a useless update takes over with
-at most twice the chance of a single comparison.
+"Double/debiased machine learning", section 3). The controller that may take over learned from the
+whole log. A step takes over if its gain is above 0 with the stated confidence, and nothing speaks
+against the log, see `knobwise.agents.learning.doubts`. The next step builds on it even if it did
+not take over, since a small gain may show only together with others. An update makes two
+comparisons, so a useless update takes over with at most twice the chance of a single comparison.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.learning.adaptation import (
@@ -33,11 +32,13 @@ from knobwise.agents.learning.adaptation import (
     adapted,
     copied,
     fit_offsets,
-    prior_covariance,
+    posterior,
     teach_again,
 )
+from knobwise.agents.learning.doubts import MOST_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
@@ -45,11 +46,12 @@ from knobwise.common.errors import InputError
 
 FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
-_GRID = itertools.product((0.05, 0.3, 1.0), (0.05, 0.3, 1.0))
-ACCURACY_SCALES = [Scales(*scales, 0.0) for scales in _GRID]
-"""Prior standard deviations that offsets of logits are averaged over."""
-FREE_LOGIT = 1.0
-"""Prior standard deviation of the offset of logits that all configurations share."""
+ACCURACY_SCALES = Scales(0.5, 0.3, 0.0)
+"""Prior standard deviations of offsets of logits."""
+ROUNDS = 12
+"""Rounds of scoring."""
+LEAST_PRECISION = 0.05
+"""Lower bound of the precision of a label, where accuracies are close to 0 or 1."""
 SPREADS = NARROWEST, 3.0
 """Bounds of the factor by which an update may scale the predicted spreads."""
 
@@ -63,18 +65,27 @@ class Update(NamedTuple):
     """True if a step took over, so that the controller is to serve."""
     steps: dict[str, Judgement]
     """Comparisons of each step with the best before it, in order."""
+    doubts: dict[str, list[str]]
+    """What speaks against each step that is better."""
+    loss: float
+    """The utility lost by the updates since a person last accepted one, if labels are wrong and the
+    profile is right."""
     factors: list[float]
     """The first step's factors on the expected latency of each configuration."""
     logits: list[float]
     """The second step's offsets of the logit of each expected accuracy."""
 
 
-def update(agent: DeployedController, logged: Logged) -> Update:
+def update(
+    agent: DeployedController, logged: Logged, accept: bool = False, loss: float = 0.0
+) -> Update:
     """Let a controller learn from a log, and judge it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.
-        logged: requests that this controller or earlier versions of it served.
+        logged: requests that this controller or earlier versions of it served, in order.
+        accept: let a better step take over whatever speaks against it.
+        loss: of the updates before, see `Update.loss`.
 
     Raises:
         InputError: too few requests.
@@ -83,23 +94,56 @@ def update(agent: DeployedController, logged: Logged) -> Update:
     if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
     after, offsets, logits = learn(agent, logged)
-    test, expected, choices = _judged(agent, logged, after)
-    # each step against the best before it
+    choices, expected = _held_out(agent, logged, list(after))
+    accuracy = _predictions(agent, logged).accuracy[torch.arange(n), logged.choice].double()
+    names = configurations_of(agent.controller)
     best = choices[""]
     serving = None
-    steps = {}
+    steps: dict[str, Judgement] = {}
+    doubts: dict[str, list[str]] = {}
+    against: list[str] = []
     for name, controller in after.items():
-        steps[name] = judge(test, expected, best, choices[name])
-        if steps[name].better:
-            best = choices[name]
+        new = choices[name]
+        outcomes = logged.clone()
+        judged = logged.labelled
+        if name == "latencies":
+            # each answer counts as accurate as the profile expects
+            outcomes.accuracy = accuracy
+            judged = torch.ones_like(judged)
+        steps[name] = judge(outcomes[judged], expected[name][judged], best[judged], new[judged])
+        if not steps[name].better:
+            continue
+        total = loss
+        if name == "latencies":
+            late = slice(n // 2, None)
+            later = judge(outcomes[late], expected[name][late], best[late], new[late])
+            ratios = _ratios(agent, logged)
+            against = doubted_times(names, agent.configurations, logged.choice, ratios, later)
+        else:
+            total = max(0.0, loss + _loss(after["latencies"], logged, best, new))
+            against = against + doubted_labels(names, logged[judged], accuracy[judged], total)
+        doubts[name] = against
+        if accept or not against:
+            best = new
             serving = controller
-    return Update(
-        serving or controller,
-        better=serving is not None,
-        steps=steps,
-        factors=offsets.mean.exp().tolist(),
-        logits=logits.tolist(),
-    )
+            loss = 0.0 if total > MOST_LOSS else total
+            against = []
+    factors = offsets.mean.exp().tolist()
+    better = serving is not None
+    return Update(serving or controller, better, steps, doubts, loss, factors, logits.tolist())
+
+
+@torch.no_grad()
+def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -> float:
+    """Return the utility lost by new choices [n] instead of old ones, at the accuracies of the
+    profile."""
+    profile = copied(agent)
+    assert profile.teacher is not None
+    # without what labels have taught it
+    profile.teacher.accuracy_logits.zero_()
+    worth = _expected_utility(profile, logged)
+    lost = worth.gather(1, old.unsqueeze(1)) - worth.gather(1, new.unsqueeze(1))
+    return float(lost.double().mean())
 
 
 def learn(
@@ -122,32 +166,31 @@ def learn(
     return after, offsets, logits
 
 
-def _judged(
-    agent: DeployedController, logged: Logged, steps: Collection[str]
-) -> tuple[Logged, Tensor, dict[str, Tensor]]:
-    """Let the controller learn without each fold in turn, and decide the fold's labelled requests.
+def _held_out(
+    agent: DeployedController, logged: Logged, names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Let the controller learn without each fold in turn, and decide the fold's requests.
 
     Returns:
-        The labelled requests; the utility of every configuration that a model expects that has not
-        seen them, float [n, C]; and the choices int64 [n] of the old controller, under "", and of
-        the controllers after each step.
+        The choices int64 [n] of the old controller, under "", and of the controllers after each
+        step; and the utility of every configuration, float [n, C], that each of the latter expects.
     """
-    parts = []
-    expected = []
-    choices: dict[str, list[Tensor]] = {name: [] for name in ("", *steps)}
-    fold_of = torch.arange(len(logged)) % FOLDS
+    n = len(logged)
+    choices = {name: torch.zeros_like(logged.choice) for name in ("", *names)}
+    expected = {name: torch.zeros(n, len(agent.configurations)) for name in names}
+    fold_of = torch.arange(n) % FOLDS
     for fold in range(FOLDS):
-        test = logged[(fold_of == fold) & logged.labelled]
-        after, _, _ = learn(agent, logged[fold_of != fold])
-        parts.append(test)
+        rows = fold_of == fold
+        test = logged[rows]
+        after, _, _ = learn(agent, logged[~rows])
+        choices[""][rows] = decisions(agent.decider, test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
-        for name in choices:
+        for name in names:
             last = after.get(name, last)
-            choices[name].append(decisions(last.decider, test))
-        expected.append(_expected_utility(last, test))
-    joined = {name: torch.cat(of_folds) for name, of_folds in choices.items()}
-    return Logged.cat(parts), torch.cat(expected), joined
+            choices[name][rows] = decisions(last.decider, test)
+            expected[name][rows] = _expected_utility(last, test)
+    return choices, expected
 
 
 # -- the steps -------------------------------------------------------------------------------------
@@ -174,82 +217,55 @@ def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
 
 
 @torch.no_grad()
+def _ratios(agent: DeployedController, logged: Logged) -> Tensor:
+    """Return ln(time of the answer / time that the controller and the tracker expect), float64
+    [n]."""
+    cell = torch.arange(len(logged)), logged.choice
+    # where the features were not seen, the prediction is the logged one
+    predicted = _predictions(agent, logged).log_latency[cell].double()
+    predicted = predicted.where(logged.seen, logged.log_latency)
+    return logged.answer_ms.log() - predicted - logged.offset[cell]
+
+
+@torch.no_grad()
 def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     """Estimate offsets of ln ms that neither the controller nor the tracker allowed for.
 
     The variance is what the predicted spreads lack, or negative if they are too wide. It follows
     from the median of the residuals, on which a stall has little influence.
     """
-    lessons = _predictions(agent, logged)
-    seen = logged.seen
-    cell = torch.arange(len(logged)), logged.choice
-    # where the features were not seen, the prediction is the logged one
-    predicted = lessons.log_latency[cell].double().where(seen, logged.log_latency)
-    residual = logged.answer_ms.log() - predicted - logged.offset[cell]
-    offsets = fit_offsets(agent.configurations, logged.choice, residual)
+    ratios = _ratios(agent, logged)
+    offsets = fit_offsets(agent.configurations, logged.choice, ratios)
     # residuals in predicted standard deviations
+    spreads = _predictions(agent, logged).spread
     factor = torch.ones(())
-    if seen.any():
-        spread = lessons.spread[cell] * logged.scale.float()
-        z = (residual - offsets.mean[logged.choice]) / spread
-        factor = 1.4826 * z[seen].abs().median()
+    if logged.seen.any():
+        spread = spreads[torch.arange(len(logged)), logged.choice] * logged.scale.float()
+        z = (ratios - offsets.mean[logged.choice]) / spread
+        factor = 1.4826 * z[logged.seen].abs().median()
     missing = factor.clamp(*SPREADS).square() - 1
-    return offsets._replace(variance=missing * lessons.spread.square().mean(0).double())
+    return offsets._replace(variance=missing * spreads.square().mean(0).double())
 
 
 @torch.no_grad()
 def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     """Estimate offsets δ of the accuracies' logits, float64 [C], from labelled requests.
 
-    They are additive over the knobs and shrunk like those of latencies: the mean over several prior
-    scales, weighted by the evidence of each.
+    They are additive over the knobs and shrunk like those of latencies. This is the most probable δ
+    for Bernoulli labels, by Fisher scoring: each round is a normal fit to δ + (label − p)/w, with
+    the mean w of p(1 − p) as its precision.
     """
     expected = _predictions(agent, logged).accuracy[torch.arange(len(logged)), logged.choice]
     predicted = expected.double().clamp(0.01, 0.99).logit()
-    label = logged.accuracy.float().double()
-    modes = []
-    evidence = []
-    for scales in ACCURACY_SCALES:
-        prior = prior_covariance(agent.configurations, scales, FREE_LOGIT)
-        mode, log_evidence = _laplace(prior, predicted, logged.choice, label)
-        modes.append(mode)
-        evidence.append(log_evidence)
-    return torch.stack(evidence).softmax(0) @ torch.stack(modes)
-
-
-def _laplace(
-    prior: Tensor, predicted: Tensor, choice: Tensor, label: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the most probable offsets of logits, by Newton steps, and their log-evidence.
-
-    This is Laplace's approximation (Rasmussen and Williams 2006, "Gaussian Processes for Machine
-    Learning", algorithm 3.1).
-
-    Args:
-        prior: covariance of the offsets, float64 [C, C].
-        predicted: predicted logits [n].
-        choice: int64 [n], the configurations.
-        label: measured accuracies [n].
-
-    Returns:
-        The offsets, float64 [C], and ln of the evidence, up to a constant.
-    """
-    mode = torch.zeros(len(prior), dtype=torch.float64)
-    for _ in range(12):
-        # slope and curvature of the log-likelihood
-        p = (predicted + mode[choice]).sigmoid()
-        slope = torch.zeros_like(mode).index_add_(0, choice, label - p)
-        curvature = torch.zeros_like(mode).index_add_(0, choice, p * (1 - p))
-        # the algorithm's B, b and a
-        root = curvature.sqrt()
-        identity = torch.eye(len(prior), dtype=prior.dtype)
-        factor = torch.linalg.cholesky(identity + root.outer(root) * prior)
-        target = curvature * mode + slope
-        solved = torch.cholesky_solve((root * (prior @ target)).unsqueeze(1), factor).squeeze(1)
-        weight = target - root * solved
-        mode = prior @ weight
-    loss = binary_cross_entropy_with_logits(predicted + mode[choice], label, reduction="sum")
-    return mode, -loss - 0.5 * weight @ mode - factor.diagonal().log().sum()
+    offsets = torch.zeros(len(agent.configurations), dtype=torch.float64)
+    for _ in range(ROUNDS):
+        before = offsets[logged.choice]
+        p = (predicted + before).sigmoid()
+        precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
+        working = before + (logged.accuracy - p) / precision
+        scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
+        offsets = posterior(agent.configurations, logged.choice, working, scales).mean
+    return offsets
 
 
 def _with_logits(agent: DeployedController, logits: Tensor, logged: Logged) -> DeployedController:

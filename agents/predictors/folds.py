@@ -76,15 +76,13 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
 def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
     """Return row positions to fit on and to hold out, `count` times.
 
-    Samples of the same image stay together.
+    Samples of the same image or cluster stay together.
     """
     from sklearn.model_selection import GroupKFold
 
-    names = table.dataset_names
-    images = table.image_ids or table.sample_ids
-    # an image is known by its data set and name
+    keys = table.split_keys
     numbers: dict[tuple[str, str], int] = {}
-    units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
+    units = [numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()]
     if len(numbers) < 2:
         return [(np.arange(len(rows)), np.arange(len(rows)))]
     division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)

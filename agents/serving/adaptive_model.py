@@ -21,14 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
-from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.policy.controller import Drift, Expected
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
-from knobwise.agents.serving.request_log import RequestLog, Result, row_of
+from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.versions import Watched
+from knobwise.agents.serving.wrapper import Front
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
@@ -67,7 +65,7 @@ class Decided:
     """The `Result`, once there is an answer."""
 
 
-class AdaptiveModel(FirstStages):
+class AdaptiveModel(Front, FirstStages):
     """A model that sets its own knobs, request by request.
 
     Threads may share it: one lock is held from the first stage to the last answer.
@@ -112,66 +110,14 @@ class AdaptiveModel(FirstStages):
         cache: int = 0,
     ) -> None:
         at_least("cache", cache, 0)
-        controller = getattr(controller, "agent", controller)  # of a KnobPolicy
-        controller = getattr(controller, "decider", controller)
-        if controller.header["limit"] != "budget_ms":
-            raise InputError(
-                "runtime: the controller is for a mean over requests (budget=mean), but every "
-                "request here has a deadline; train one with budget=quantiles"
-            )
-        self.controller: NumpyController = controller
-        super().__init__(model, cache)
+        FirstStages.__init__(self, model, cache)
+        Front.__init__(self, controller, tracker, explore, explore_loss, seed)
         self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
-        self.configurations = configurations_of(controller)
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
-        self.tracker = fresh = LatencyTracker(self.configurations, controller.digest)
-        if isinstance(tracker, LatencyTracker):
-            self.tracker = tracker
-        if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
-            raise InputError(
-                "runtime: the tracker belongs to another controller; start with tracker=True"
-            )
-        self._tracks = tracker is not False
-        self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
-        self._exploration = Exploration(explore, explore_loss, seed)
-        self._watched: Watched | None = None
-        self._decided = Overhead()
-        self._fallen_back = Overhead()
-
-    @property
-    def decision_us(self) -> float:
-        """The median time of the latest decisions by features, which the next one is charged.
-
-        It is 0 before the first."""
-        return self._decided.decision_ms * 1e3
-
-    def watch(self, path: str | Path) -> None:
-        """Replace the controller between two requests whenever there is a new file.
-
-        What the tracker learned is kept, since an update learns what it did not follow. A file that
-        cannot be used is refused in a line, and nothing changes.
-
-        Args:
-            path: an exported `.npz`, or the folder of controller.npz, such as `current` of
-                `knobwise update`.
-
-        Raises:
-            InputError: there is no such file.
-        """
-        watched = Watched(Path(path), self.controller)
-        with self._lock:
-            self._watched = watched
-            self._follow()
-
-    def _follow(self) -> None:
-        """Replace the controller if there is a new one."""
-        if self._watched is not None:
-            self._watched.refresh()
-            self.controller = self._watched.controller
-            self.tracker.digest = self.controller.digest
+        self._open(log)
 
     def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
         """Answer one request under its budget.
@@ -239,7 +185,13 @@ class AdaptiveModel(FirstStages):
             for group in groups.values():
                 self._finish(group, decision_ms, begun)
                 begun = self._now()
-            self._note(decided)
+            for item in decided:
+                result = item.result
+                # nothing can be learned from a time that is not possible; the tracker counts it
+                if not math.isnan(result.total_ms):
+                    stage = item.prepared.stage
+                    answer_ms = result.answer.total_ms + stage.unused_ms(result.configuration)
+                    self._note(self.controller, stage.features, item.best, result, answer_ms)
         return [item.result for item in decided]
 
     def _decisions(
@@ -287,26 +239,10 @@ class AdaptiveModel(FirstStages):
             before_ms = stage_s * 1e3 + ready.before_ms
             item = Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
             if explored:
-                item.expected = self._exploration.draw(*self._context(item))
+                context = self.controller, ready.stage.features, limit, drift
+                item.expected = self._exploration.draw(*context)
             decided.append(item)
         return decided, max(0.0, (took + now() - start) * 1e3)
-
-    def _context(self, request: Decided) -> tuple[NumpyController, Arrays, float, Drift | None]:
-        """Return what determines the chances of a draw."""
-        return self.controller, request.prepared.stage.features, request.limit_ms, request.drift
-
-    def _note(self, decided: Sequence[Decided]) -> None:
-        """Log answered requests. Chances are computed here, so that no answer waits for them."""
-        if self.log is None:
-            return
-        for request in decided:
-            # nothing can be learned from a time that is not possible; the tracker counts it
-            if math.isnan(request.result.total_ms):
-                continue
-            chances = self._exploration.chances(*self._context(request), request.best)
-            stage = request.prepared.stage
-            row = row_of(self.controller.digest, stage, chances, request.best, request.result)
-            request.result.request_id = self.log.add(row)
 
     def _finish(self, group: Sequence[Decided], decision_ms: float, begun: float) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.

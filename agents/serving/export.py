@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
-from knobwise.agents.policy.arrays import Array, Arrays, named_values
+from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
@@ -19,14 +18,6 @@ Decide = Callable[[Arrays, Array], Array]
 TOLERANCE = 1e-4
 """Configurations whose log-probabilities differ by at most this are equally good: rounding decides
 between them."""
-
-
-def configurations_of(controller: Any) -> list[dict[str, Any]]:
-    """Return the values that each of a controller's or a table's configurations gives the knobs."""
-    knobs = controller.knobs
-    if not isinstance(knobs, Mapping):
-        knobs = {knob.name: knob.values for knob in knobs}
-    return named_values(knobs, controller.configurations)
 
 
 def agreement(

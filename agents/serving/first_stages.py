@@ -14,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
-from torch import Tensor
-
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
@@ -227,7 +225,7 @@ def content_of(request: Request) -> bytes:
     try:
         parts = []
         for part in (request.image, request.question):
-            parts.append(part.numpy() if isinstance(part, Tensor) else part)
+            parts.append(part.numpy() if hasattr(part, "numpy") else part)
         return hashlib.sha256(pickle.dumps(parts)).digest()
     except Exception as error:
         raise InputError(

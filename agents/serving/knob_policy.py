@@ -15,11 +15,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.policy.arrays import Array, Arrays, encoded
+from knobwise.agents.policy.arrays import Array, Arrays, blocks_of, configurations_of, numbers
 from knobwise.agents.policy.controller import Drift
-from knobwise.agents.serving.export import configurations_of
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.columns import FEATURES
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
@@ -161,34 +159,10 @@ class KnobPolicy:
 
     def _blocks(self, features: Any) -> dict[str, Array]:
         """Return blocks [d] or [n, d] by name, checked."""
-        if features is not None and not isinstance(features, Mapping):
-            # a policy that reads one block takes it without its name
-            name = next(iter(self.features)) if len(self.features) == 1 else "without a name"
-            features = {name: features}
-        features = features or {}
-        if self.columns and FEATURES not in features:
-            # values by name, of which only those of known blocks and columns count
-            try:
-                named = {FEATURES: encoded(self.columns, features)}
-            except ValueError as error:
-                raise InputError(f"decide: {error}") from error
-            features = {name: features[name] for name in self.features if name in features} | named
-        blocks = {}
-        for name, values in features.items():
-            blocks[name] = _numbers(f"features: {name}", values)
-            if np.isinf(blocks[name]).any():
-                raise InputError(
-                    f"features: {name} hold infinite values; write NaN for what is missing"
-                )
-        widths = {name: block.shape[-1] for name, block in blocks.items() if block.ndim in (1, 2)}
-        if widths != self.features or len(blocks) > len(widths):
-            wanted = [f"{name} [{width}] or [n, {width}]" for name, width in self.features.items()]
-            got = [f"{name} {list(block.shape)}" for name, block in blocks.items()]
-            raise InputError(
-                f"features: this policy reads {', '.join(wanted) or 'none'}; "
-                f"got {', '.join(got) or 'none'}"
-            )
-        return blocks
+        try:
+            return blocks_of(features, self.features, self.columns)
+        except ValueError as error:
+            raise InputError(f"decide: {error}") from error
 
     def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
         """Return configurations int64 [n]."""
@@ -296,23 +270,12 @@ class KnobPolicy:
 
 def _budgets(budget_ms: Numbers) -> Array:
     """Return a budget, or budgets [n], checked."""
-    budgets = _numbers("budget_ms", budget_ms)
+    try:
+        budgets = numbers("budget_ms", budget_ms)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if budgets.ndim <= 1 and ((budgets > 0) & (budgets < np.inf)).all():
         return budgets
     raise InputError(
         f"budget_ms={budget_ms!r}: must be a number or [n], all positive and finite, in ms"
     )
-
-
-def _numbers(name: str, value: Any) -> Array:
-    """Return a copy as float32. Raises InputError if these are no numbers."""
-    try:
-        if isinstance(value, Tensor) and not value.is_complex():
-            value = value.detach().float().cpu().numpy()
-        if np.iscomplexobj(value):
-            raise TypeError("complex numbers")
-        # what is too large becomes infinite, which the caller refuses by the name of the field
-        with np.errstate(over="ignore"):
-            return np.array(value, np.float32)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: not an array of numbers ({error})") from error

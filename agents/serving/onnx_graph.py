@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.policy.arrays import Array, Arrays
-from knobwise.agents.serving.export import configurations_of
+from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knobwise.agents.policy.arrays import Arrays
 from knobwise.agents.policy.controller import Drift
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
-from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage
 
 FORMAT = "knobwise.RequestLog/1"
 REQUESTS = "requests"
@@ -41,8 +41,9 @@ LABELS = "labels"
 class Result:
     """An answer under a budget."""
 
-    answer: Answer
-    configuration: dict[str, int]
+    answer: Any
+    """The `Answer` of a model, or whatever a callable returned."""
+    configuration: dict[str, Any]
     """The knobs of the answer."""
     choice: int
     """The controller's index of the configuration."""
@@ -55,8 +56,8 @@ class Result:
     expected: tuple[float, float]
     """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
-    """waited_ms + overhead_ms + answer.total_ms − prepared_ms; NaN if the model gave a time that
-    is not possible."""
+    """waited_ms + overhead_ms − prepared_ms + the time of the answer; NaN if the model gave a time
+    that is not possible."""
     waited_ms: float
     """The time from its arrival to its end that was not spent on it; 0 if the arrival is
     unknown."""
@@ -171,17 +172,22 @@ class RequestLog:
 
 
 def row_of(
-    controller: str, stage: FirstStage, chances: Mapping[int, float], best: int, result: Result
+    controller: str,
+    features: Arrays,
+    chances: Mapping[int, float],
+    best: int,
+    result: Result,
+    answer_ms: float,
 ) -> dict[str, Any]:
     """Return a row of the log in plain values.
 
     Args:
         controller: digest of the controller that decided.
-        stage: the first stage of the request. It has no features if the guard fell back before
-            they were computed.
+        features: blocks [d]; {} if the guard fell back before they were computed.
         chances: configuration → probability, for all that could have been drawn.
         best: what the controller chose before anything was drawn.
         result: the answer with its times.
+        answer_ms: the time of the answer itself.
     """
     drift = None
     if result.drift is not None:
@@ -196,10 +202,10 @@ def row_of(
         "best": best,
         "budget_ms": float(result.budget_ms),
         "limit_ms": float(result.limit_ms),
-        "features": {name: packed(block) for name, block in stage.features.items()} or None,
+        "features": {name: packed(block) for name, block in features.items()} or None,
         "log_latency": result.expected[0],
         "drift": drift,
-        "answer_ms": result.answer.total_ms + stage.unused_ms(result.configuration),
+        "answer_ms": answer_ms,
         "total_ms": result.total_ms,
         "met": bool(result.met),
         "accuracy": None,

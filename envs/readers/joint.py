@@ -50,6 +50,10 @@ def join_tables(
     if any(table.image_ids for table in tables):
         # image ids are unique inside their data set only
         image_ids = _all(table.image_ids or table.sample_ids for table in tables)
+    clusters: tuple[str, ...] = ()
+    if any(table.clusters for table in tables):
+        # samples without a cluster are alone; an id is unique inside its data set only
+        clusters = _all(t.clusters or tuple(map("/".join, t.split_keys)) for t in tables)
     question_types: tuple[str, ...] = ()
     if any(table.question_types for table in tables):
         question_types = _all(t.question_types or ("unknown",) * t.num_samples for t in tables)
@@ -65,6 +69,7 @@ def join_tables(
         columns=_columns(tables),
         datasets=_all(table.dataset_names for table in tables),
         image_ids=image_ids,
+        clusters=clusters,
         parts=parts,
         question_types=question_types,
         notes=(*notes, *notes_on_parts),

@@ -9,7 +9,7 @@ and all readers end in `table_from_frame`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_columns
+from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
-    KEYS,
     as_share,
     check_range,
     knob_column,
@@ -30,23 +29,9 @@ from knobwise.envs.readers.frames import (
     number_column,
     read_frame,
 )
-from knobwise.envs.tables.columns import FEATURES, Column
+from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
-MEASURES = frozenset(
-    {
-        "accuracy",
-        "score",
-        "soft_score",
-        "pred",
-        "prediction",
-        "answer",
-        "answers",
-        "question",
-        "repeat",
-    }
-)
-"""Columns of measurements, which are never knobs."""
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
 BUDGET = "latency_budget"
@@ -57,10 +42,13 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
+CLUSTER = "cluster"
+"""The column of clusters that `long_frame` writes; when read, `group` names one."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
     "image_ids": "image_id",
+    "clusters": CLUSTER,
     "parts": "split",
     "question_types": "question_type",
 }
@@ -137,6 +125,7 @@ def table_from_frame(
     unit: str = "ms",
     features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
+    group: str | None = None,
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
@@ -159,6 +148,7 @@ def table_from_frame(
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
+        group: the column of what a sample belongs to, such as a document or a user.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -173,101 +163,15 @@ def table_from_frame(
     if unused := [name for name in UNUSED if name in frame.columns]:
         notes.append(f"keys that are not used: {', '.join(unused)}")
     other = {"dataset", "sample_id", "repeat", accuracy, latency}
-    # columns that are features are no knobs
-    names: Sequence[str] = ()
-    if features == AUTO or isinstance(features, list):
-        names = _feature_names(frame, rows, features, columns, knobs, other, source)
-        features = _from_columns(frame, rows, names, columns, features == AUTO, source, notes)
-    if knobs is None:
-        knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
-    _check_knobs(frame, knobs, other, source)
+    if group is not None:
+        other.add(group)
+        rows = rows.with_columns(_clusters(frame, rows, group, source))
+    knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, source, notes)
     fields = _dense_fields(frame, rows, knobs, source, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
-    if features is None:
+    if blocks is None:
         return table
-    return attach_features(table, features, columns)
-
-
-def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
-    """Raise InputError if there are no knobs, or a knob is no column or one of these others."""
-    wrong = [k for k in knobs if k not in frame.columns or k in other]
-    if wrong or not knobs:
-        raise InputError(
-            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
-            f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
-            "configurations in one column"
-        )
-
-
-def _feature_names(
-    frame: pl.DataFrame,
-    rows: pl.DataFrame,
-    features: Any,
-    columns: Sequence[Column],
-    knobs: Sequence[str] | None,
-    other: set[str],
-    source: str,
-) -> list[str]:
-    """Return the columns that are to be features: those that a checkpoint knows, those that are
-    named, or with `auto` all that are constant inside each sample."""
-    names = features
-    if columns:
-        names = [column.name for column in columns]
-    elif features == AUTO:
-        candidates = _candidates(frame, other.union(knobs or ()))
-        names = _constant_columns(frame, rows, candidates, knobs is None)
-    if wrong := [name for name in names if name not in frame.columns or name in other]:
-        raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
-    return names
-
-
-def _from_columns(
-    frame: pl.DataFrame,
-    rows: pl.DataFrame,
-    names: Sequence[str],
-    columns: Sequence[Column],
-    auto: bool,
-    source: str,
-    notes: list[str],
-) -> Features:
-    """Return the features in these columns of a frame.
-
-    Args:
-        frame, rows: what `_profiled_rows` returns.
-        columns: what they hold, if a checkpoint knows it; else it is fitted.
-        auto: whether columns that cannot be features are left out, with a note.
-
-    Raises:
-        InputError: a column varies inside a sample, or cannot be a feature.
-    """
-    keys = _keys(rows)
-    samples = keys.hstack(frame.select(names)).unique(maintain_order=True)
-    count = keys.n_unique()
-    for name in names:
-        if samples.select(*keys.columns, name).n_unique() > count:
-            raise InputError(
-                f"{source}: features: {name} varies inside a sample, so nobody knows it when the "
-                "knobs are set; leave it out"
-            )
-    fitted = list(columns)
-    if not columns:
-        for name in names:
-            try:
-                fitted += fit_columns(samples, [name], source)
-            except InputError as error:
-                if not auto:
-                    raise
-                notes.append(f"not a feature: {error}")
-    if not fitted:
-        raise InputError(
-            f"{source}: features: no column varies between samples but not inside them; name the "
-            f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
-        )
-    notes.append(f"features: {', '.join(str(column) for column in fitted)}")
-    block = encode_samples(samples, fitted, source)
-    ids = {name: tuple(samples[name]) for name in keys.columns}
-    blocks = {FEATURES: torch.from_numpy(block)}
-    return Features(ids["sample_id"], blocks, ids.get("dataset", ()), tuple(fitted))
+    return attach_features(table, blocks, columns)
 
 
 def _dense_fields(
@@ -281,8 +185,11 @@ def _dense_fields(
     knobs, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
-    keys = _keys(rows)
+    keys = keys_of(rows)
     samples = _samples(frame.drop(columns), keys, source)
+    if CLUSTER in rows.columns:
+        of_samples = rows.select(*keys.columns, CLUSTER).unique()
+        samples = samples.join(of_samples, on=keys.columns, how="left", maintain_order="left")
     shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
     cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
@@ -410,11 +317,6 @@ def _profiled_rows(
     return frame, rows
 
 
-def _keys(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
-    return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
-
-
 def _as_above(*columns: str) -> pl.Expr:
     """Return whether a row has the same values in these columns as the row above it."""
     return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
@@ -462,67 +364,6 @@ def _note_repeated(rows: pl.DataFrame, times: np.ndarray, notes: list[str]) -> N
         notes.append(f"{differ} cells differ in accuracy between measurements: the mean is used")
 
 
-def _find_knobs(
-    frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], source: str, notes: list[str]
-) -> list[str]:
-    """Return the columns that are knobs by default; note which others might have been.
-
-    A lone column such as `configuration` is a knob if there are no others. Raises InputError if
-    one of them must be a measurement, since there are nearly as many configurations as rows.
-    """
-    columns = _candidates(frame, measures)
-    nested = [c for c in columns if frame[c].dtype.is_nested()]
-    # a column with one value for each sample is a property of the sample
-    fixed = _constant_columns(frame, rows, columns, True)
-    names = [c for c in columns if c not in (*nested, *fixed)]
-    labels = []
-    # a name of the configuration adds nothing to its knobs
-    for label in (c for c in names if c.startswith("config") and len(names) > 1):
-        others = [c for c in names if c != label]
-        if frame.select(others).n_unique() == frame.select(names).n_unique():
-            labels.append(label)
-            names = others
-    # say what was left out, because the guess may be wrong
-    reasons = {
-        "hold lists": nested,
-        "never vary inside a sample (profile.features=auto makes them features)": fixed,
-        "only repeat the other knobs": labels,
-    }
-    for reason, refused in reasons.items():
-        if refused:
-            notes.append(f"not knobs, since they {reason}: {', '.join(refused)}")
-    count = frame.select(names).n_unique()
-    if 50 < count > len(frame) / 2:
-        sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
-        raise InputError(
-            f"{source}: {count} configurations in {len(frame)} rows, so a column taken as a knob "
-            f"must be a measurement: {sizes}. Name the knobs with knobs="
-        )
-    return names
-
-
-def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
-    """Return the columns that may be knobs or features: no keys, measurements and times."""
-    other = other | KEYS | MEASURES
-    return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
-
-
-def _constant_columns(
-    frame: pl.DataFrame, rows: pl.DataFrame, names: list[str], with_knobs: bool
-) -> list[str]:
-    """Return those of these columns that have one value in each sample, but not one in all.
-
-    With one row per sample every column looks like that, so where knobs are among the columns there
-    are none then.
-    """
-    keys = _keys(rows)
-    names = [c for c in names if not frame[c].dtype.is_nested()]
-    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
-    if with_knobs and len(frame) < 2 * len(spread):
-        return []
-    return [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
-
-
 def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFrame:
     """Return one row per sample, with its key, image, part and question type.
 
@@ -548,6 +389,33 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFra
     # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
+
+
+def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str, source: str) -> pl.Series:
+    """Return the cluster that each row belongs to, by the column `group`.
+
+    `frame` and `rows` are what `_profiled_rows` returns.
+
+    Raises:
+        InputError: there is no such column, it varies inside a sample, or an image is in several
+            clusters.
+    """
+    if group not in frame.columns:
+        raise InputError(
+            f"{source}: group={group}: no such column; its columns are {', '.join(frame.columns)}"
+        )
+    clusters = name_column(frame[group], source).alias(CLUSTER)
+    units = {"a sample": keys_of(rows)}
+    if "image_id" in frame.columns and not frame["image_id"].is_null().all():
+        image = name_column(frame["image_id"], source)
+        units["an image"] = units["a sample"].drop("sample_id").with_columns(image)
+    for what, keys in units.items():
+        if keys.with_columns(clusters).n_unique() > keys.n_unique():
+            raise InputError(
+                f"{source}: group={group}: the rows of {what} have several values; it must be the "
+                f"same in all rows of {what}"
+            )
+    return clusters
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.splits import Split
+from knobwise.envs.tables.splits import Split, middles
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
@@ -38,26 +38,40 @@ def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) 
 def unseen(table: ProfileTable, split: Split) -> Split:
     """Return the split without training and validation samples that show an image of the test part.
 
+    Samples of a cluster of the test part count as such too.
+
     Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique
     inside its data set only, so two samples of different data sets show the same image if their ids
     agree and so does, bit for bit, a feature block. Raises InputError if nothing is left to train
     or to validate on.
     """
+    if table.clusters:
+        clusters = np.unique(table.clusters, return_inverse=True)[1]
+        tested = clusters[split.test.numpy()]
+        train, validation = (
+            rows[torch.from_numpy(~np.isin(clusters[rows.numpy()], tested))] for rows in split[:2]
+        )
+        split = _not_empty(table, Split(train, validation, split.test))
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
     # images of the test part, as every block of features shows them
-    tested = set().union(*_images(table, split.test))
+    test_images = set().union(*_images(table, split.test))
 
     kept = []
     for rows in split[:2]:
-        fresh = [tested.isdisjoint(images) for images in _images(table, rows)]
+        fresh = [test_images.isdisjoint(images) for images in _images(table, rows)]
         kept.append(rows[torch.tensor(fresh, dtype=torch.bool)])
-    if not all(map(len, kept)):
+    return _not_empty(table, Split(kept[0], kept[1], split.test))
+
+
+def _not_empty(table: ProfileTable, split: Split) -> Split:
+    """Return the split. Raises InputError if nothing is left to train or to validate on."""
+    if not all(map(len, split[:2])):
         raise InputError(
-            f"profile {table.name!r}: all other samples show images of its test part, so none is "
-            "left to fit on"
+            f"profile {table.name!r}: all other samples show images, or are of groups, of its test "
+            "part, so none is left to fit on"
         )
-    return Split(kept[0], kept[1], split.test)
+    return split
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
@@ -160,17 +174,22 @@ def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes
 
 
 def _positions(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
-    """Return the position of each row's image (or sample) in a random order of its data set.
+    """Return the position of each row's image, cluster or sample in a random order of its data set.
 
-    Positions are float64 [n], evenly in 0 … 1.
+    Positions are float64 [n], evenly in 0 … 1. Clusters may be in several data sets, so these have
+    one order, in which a cluster is as long as it has rows.
     """
     names = np.array(table.dataset_names)[rows.numpy()]
-    units = np.array(table.image_ids or table.sample_ids)[rows.numpy()]
+    units = np.array(table.clusters or table.image_ids or table.sample_ids)[rows.numpy()]
+    if table.clusters:
+        names = np.zeros(len(rows))
     positions = np.empty(len(rows))
     # each data set has an order of its own
     for name in np.unique(names):
         rows_of_dataset = names == name
         distinct, index = np.unique(units[rows_of_dataset], return_inverse=True)
-        order = np.random.default_rng(seed).permutation(len(distinct))
-        positions[rows_of_dataset] = ((order + 0.5) / len(distinct))[index]
+        place = np.random.default_rng(seed).permutation(len(distinct))
+        lengths = np.bincount(index) if table.clusters else np.ones(len(distinct), np.int64)
+        middle = middles(torch.from_numpy(place.argsort()), torch.from_numpy(lengths))
+        positions[rows_of_dataset] = middle.numpy()[index] / lengths.sum()
     return torch.from_numpy(positions)

@@ -54,7 +54,7 @@ class ProfileTable:
             occur twice, or a sample or a configuration has no profiled cell.
     """
 
-    WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
+    WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
     """Fields with a name for each sample, which may be empty."""
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
     """Tensors that every table has."""
@@ -94,6 +94,9 @@ class ProfileTable:
     image_ids: tuple[str, ...] = ()
     """N ids of the image behind each sample, or empty. Samples of one image are never split
     apart."""
+    clusters: tuple[str, ...] = ()
+    """N names of what a sample belongs to, such as a document or a user, or empty. Samples of one
+    cluster are never split apart, of whatever data set they are."""
     parts: tuple[str, ...] = ()
     """N of the names train, validation, test if the file fixes the split; else empty."""
     question_types: tuple[str, ...] = ()
@@ -213,6 +216,14 @@ class ProfileTable:
         return self.datasets or (self.name,) * self.num_samples
 
     @property
+    def split_keys(self) -> list[tuple[str, str]]:
+        """What each sample may not be split from: samples with the same key, N pairs. They are of
+        one cluster, or of one image of a data set."""
+        if self.clusters:
+            return [("", cluster) for cluster in self.clusters]
+        return list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+
+    @property
     def knob_sizes(self) -> list[int]:
         """The number of values of each knob: `nvec` of the action space."""
         return [len(knob.values) for knob in self.knobs]
@@ -253,6 +264,8 @@ class ProfileTable:
         # newer parts count only where they exist, so that older digests stay as they were
         if self.question_types:
             text.append(self.question_types)
+        if self.clusters:
+            text.append(["clusters", self.clusters])
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
         sha.update(json.dumps(text).encode())
@@ -262,20 +275,21 @@ class ProfileTable:
         return f"sha256:{sha.hexdigest()}"
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
-        """Split by sample, or by image where images are known.
+        """Split by sample, or by image or cluster where these are known.
 
         `train` and `validation` are shares; the rest is the test part. If the file fixes a split
         (`parts`), that one is used; if it has no validation part, one is taken from its training
         part. The same `seed` and order of samples give the same split.
 
         Raises InputError if the shares leave a part empty, or if the fixed split lacks a part or
-        divides the samples of an image between parts.
+        divides the samples of an image or cluster between parts.
         """
-        groups = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+        keys = self.split_keys
         name = f"profile {self.name!r}"
+        weighted = bool(self.clusters)
         if self.parts:
-            return split_fixed(self.parts, groups, train, validation, seed, name)
-        return split_groups(groups, train, validation, seed, table=name)
+            return split_fixed(self.parts, keys, train, validation, seed, name, weighted)
+        return split_groups(keys, train, validation, seed, table=name, weighted=weighted)
 
     def columns_of_block(self, block: str) -> Sequence[Column]:
         """Return what a feature block holds; a column without a name is `block[0]`, …"""

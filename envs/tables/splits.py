@@ -15,6 +15,9 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 
+ORDERS = 100
+"""Random orders that are tried until no part is empty, where groups differ in size."""
+
 
 class Split(NamedTuple):
     """Row numbers of a table, int64, disjoint.
@@ -41,30 +44,37 @@ def split_groups(
     table: str,
     rows: str = "samples",
     allow_no_test: bool = False,
+    weighted: bool = False,
 ) -> Split:
     """Split rows at random so that no group is torn apart.
 
     Args:
         groups: the group of each row, such as its image.
-        train, validation: shares of the groups; the rest is the test part.
+        train, validation: shares of the groups, or of the rows if `weighted`; the rest is the test
+            part.
         seed: of the random order of the groups.
         table, rows: names of the data in errors.
         allow_no_test: the test part may be empty.
+        weighted: groups may differ in size: each goes where most of its rows fall.
 
     Raises:
         InputError: if another part is empty.
     """
-    position, count = _shuffled(groups, seed)
-    # borders in the random order of the groups
-    first = round(train * count)
-    second = round((train + validation) * count)
-    if not 0 < first < second <= count - (not allow_no_test):
-        raise InputError(
-            f"{table}: shares train={train}, validation={validation} leave a part of its {count} "
-            f"{rows} (or images) empty; each of train, validation and the rest needs at least one"
-        )
-    parts = [position < first, (position >= first) & (position < second), position >= second]
-    return Split(*(part.nonzero().squeeze(1) for part in parts))
+    # a large group may take the place of a whole part: then another order is drawn
+    for attempt in range(ORDERS if weighted else 1):
+        position, count = _shuffled(groups, seed, weighted, attempt)
+        # borders in the random order of the groups
+        first = round(train * count)
+        second = round((train + validation) * count)
+        parts = [position < first, (position >= first) & (position < second), position >= second]
+        needed = parts[: 2 if allow_no_test else 3]
+        if 0 < first < second <= count - (not allow_no_test) and all(map(torch.any, needed)):
+            return Split(*(part.nonzero().squeeze(1) for part in parts))
+    raise InputError(
+        f"{table}: shares train={train}, validation={validation} leave a part of its "
+        f"{len(set(groups))} {rows} (or images, or groups) empty; each of train, validation and "
+        "the rest needs at least one"
+    )
 
 
 def split_fixed(
@@ -74,6 +84,7 @@ def split_fixed(
     validation: float,
     seed: int,
     table: str,
+    weighted: bool = False,
 ) -> Split:
     """Return the split that a file fixes by the name of each row's part.
 
@@ -84,7 +95,7 @@ def split_fixed(
     fixed = Split(*(torch.from_numpy((names == part).nonzero()[0]) for part in Split._fields))
     missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
     if missing == ["validation"]:
-        position, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
+        position, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed, weighted)
         first = round(train / (train + validation) * count)
         if 0 < first < count:
             return Split(fixed.train[position < first], fixed.train[position >= first], fixed.test)
@@ -97,18 +108,36 @@ def split_fixed(
     parts_of = Counter(group for group, _ in {*zip(groups, parts, strict=True)})
     if torn := [group for group in dict.fromkeys(groups) if parts_of[group] > 1]:
         raise InputError(
-            f"{table}: {len(torn)} images are in several parts of its split (the first: "
-            f"{torn[0]!r}); give all samples of an image the same `split`"
+            f"{table}: {len(torn)} images or groups are in several parts of its split (the first: "
+            f"{torn[0]!r}); give all samples of an image or group the same `split`"
         )
     return fixed
 
 
-def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
+def _shuffled(
+    groups: Sequence[Hashable], seed: int, weighted: bool, attempt: int = 0
+) -> tuple[Tensor, int]:
     """Draw a random order of the groups.
 
-    Returns: the position of each row's group in it, int64 [n], and the number of groups.
+    Args:
+        attempt: further orders of the same seed.
+
+    Returns: the middle of each row's group in the order, float64 [n], and how long the order is.
+    A group is as long as it has rows, or without `weighted` 1.
     """
     numbers: dict[Hashable, int] = {}
     group_of_row = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
-    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
-    return order.argsort()[group_of_row], len(numbers)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(attempt + 1):
+        order = torch.randperm(len(numbers), generator=generator)
+    lengths = torch.ones(len(numbers), dtype=torch.int64)
+    if weighted:
+        lengths = group_of_row.bincount()
+    return middles(order, lengths)[group_of_row], int(lengths.sum())
+
+
+def middles(order: Tensor, lengths: Tensor) -> Tensor:
+    """Return where the middle of each group is, float64 [G], if groups of these lengths, int64 [G],
+    stand one after the other in this order, int64 [G]."""
+    ordered = lengths[order].double()
+    return (ordered.cumsum(0) - ordered / 2)[order.argsort()]

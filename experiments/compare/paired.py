@@ -105,9 +105,9 @@ def differences(
         columns.insert(0, None)
     names = (run.label, reference.label, policies[1], policies[0])
     tested = []
-    for column, count, (gap, low, high, p) in _tests(scores, same_seeds):
+    tests = _tests(scores, same_seeds, _clusters(reference, samples))
+    for column, count, (gap, low, high, p) in tests:
         tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
-
     restrictions = []
     judged = [side["sample"].n_unique() for side in sides]
     if len(samples) < max(judged):
@@ -121,13 +121,14 @@ def differences(
 
 
 def _tests(
-    pair: Sequence[np.ndarray], same_seeds: bool
+    pair: Sequence[np.ndarray], same_seeds: bool, clusters: np.ndarray
 ) -> list[tuple[int, int, tuple[float, ...]]]:
     """Test the second minus the first where enough is known.
 
     Args:
         pair: scores, float [S, n, columns] each, NaN where unknown.
         same_seeds: whether the seeds are the same.
+        clusters: of each sample, see `_clusters`.
 
     Returns:
         column, number of samples, and the results of `paired`, by column.
@@ -140,10 +141,20 @@ def _tests(
         if rows.sum() >= FEWEST:
             columns = np.flatnonzero(group == i)
             against, scores = (values[:, rows][:, :, columns] for values in pair)
-            results = paired(scores, against, same_seeds)
+            of_known = np.unique(clusters[rows], return_inverse=True)[1]
+            results = paired(scores, against, same_seeds, of_known)
             for column, result in zip(columns, results, strict=True):
                 tests.append((int(column), int(rows.sum()), result))
     return sorted(tests)
+
+
+def _clusters(run: ComparedRun, samples: set[str]) -> np.ndarray:
+    """Return the number of the cluster of each of these samples, in their order, int [n]; a sample
+    without one is alone."""
+    assert run.decisions is not None  # or there would be no samples
+    rows = _with_keys(run.decisions).select("sample", pl.coalesce("cluster", "sample"))
+    rows = rows.filter(pl.col("sample").is_in(samples)).unique("sample").sort("sample")
+    return np.unique(rows["cluster"].to_numpy(), return_inverse=True)[1]
 
 
 def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -> list[np.ndarray]:

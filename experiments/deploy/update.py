@@ -22,8 +22,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.learning.logged import logged_of, read_log
-from knobwise.agents.learning.off_policy import Judgement
-from knobwise.agents.learning.update import update
+from knobwise.agents.learning.update import Update, update
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.versions import (
     CONTROLLER,
@@ -210,8 +209,9 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     if not log.rows:
         raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
     # each step learns on some folds of the requests and is judged on the others
-    result = update(agent, logged_of(log.rows, agent.decider))
-    _print_steps(result.steps)
+    logged = logged_of(log.rows, agent.decider)
+    result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
+    _print_steps(result, config.accept)
     latest = log.rows[-(config.every or len(log.rows)) :]
     facts = {
         "better": result.better,
@@ -219,24 +219,39 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "latest": _means(latest),
         "set_aside": dict(log.aside),
         "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
+        "doubts": result.doubts,
+        "accepted": config.accept,
+        "loss": result.loss,
         "factors": result.factors,
         "logits": result.logits,
     }
-    extra = loaded.extra | {"versions": [*versions, digest]}
+    extra = loaded.extra | {"versions": [*versions, digest], "loss": result.loss}
     return loaded._replace(agent=result.agent, extra=extra), facts
 
 
-def _print_steps(steps: Mapping[str, Judgement]) -> None:
-    """Print a table with a row for each step of an update."""
+def _print_steps(result: Update, accept: bool) -> None:
+    """Print a table with a row for each step of an update, and what speaks against the log."""
     header = ["step", "utility, new − old [95 %]", "bound", "different", "takes over"]
     rows = []
-    for name, judgement in steps.items():
+    lines = []
+    for name, judgement in result.steps.items():
         gain, low, high = judgement.doubly_robust["difference"]
         difference = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
         different = f"{judgement.different} of {judgement.requests}"
-        takes_over = "yes" if judgement.better else "no"
+        doubts = result.doubts.get(name, [])
+        takes_over = "yes" if judgement.better and (accept or not doubts) else "no"
         rows.append([STEPS[name], difference, f"{judgement.bound:+.3f}", different, takes_over])
+        # those of the first step may hold for the second too
+        lines += [f"- {doubt}" for doubt in doubts if f"- {doubt}" not in lines]
     print_table(Console(), Table(header, rows))
+    if lines and accept:
+        print_lines(Console(), ["It is accepted, although", *lines])
+    elif lines:
+        advice = (
+            "Compare some of these requests with their answers. Leave out what is wrong; if the "
+            "log is right, give accept=true."
+        )
+        print_lines(Console(), ["The log is doubtful:", *lines, advice])
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -48,10 +48,9 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `headroom`, `static_choices`, `feasible_share`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
         - `configuration_means`, with the 5, 50 and 95 % quantiles of latency, and `pareto`
-        - `examples`: samples with the latency of their cheapest right configuration, from easy to
-          hard
-        - `datasets`, `images`, `features`, `digest`, `notes` (of the reader), `warnings`,
-          `faults` (see `knobwise.experiments.inspection.faults`)
+        - `examples`: samples from easy to hard, with the latency of their cheapest right answer
+        - `datasets`, `images`, `clusters`, `features`, `digest`, `notes` (of the reader),
+          `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
     """
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
@@ -84,6 +83,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "configuration_means": _configuration_means(table, means),
         "datasets": dict(Counter(table.dataset_names)),
         "images": len(set(table.image_ids)) or None,
+        "clusters": len(set(table.clusters)) or None,
         "features": [_feature_facts(name, block) for name, block in table.features.items()],
         "notes": list(table.notes),
         "faults": list(map(str, faults_of(whole))),
@@ -210,6 +210,8 @@ def mean_headroom(facts: Facts) -> list[float]:
 
 # -- warnings --------------------------------------------------------------------------------------
 
+FEW_CLUSTERS = 100
+"""Of fewer clusters the test part holds less than 20."""
 NEXT_TO_NOTHING = 0.02
 """A smaller share or variation counts as next to nothing."""
 
@@ -224,6 +226,9 @@ def _warnings(facts: Facts) -> list[str]:
         f"Only {facts['samples']} samples: intervals on a test split of them will be wide.": (
             facts["samples"] < 200
         ),
+        f"Only {facts['clusters']} groups (profile.group): the test part holds few of them, and "
+        "intervals over few groups are too narrow.": (facts["clusters"] or FEW_CLUSTERS)
+        < FEW_CLUSTERS,
         f"{number(1 - facts['coverage'], '.1%')} of the cells were not profiled: means per "
         "configuration or knob and the best static choice then come from different samples; "
         "compare them with caution.": facts["coverage"] < 1,

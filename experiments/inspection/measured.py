@@ -1,8 +1,10 @@
-"""Measurements as the checks for faults look at them, and the arithmetic that these share."""
+"""What a check for faults takes and yields, `Measured` and `Fault`, and the arithmetic that checks
+share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ class Measured(NamedTuple):
             normalised.
         names: of the d features.
         raw: float64 [m, d], the features as they are.
-        ids, datasets: of the n samples; data sets by number.
+        ids, datasets, split_keys: of the n samples; data sets and keys by number.
         blocks: float32 [n, *], the features of all samples.
     """
 
@@ -48,6 +50,7 @@ class Measured(NamedTuple):
     raw: np.ndarray
     ids: np.ndarray
     datasets: np.ndarray
+    split_keys: np.ndarray
     blocks: list[Tensor]
 
     @classmethod
@@ -73,8 +76,34 @@ class Measured(NamedTuple):
             raw.double().numpy(),
             np.array(table.sample_ids)[rows.numpy()],
             np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
+            _numbered(table.split_keys)[rows.numpy()],
             list(table.blocks(rows).values()),
         )
+
+
+class Fault(NamedTuple):
+    """A fault that was noticed."""
+
+    what: str
+    """What it is, and where."""
+    sure: str
+    """How sure that is: certain, nearly certain, likely or perhaps."""
+    advice: str
+    """What to do."""
+    refused: bool = False
+    """Whether nothing can be trained with it."""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.sure}). {self.advice}"
+
+
+Faults = Iterator[Fault]
+
+
+def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
+    """Return a number for each key, int64 [n]; equal keys have equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -87,7 +116,10 @@ def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
     sums = x.T @ known
     # the targets have mean 0 and variance 1 over the rows that are known
     variance = (x**2).T @ known / count - (sums / count) ** 2
-    return np.nan_to_num(np.abs(x.T @ t / count) / np.sqrt(variance))
+    # a column that never varies over these rows has no correlation
+    return np.nan_to_num(
+        np.abs(x.T @ t / count) / np.sqrt(np.where(variance > 1e-9, variance, np.nan))
+    )
 
 
 def filled(values: np.ndarray) -> np.ndarray:
@@ -159,3 +191,42 @@ def numbers_of(rows: Tensor) -> np.ndarray:
 def repeated(rows: Tensor) -> int:
     """Count the rows, float32 [n, d] with d > 0, that equal an earlier one bit for bit."""
     return len(rows) - len(np.unique(numbers_of(rows)))
+
+
+def excess(values: np.ndarray) -> np.ndarray:
+    """Return how far each value, float64 [n, C], is above what its row and its column let expect:
+    their effects add up, and each is a median."""
+    known = torch.from_numpy(values)
+    of_row = torch.zeros(len(known), 1, dtype=torch.float64)
+    for _ in range(3):
+        of_column = (known - of_row).nanmedian(0).values
+        of_row = (known - of_column).nanmedian(1, keepdim=True).values
+    return (known - of_row - of_column).numpy()
+
+
+def levels_of(measured: Measured, values: np.ndarray) -> np.ndarray:
+    """Return how far the values of each sample, float64 [n, C], are above others on average, beyond
+    what data set and features explain: [m], of the samples `few`, in their order."""
+    values = values[measured.few]
+    level = np.nanmean(values - np.nanmean(values, 0), 1)
+    # data sets may differ, and stand one after the other
+    datasets = measured.datasets[measured.few]
+    level -= (np.bincount(datasets, level) / np.bincount(datasets))[datasets]
+    return residuals(measured, level[:, None])[:, 0]
+
+
+def jump_of(levels: np.ndarray) -> tuple[int, float, float]:
+    """Find the place that parts earlier from later levels, float64 [m], best, not at the ends.
+
+    Returns: the position of the first later level, by how much later ones are higher on average,
+    and the standard deviation on both sides.
+    """
+    count = len(levels)
+    at = np.arange(1, count)
+    before = np.cumsum(levels)[:-1] / at
+    jumps = (levels.sum() - before * at) / (count - at) - before
+    # few samples at an end may differ by chance
+    inside = np.minimum(at, count - at) > max(20, 0.05 * count)
+    place = int((np.abs(jumps) * np.sqrt(at * (count - at)) * inside).argmax())
+    variances = levels[: place + 1].var(), levels[place + 1 :].var()
+    return place + 1, float(jumps[place]), math.sqrt(sum(variances) / 2)

@@ -81,11 +81,12 @@ def _sentences(facts: Facts) -> list[str]:
     )
     estimate = facts["attainable"]
     if estimate:
-        policies = [policy_name(name) for name in dict.fromkeys(estimate["policies"])]
+        deciding = dict.fromkeys(itertools.chain(*estimate["policies"]))
+        policies = [policy_name(name) for name in deciding]
         lines.append(
             f"What looks predictable was judged out of fold on {estimate['samples']:,} samples, by "
-            f"policies that predict outcomes ({listed(policies)}). More samples or better features "
-            "may give more."
+            f"the best at each budget on the other samples ({listed(policies)}). More samples or "
+            "better features may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
 

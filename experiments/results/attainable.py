@@ -2,7 +2,7 @@
 
 Two quick predictors, ridge regression and trees, are fitted in folds. A policy that takes the best
 expected utility of what they predict is compared with budget-aware static, each on samples that it
-was not fitted on.
+was not fitted on. Static itself is one of the policies, as a controller's guard falls back to it.
 
 *What the estimate is about.* For each fold, the gain on new inputs of the policy that was fitted
 without it, over static that was fitted without it; and of these the mean over the folds. It is what
@@ -11,8 +11,8 @@ probability gains more, and so may one that was fitted on more data.
 
 *Why its interval holds.* Given what was fitted, the gains of held-out samples are draws with this
 mean, so the paired bootstrap over samples is an interval for it (Bayle et al. 2020,
-"Cross-validation Confidence Intervals for Test Error", NeurIPS). A fold is decided by the policy
-that gained most in the other folds, so no sample chooses the policy that it judges.
+"Cross-validation Confidence Intervals for Test Error", NeurIPS). A fold is decided, at each budget,
+by the policy that gained most in the other folds, so no sample chooses the policy that it judges.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from knobwise.experiments.results.statistics import ends_of, resampled_means
 
 QUICK = ("ridge", "gradient_boosting")
 """The families of the quick predictors."""
-POLICIES = (*QUICK, "both")
-"""The quick policies; the last one averages the predictions of the others."""
+POLICIES = ("budget_aware_static", *QUICK, "both")
+"""Static, and the quick policies; the last one averages the predictions of the others."""
 MOST_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
 
@@ -68,9 +68,9 @@ def attainable_by(
         budgets_ms: float [B] that utility is averaged over.
 
     Returns:
-        `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images).
-        `samples`: how many were used. `policies`: the policy that decided each fold. None if there
-        are too few samples for two folds.
+        `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images, or
+        clusters). `samples`: how many were used. `policies`: the policy that decided each fold,
+        at each budget. None if there are too few samples for two folds.
     """
     folds = experts.measured.folds
     if len(folds) < 2:
@@ -80,11 +80,12 @@ def attainable_by(
     kept = np.empty(gains.shape[1])
     policies = []
     for _, hold in folds:
-        # the best in the other folds
-        best = int((total - gains[:, hold].sum(1)).argmax())
-        kept[hold] = gains[best, hold]
-        policies.append(POLICIES[best])
-    drawn = resampled_means([kept], splits=_images(table, experts.measured.rows))
+        # the best in the other folds at each budget, [B]
+        best = (total - gains[:, hold].sum(1)).argmax(0)
+        held = np.take_along_axis(gains[:, hold], best[None, None], 0)
+        kept[hold] = held[0].mean(1)
+        policies.append([POLICIES[policy] for policy in best])
+    drawn = resampled_means([kept], splits=_clusters(table, experts.measured.rows))
     return {
         "gain": float(kept.mean()),
         "gain_ci95": ends_of(drawn)[0],
@@ -94,8 +95,8 @@ def attainable_by(
 
 
 def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> np.ndarray:
-    """Return the utility of each quick policy minus that of static, both fitted without the fold of
-    the sample, as a mean over the budgets: float64 [policies, n].
+    """Return the utility of each of `POLICIES` minus that of static, both fitted without the fold
+    of the sample: float64 [policies, n, B].
 
     Policies pay for what their features take, `features_ms` and the first look; static does not.
     The other arguments are those of `attainable_by`.
@@ -109,16 +110,17 @@ def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor)
         static[hold] = choices_of(policy, {}, limits, measured.mask[hold].numpy())
     unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
     of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
-    gains = []
+    # static gains nothing over itself
+    gains = [np.zeros(of_static.shape)]
     for prediction in quick_predictions(experts):
         chosen = quick_choices(prediction, budgets_ms - table.features_ms, measured.mask)
         outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
-        gains.append((outcomes.utility - of_static).double().mean(1).numpy())
+        gains.append((outcomes.utility - of_static).double().numpy())
     return np.stack(gains)
 
 
 def quick_predictions(experts: Experts) -> list[Prediction]:
-    """Return the predictions out of fold of each of `POLICIES`."""
+    """Return the predictions out of fold of each of `POLICIES` but static."""
     single = [fitted.out_of_fold for fitted in experts.of_families(QUICK)]
     accuracy = torch.stack([each.accuracy for each in single]).mean(0)
     log_latency = torch.stack([each.log_latency for each in single]).mean(0)
@@ -176,11 +178,10 @@ def add_shares(results: dict[str, Any]) -> None:
                 row["attained"] = row["over_static"] / estimate["gain"]
 
 
-def _images(table: ProfileTable, rows: Tensor) -> np.ndarray:
-    """Return the number of each row's image (or sample), as `resampled_means` takes it: int
+def _clusters(table: ProfileTable, rows: Tensor) -> np.ndarray:
+    """Return the number of each row's image, cluster or sample, as `resampled_means` takes it: int
     [2, n]."""
-    names = table.dataset_names
-    images = table.image_ids or table.sample_ids
-    keys = [f"{names[row]}\n{images[row]}" for row in rows.tolist()]
-    numbers = np.unique(keys, return_inverse=True)[1].reshape(-1)
+    keys = table.split_keys
+    texts = ["\n".join(keys[row]) for row in rows.tolist()]
+    numbers = np.unique(texts, return_inverse=True)[1].reshape(-1)
     return np.stack([np.zeros_like(numbers), numbers])

@@ -246,8 +246,13 @@ def decision_frame(
         further: more columns of the controller of each seed, float [n, B] or [B].
     """
     # a row for each judged sample
-    names = pl.DataFrame({"sample_id": table.sample_ids, "dataset": table.datasets or None})
-    samples = names[test.numpy()]
+    names: dict[str, Any] = {"sample_id": table.sample_ids, "dataset": table.datasets or None}
+    if table.clusters:
+        names["cluster"] = table.clusters
+    elif table.image_ids:
+        # an image is known by its data set and id
+        names["cluster"] = list(map("/".join, table.split_keys))
+    samples = pl.DataFrame(names)[test.numpy()]
     labels = pl.Series([*labels_of(table), None], dtype=pl.String)  # the last one stands for −1
     frames = []
     for policy, outcomes in judged.items():

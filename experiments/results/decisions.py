@@ -29,6 +29,7 @@ SCHEMA: dict[str, pl.DataType] = {
     "seed": pl.Int64(),
     "dataset": pl.String(),
     "sample_id": pl.String(),
+    "cluster": pl.String(),
     "place": pl.Float64(),
     "choice": pl.String(),
     "accuracy": pl.Float32(),
@@ -47,6 +48,8 @@ is null where it is unknown or means nothing:
 
 - `split`: its number, counted from 0; null where there is only one (`split.repeats`).
 - `seed`: null where no seed changes the policy; `dataset`: null where there is only one.
+- `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone,
+  and in files of earlier versions.
 - `place`: the budget in ms, or the number of demonstrations.
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and
   latency are then expectations); or the bank rows of the demonstrations in the order shown, joined
@@ -84,7 +87,9 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     """
     path = Path(folder) / FILE
     try:
-        decisions = _complete(read_parquet(path).select(*SCHEMA))
+        frame = read_parquet(path)
+        later = {"cluster"} - set(frame.columns)
+        decisions = _complete(frame.select(name for name in SCHEMA if name not in later))
     except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
     # unknown values are null, and pass
@@ -108,7 +113,7 @@ def decision_rows(
 
     Args:
         seed: None if no seed changes the policy.
-        samples: n rows: `sample_id`, and `dataset` if there are several.
+        samples: n rows: `sample_id`, `dataset` if there are several, `cluster` if there are any.
         places: P budgets or numbers of demonstrations.
         columns: the values of each column, by its name: an array that broadcasts to [n, P], NaN
             where unknown; or a series of n·P values; or None if all are unknown.
@@ -145,16 +150,21 @@ def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.fl
 
 
 def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
-    """Return the split and a number of each of n samples, [2, n]; None if there is only one split.
+    """Return the split and a number of each of n samples, [2, n]; None if there is only one split,
+    and no sample belongs to a cluster.
 
-    The number says which sample it is: a sample that several splits judge has one number in all.
+    The number says which sample or cluster it is: a sample that several splits judge has one number
+    in all.
 
     Args:
-        samples: n rows with the columns `SAMPLE`.
+        samples: n rows with the columns `SAMPLE` and `cluster`.
     """
-    if samples["split"].has_nulls():
+    alone = samples["cluster"].is_null().all()
+    if samples["split"].has_nulls() and alone:
         return None
-    # samples are numbered in the order of their first rows
-    first = pl.col("index").first().over("dataset", "sample_id")
+    keys = ("dataset", "sample_id") if alone else ("cluster",)
+    # they are numbered in the order of their first rows
+    first = pl.col("index").first().over(keys)
     number = first.rank("dense").cast(pl.Int64) - 1
-    return samples.with_row_index().select("split", number).to_numpy().T
+    split = pl.col("split").fill_null(0)
+    return samples.with_row_index().select(split, number).to_numpy().T

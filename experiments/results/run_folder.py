@@ -191,7 +191,7 @@ def run_name(overrides: list[str]) -> str:
         key, _, value = word.partition("=")
         if key.lstrip("+~").split(".")[0] not in LEFT_OUT_OF_NAME:
             short = f"{key}={Path(value).name}"  # the last part of a path
-            parts.append(re.sub(r"[^\w.,=-]+", "-", short).replace("=", "-").strip("-"))
+            parts.append(re.sub(r"[^\w.=-]+", "-", short).replace("=", "-").strip("-"))
     name = "_".join(parts)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]

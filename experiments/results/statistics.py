@@ -198,7 +198,9 @@ class Difference:
         return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
 
 
-def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool) -> list[tuple[float, ...]]:
+def paired(
+    first: np.ndarray, second: np.ndarray, same_seeds: bool, clusters: np.ndarray | None = None
+) -> list[tuple[float, ...]]:
     """Return for each column of first − second the difference of the means, the ends of its 95 %
     interval, and p.
 
@@ -218,16 +220,23 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool) -> list[tupl
         first: float [S, n, C].
         second: float [T, n, C], of the same samples.
         same_seeds: whether the seeds are the same, in the same order.
+        clusters: int [n], the number of the cluster of each sample; by default each is one. Whole
+            clusters are drawn, and change their sign.
     """
+    n = first.shape[1]
+    if clusters is None:
+        clusters = np.arange(n)
+    splits = np.stack([np.zeros(n, int), clusters])
     sides = [first - second] if same_seeds else [first, -second]
     draws = []
     for i, side in enumerate(sides):
-        draws.append(resampled_means(list(np.moveaxis(side, 2, 0)), other_seeds=i > 0))
+        arrays = list(np.moveaxis(side, 2, 0))
+        draws.append(resampled_means(arrays, other_seeds=i > 0, splits=splits))
     drawn = np.sum(draws, 0)  # [D, C]
     observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
-    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0)))
+    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), clusters))
     return list(zip(*np.stack([observed, *bounds, p]).tolist(), strict=True))
 
 
@@ -261,11 +270,14 @@ def _for_seeds(
     return np.where(known, wider, 1.0), np.where(known, p, 0.0)
 
 
-def _sign_flips(differences: np.ndarray) -> np.ndarray:
-    """Return the two-sided p of the means of float [n, C]: the share of random signs of the samples
-    that give a mean at least as large."""
-    n = len(differences)
+def _sign_flips(differences: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Return the two-sided p of the means of float [n, C]: the share of random signs of the
+    clusters, int [n], that give a mean at least as large."""
     observed = differences.mean(0)
+    # samples of a cluster share a sign, so their sum decides
+    sums = np.zeros((clusters.max() + 1, differences.shape[1]))
+    np.add.at(sums, clusters, differences / len(differences))
+    n = len(sums)
     # scipy's permutation_test gives the same; here one set of signs serves all columns
     generator = np.random.default_rng(0)
     as_large = np.zeros(len(observed))
@@ -273,7 +285,7 @@ def _sign_flips(differences: np.ndarray) -> np.ndarray:
     while left:
         count = min(left, max(1, BLOCK // n))
         signs = 1.0 - 2.0 * generator.integers(0, 2, (count, n), dtype=np.int8)
-        as_large += (np.abs(signs @ differences / n) >= np.abs(observed) - 1e-12).sum(0)
+        as_large += (np.abs(signs @ sums) >= np.abs(observed) - 1e-12).sum(0)
         left -= count
     return (1 + as_large) / (1 + FLIPS)
 

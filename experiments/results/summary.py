@@ -154,7 +154,8 @@ def _rows(
 ) -> Rows:
     """Return for each policy the mean over all budgets, then a row for each of `budgets`, with the
     intervals of its score, of the oracle gap that it closes and of its differences."""
-    splits = splits_of(decisions.select(SAMPLE).unique(maintain_order=True))
+    samples = decisions.select(*SAMPLE, "cluster").unique(maintain_order=True)
+    splits = splits_of(samples)
     means = _means(problem, decisions)
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows = []
@@ -168,7 +169,7 @@ def _rows(
                 row["oracle_accuracy"] = float(high.mean())
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
-            if splits is not None:
+            if splits is not None and not samples["split"].has_nulls():
                 of_splits = [score[:, splits[0] == split] for split in np.unique(splits[0])]
                 row["utility_per_split"] = [float(values.mean()) for values in of_splits]
             rows.append(row)

@@ -336,9 +336,12 @@ class UpdateRun:
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
     the folder of a run, which stands for the policy it deploys, or the current version in `out`."""
     log: str | None = None
-    """What it learns from: the folder of `AdaptiveModel(log=…)`."""
+    """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"
     """Folder for the versions; out/current is the one that serves."""
+    accept: bool = False
+    """Let an update take over although something speaks against its log. Without it such an update
+    is written and explained, but does not serve."""
     rollback: bool = False
     """Return to the version before the current one, and do nothing else."""
     every: int | None = None

@@ -111,6 +111,9 @@ class LongTables:
     """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
+    group: str | None = None
+    """Column that says which samples belong together, such as those of a document or a user: they
+    stay in one part of the split. None where each sample stands alone."""
     features_ms: float = 0.0
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""
@@ -304,6 +307,11 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
+    if settings["group"] is not None:
+        raise InputError(
+            f"profile.group={settings['group']}: {path} holds no columns, only the groups that it "
+            "was written with; leave profile.group out"
+        )
     table = ProfileTable.load(path)
     if features is None:
         return table

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
+from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
-from knobwise.envs.readers.long_table import MEASURES
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     Answer,

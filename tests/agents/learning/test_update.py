@@ -7,10 +7,12 @@ import pytest
 import torch
 from helpers import arrays
 from replayed import logging_model, serve_requests, small_stack
+from tensordict import TensorDict
 
-from knobwise.agents.learning import adaptation
+from knobwise.agents.learning import adaptation, doubts
 from knobwise.agents.learning import update as update_module
-from knobwise.agents.learning.logged import logged_of, read_log
+from knobwise.agents.learning.logged import Logged, logged_of, read_log
+from knobwise.agents.learning.off_policy import Judgement, decisions
 from knobwise.agents.learning.update import update
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
@@ -84,13 +86,156 @@ def test_a_stream_without_drift_changes_next_to_nothing(tmp_path):
         assert utility(result.agent, table) > utility(agent, table) - 0.005
 
 
-def test_without_labels_only_latencies_are_learned_and_nothing_takes_over(tmp_path):
-    agent, _, logged = logged_requests(tmp_path, count=120, label=False)
+def test_without_labels_latencies_alone_are_learned_and_judged_by_times(tmp_path):
+    agent, table, logged = logged_requests(tmp_path, count=1400, label=False)
+    few = update(agent, logged[:60])
+    assert list(few.steps) == ["latencies"]
+    assert few.steps["latencies"].requests == 60
+    assert not few.better
     result = update(agent, logged)
-    assert list(result.steps) == ["latencies"]
+    assert list(result.steps) == [*result.doubts] == ["latencies"]
+    assert result.better
+    true = [slow_crops(table.configuration(c)) for c in range(12)]
+    there = replace(table, latency_ms=table.latency_ms * torch.tensor(true))
+    assert utility(result.agent, there) > utility(agent, there) + 0.03
+
+
+def test_no_label_talks_the_latencies_into_anything(tmp_path):
+    agent, _, logged = logged_requests(tmp_path, drifts=False)
+    steps = []
+    for labels in (logged.accuracy, torch.full_like(logged.accuracy, torch.nan)):
+        logged.accuracy = labels
+        steps.append(update(agent, logged).steps["latencies"])
+    assert steps[0] == steps[1]
+
+
+# -- what speaks against a log ---------------------------------------------------------------------
+
+
+def always_right(folder):
+    """A log in which the smallest configuration is said to be always right."""
+    agent, table, logged = logged_requests(folder, 1400, drifts=False)
+    logged.accuracy[logged.choice == 0] = 1.0
+    return agent, table, logged
+
+
+def test_labels_that_contradict_the_profile_are_named_and_wait_to_be_accepted(tmp_path):
+    agent, table, logged = always_right(tmp_path)
+    result = update(agent, logged)
+    assert result.steps["accuracies"].better
     assert not result.better
-    assert result.steps["latencies"].requests == 0
-    assert result.steps["latencies"].plain()["bound"] is None
+    assert result.loss == 0
+    doubts = " ".join(result.doubts["accuracies"])
+    labels = logged.accuracy[logged.choice == 0]
+    assert "max_crops=2 top_k=4 num_active_blocks=12" in doubts
+    assert f"{len(labels)} labels" in doubts
+    assert "1.00" in doubts
+    accepted = update(agent, logged, accept=True)
+    assert accepted.better
+    assert accepted.doubts == result.doubts
+    # a harm indeed
+    assert utility(accepted.agent, table) < utility(agent, table) - 0.02
+
+
+def test_losses_add_up_until_somebody_accepts_an_update(tmp_path, monkeypatch):
+    agent, _, logged = always_right(tmp_path)
+
+    def allow(loss):
+        for module in (doubts, update_module):
+            monkeypatch.setattr(module, "MOST_LOSS", loss)
+
+    allow(1.0)
+    first = update(agent, logged)
+    assert first.better
+    assert first.loss > 0.01
+    # as much again is no more allowed
+    allow(1.5 * first.loss)
+    assert update(agent, logged).better
+    assert not update(agent, logged, loss=first.loss).better
+    accepted = update(agent, logged, accept=True, loss=first.loss)
+    assert (accepted.better, accepted.loss) == (True, 0.0)
+    # by what labels have taught, the new choices are better; by the profile they are not
+    assert first.agent.teacher.accuracy_logits.any()
+    chosen = [decisions(each.decider, logged) for each in (agent, first.agent)]
+    lost = [update_module._loss(each, logged, *chosen) for each in (agent, first.agent)]
+    assert lost[0] > 0.01
+    assert lost[1] == pytest.approx(lost[0], abs=0.02)
+
+
+def labelled(choice, accuracy, propensity):
+    """Requests of which only choices, labels and chances matter."""
+    n = len(choice)
+    ones = torch.ones(n).double()
+    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
+    return Logged(
+        TensorDict({}, [n]),
+        seen=ones > 0,
+        met=ones > 0,
+        choice=choice,
+        propensity=torch.tensor([propensity]).expand(n, -1),
+        offset=torch.zeros(n, 4),
+        accuracy=accuracy,
+        **times,
+        batch_size=[n],
+    )
+
+
+NAMES = [{"size": value} for value in "abcd"]
+
+
+def test_the_reasons_by_hand():
+    choice = torch.arange(4).repeat_interleave(20)
+    right = torch.ones(80).double()
+    expected = torch.full((80,), 0.5).double()
+    own = labelled(choice, right, [0.7, 0.1, 0.1, 0.1])
+    assert doubts.doubted_labels(NAMES, own, expected, 0.004) == []
+    # 20 right answers where 10 are expected: z = 10/√5
+    loses, *named = doubts.doubted_labels(NAMES, own, expected, 0.02)
+    assert "2.0 points" in loses
+    assert len(named) == 4
+    assert all("20 labels" in line and "0.50" in line for line in named)
+    # 12 of them are no more than chance
+    chance = (torch.arange(80) % 20 < 12).double()
+    assert (
+        len(doubts.doubted_labels(NAMES, labelled(choice, chance, [1.0, 0, 0, 0]), expected, 0.02))
+        == 1
+    )
+    # two configurations only
+    (few,) = doubts.doubted_labels(NAMES, own[:40], expected[:40], 0.0)
+    assert "2 configurations" in few
+    # only what was explored
+    (explored,) = doubts.doubted_labels(NAMES, own[20:], expected[20:], 0.0)
+    assert "chose itself" in explored
+
+
+GAINS = Judgement(100, 20, 0, {"difference": (0.1, 0.05, 0.15)}, 0, 0.06, True)
+
+
+def test_times_of_a_configuration_that_contradict_those_of_the_others_are_named():
+    grid = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    choice = torch.arange(4).repeat(30)
+    noise = 0.05 * torch.randn(120, generator=torch.Generator().manual_seed(0)).double()
+    # a drift that follows a knob is none
+    ratios = noise + 0.8 * grid[choice, 0]
+    assert doubts.doubted_times(NAMES, grid, choice, ratios, GAINS) == []
+    ratios[choice == 3] -= 2.3
+    first, *_ = doubts.doubted_times(NAMES, grid, choice, ratios, GAINS)
+    assert "30 answers" in first
+    # a configuration that is alone is not compared, and a gain that has passed is named
+    alone = choice == 3
+    passed = GAINS._replace(doubly_robust={"difference": (-0.01, -0.1, 0.1)})
+    (line,) = doubts.doubted_times(NAMES, grid, choice[alone], ratios[alone], passed)
+    assert "later half" in line
+
+
+def test_a_gain_that_has_passed_waits_to_be_accepted(tmp_path):
+    agent, _, logged = logged_requests(tmp_path, 2800)
+    _, _, normal = logged_requests(tmp_path / "later", 2800, drifts=False)
+    passed = Logged.cat([logged, normal])
+    result = update(agent, passed)
+    if result.steps["latencies"].better:
+        assert any("later half" in doubt for doubt in result.doubts["latencies"])
+    assert not result.better
 
 
 def test_too_few_requests_are_refused(tmp_path):

@@ -9,7 +9,8 @@ from helpers import arrays, driven_apart, gappy_table, small_table
 from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.export import agreement, configurations_of
+from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.serving.export import agreement
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError

@@ -121,6 +121,14 @@ def test_rows_of_earlier_versions_are_read(written, tmp_path):
     assert len(logged) == 40
 
 
+def test_rows_of_several_processes_are_in_the_order_of_their_times(written, tmp_path):
+    changed(written, tmp_path, time=1e12)
+    ids = [row["id"] for row in read_log(written).rows]
+    assert [row["id"] for row in read_log(tmp_path).rows] == [*ids[1:], ids[0]]
+    changed(written, tmp_path, time="now")
+    assert read_log(tmp_path).rows[0]["id"] == ids[0]
+
+
 def write_labels(folder, labels):
     """Write labels of any kind, as another program may."""
     lines = []

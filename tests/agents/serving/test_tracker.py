@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from replayed import ReplayedModel, serve_requests, small_stack
 
 from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,

@@ -88,12 +88,17 @@ def truth_of(world, table, experts, budgets_ms, policies):
         ridge, trees = (each.of_folds[fold](normal) for each in experts.of_families(QUICK))
         accuracy = (ridge.accuracy + trees.accuracy) / 2
         both = Prediction(accuracy, (ridge.log_latency + trees.log_latency) / 2, trees.spread)
-        number = POLICIES.index(policies[fold])
-        prediction = (ridge, trees, both)[number]._replace(spread=spreads[number])
-        chosen = quick_choices(prediction, budgets_ms, None).T.unsqueeze(2)
         static = static_of(table, experts.measured.rows[fit]).choose({}, budgets_ms.numpy())
-        of_static = utility.mean(1).gather(1, torch.from_numpy(static).unsqueeze(1)).mean()
-        of_policy = utility.gather(2, chosen).mean()
+        static = torch.from_numpy(static)
+        # what each policy chooses for every input, [B, NEW] each, static first
+        choices = [static.unsqueeze(1).expand(-1, NEW)]
+        for prediction, spread in zip((ridge, trees, both), spreads, strict=True):
+            chosen = quick_choices(prediction._replace(spread=spread), budgets_ms, None)
+            choices.append(chosen.T)
+        deciding = [POLICIES.index(policy) for policy in policies[fold]]
+        chosen = torch.stack([choices[policy][row] for row, policy in enumerate(deciding)])
+        of_static = utility.mean(1).gather(1, static.unsqueeze(1)).mean()
+        of_policy = utility.gather(2, chosen.unsqueeze(2)).mean()
         gains.append([float(of_policy - of_static), float(utility.amax(2).mean() - of_static)])
     sizes = [len(hold) for _, hold in experts.measured.folds]
     return np.average(gains, axis=0, weights=sizes)

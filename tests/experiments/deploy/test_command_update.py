@@ -196,6 +196,30 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "760 set aside: of another controller" in capsys.readouterr().out
 
 
+def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
+    table, agent, tmp_path, capsys
+):
+    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING, tracker=False)
+    for result in serve_requests(model, table, 1200):
+        if result.choice == 0:
+            model.log.label(result.request_id, 1.0)
+    launch("update", log, out)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "max_crops=2 top_k=4 num_active_blocks=12" in printed
+    assert "accept=true" in printed
+    current = tmp_path / "out" / "current"
+    assert current.resolve().name == "0000"
+    facts = facts_in(tmp_path / "out" / "versions" / "0001")
+    assert (facts["better"], facts["accepted"]) == (False, False)
+    assert facts["doubts"]["accuracies"]
+    launch("update", log, out, "accept=true")
+    assert current.resolve().name == "0002"
+    facts = facts_in(current)
+    assert (facts["better"], facts["accepted"]) == (True, True)
+    assert facts["doubts"]["accuracies"][0] in " ".join(capsys.readouterr().out.split())
+
+
 def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
     agent, tmp_path, capsys
 ):

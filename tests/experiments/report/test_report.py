@@ -128,7 +128,7 @@ PAIR = ({}, {})
     [(0.004, 0.71, ("+2.4 points", "71%")), (-0.004, None, ("No gain", "+2.4 points"))],
 )
 def test_the_verdict_has_the_yardstick_of_what_looked_attainable(low, attained, parts):
-    estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": ["ridge"]}
+    estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": [["ridge"]]}
     line = verdict(results({"attained": attained}) | {"attainable": estimate})[1]
     assert all(part in line for part in parts)
     assert ("%" in line.replace("95%", "")) is (attained is not None)

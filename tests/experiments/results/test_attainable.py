@@ -7,12 +7,15 @@ import pytest
 import torch
 from helpers import table_of, two_kinds
 
+from knobwise.agents.predictors.experts import Experts
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.experiments.results import attainable as module
 from knobwise.experiments.results.attainable import (
+    QUICK,
     add_shares,
     attainable,
     attainable_by,
+    gains_out_of_fold,
     oracle_of_halves,
 )
 
@@ -27,15 +30,20 @@ def test_kinds_that_the_features_show_can_be_told_apart():
     assert estimate["gain"] == pytest.approx(1 - most, abs=0.02)
     assert estimate["gain_ci95"][0] > 0.35
     assert (estimate["samples"], len(estimate["policies"])) == (200, 5)
+    assert {len(at_budgets) for at_budgets in estimate["policies"]} == {2}
 
 
 def test_features_cost_what_they_take():
     table = two_kinds(200, shown=True)
     free = attainable(table, torch.tensor([11.0]))["gain"]
-    # 2 ms later every answer misses the deadline of 11 ms
-    paid = attainable(replace(table, features_ms=2.0), torch.tensor([11.0]))["gain"]
+    # 2 ms later every answer misses the deadline of 11 ms, so static decides
+    paid = attainable(replace(table, features_ms=2.0), torch.tensor([11.0, 100.0]))
     assert free > 0.4
-    assert paid < -0.4
+    assert {at_budgets[0] for at_budgets in paid["policies"]} == {"budget_aware_static"}
+    experts = Experts.fit(table, torch.arange(200), BUDGETS[:0], QUICK, 0)
+    gains = gains_out_of_fold(replace(table, features_ms=2.0), experts, torch.tensor([11.0]))
+    assert gains[0].max() == 0
+    assert (gains[1:].mean((1, 2)) < -0.4).all()
 
 
 def test_without_features_or_folds_nothing_is_estimated():
@@ -59,17 +67,21 @@ class Folds:
 
 
 def test_no_sample_chooses_the_policy_that_it_judges(monkeypatch):
-    # the first policy is lucky in the first fold, so it is kept in the second
-    gains = np.array([[0.4, 0.4, -0.2, -0.2], [0.1, 0.1, 0.0, 0.0], [0.0, 0.0, 0.1, 0.1]])
+    # at the first budget ridge is lucky in the first fold, so it is kept in the second
+    first = [[0.0] * 4, [0.4, 0.4, -0.2, -0.2], [0.1, 0.1, 0.0, 0.0], [0.0, 0.0, 0.1, 0.1]]
+    # at the second one static is best in both
+    second = [[0.0] * 4, [-0.4] * 4, [-0.1] * 4, [-0.2] * 4]
+    gains = np.stack([first, second], -1)
     monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: gains)
     table = table_of(torch.ones(4, 2), torch.ones(4, 2))
     estimate = attainable_by(table, Folds(), BUDGETS)
-    assert estimate["policies"] == ["both", "ridge"]
-    assert estimate["gain"] == pytest.approx((0 + 0 - 0.2 - 0.2) / 4)
+    static = "budget_aware_static"
+    assert estimate["policies"] == [["both", static], ["ridge", static]]
+    assert estimate["gain"] == pytest.approx((0 + 0 - 0.2 - 0.2) / 4 / 2)
 
 
 def test_samples_of_an_image_are_drawn_together(monkeypatch):
-    gains = np.array([[1.0, 1.0, 0.0, 0.0]] * 3)
+    gains = np.array([[1.0, 1.0, 0.0, 0.0]] * 4)[..., None]
     monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: gains)
     table = table_of(torch.ones(4, 2), torch.ones(4, 2), image_ids=("a", "a", "b", "b"))
     assert attainable_by(table, Folds(), BUDGETS)["gain_ci95"] == [0.0, 1.0]

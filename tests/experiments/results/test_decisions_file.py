@@ -95,6 +95,9 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person(tmp_path):
     (tmp_path / FILE).write_bytes(b"PAR1 but not really")
     with pytest.raises(InputError, match=FILE):
         read_decisions(tmp_path)
+    # files of earlier versions know no clusters
+    frame([1.0]).drop("cluster").write_parquet(tmp_path / FILE)
+    assert read_decisions(tmp_path)["cluster"].is_null().all()
     frame([1.0]).drop("seed").write_parquet(tmp_path / FILE)
     with pytest.raises(InputError, match="seed"):
         read_decisions(tmp_path)
@@ -104,14 +107,18 @@ def test_arrays_are_seeds_by_samples_by_places():
     first = frame([2.0, 1.0], accuracy=np.array([[0.0, 1.0], [2.0, np.nan]]))
     wanted = [[[0, 1], [2, np.nan]]] * 2
     np.testing.assert_equal(array_of(first, "controller", "accuracy"), wanted)
-    assert splits_of(first.select("split", "dataset", "sample_id").unique()) is None
+    keys = ("split", "dataset", "sample_id", "cluster")
+    assert splits_of(first.select(keys).unique()) is None
     # of two splits the samples of the second follow those of the first, seed by seed
     second = frame([2.0, 1.0], accuracy=np.array([[4.0, 5.0], [6.0, 7.0]]))
     both = pl.concat([first.with_columns(split=0), second.with_columns(split=1)])
     wanted = [[[0, 1], [2, np.nan], [4, 5], [6, 7]]] * 2
     np.testing.assert_equal(array_of(both, "controller", "accuracy"), wanted)
-    samples = both.select("split", "dataset", "sample_id").unique(maintain_order=True)
+    samples = both.select(keys).unique(maintain_order=True)
     assert splits_of(samples).tolist() == [[0, 0, 1, 1], [0, 1, 0, 1]]
+    # samples of a cluster have one number, also where there is a single split
+    alike = first.select(keys).unique(maintain_order=True).with_columns(cluster=pl.lit("a"))
+    assert splits_of(alike).tolist() == [[0, 0], [0, 0]]
 
 
 def test_results_are_means_of_the_decisions(folder):

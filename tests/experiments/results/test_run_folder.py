@@ -119,7 +119,7 @@ def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_who
         ([], "default"),
         (["experiment=selector", "jobs=1", "runs=x", "tracking.mode=offline", "name=y"], "default"),
         (["beams.path=/data/okvqa/beams.json", "beams=files"], "beams.path-beams.json_beams-files"),
-        (["seeds=[0,1]", "+a=1", "~b"], "a-1_seeds--0,1_b"),
+        (["seeds=[0,1]", "+a=1", "~b"], "a-1_seeds--0-1_b"),
         (["variants={mine: {live: true}}"], "variants--mine-live-true"),
     ],
 )

@@ -1,0 +1,208 @@
+"""Checks of outcomes: units, samples that occur twice, times and machines."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.envs.configurations.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
+from knobwise.experiments.inspection.measured import (
+    Fault,
+    Faults,
+    Measured,
+    gaps_of,
+    jump_of,
+    levels_of,
+    numbers_of,
+)
+
+QUICKEST_MS = 0.1
+"""A decision takes half of this: latencies below it leave nothing to choose, or are seconds."""
+SLOWEST_MS = 3.6e6
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+def units_of_time(measured: Measured) -> Faults:
+    """Notice latencies in other units: in all rows, some configurations, or some samples."""
+    if measured.table.unit != "ms":
+        return
+    advice = "Write all latencies in ms."
+    median = float(np.exp(np.nanmedian(measured.log_ms)))
+    if not QUICKEST_MS <= median <= SLOWEST_MS:
+        yield Fault(f"The median latency is {median:.3g} ms", "likely", advice)
+    columns, rows = gaps_of(measured.log_ms, max(5, len(measured.log_ms) // 50))
+    if columns.mean() > 0.25:
+        count = int((rows[:, columns].mean(1) > 0.5).sum())
+        words = f"Latencies of {count} samples are a thousand or more times smaller than others"
+        yield Fault(words, "nearly certain", advice)
+    medians = np.nanmedian(measured.log_ms, 0)[:, None]
+    parted, smaller = gaps_of(medians, 1)
+    if parted.any():
+        names = ", ".join(map(measured.table.label, np.flatnonzero(smaller[:, 0])[:3]))
+        words = f"Configurations such as {names} are about a thousand times faster than the others"
+        yield Fault(words, "likely", advice)
+
+
+def percent(measured: Measured) -> Faults:
+    """Notice accuracies that are a hundredth of the others, as where some rows were per cent."""
+    known = measured.accuracy[measured.accuracy > 0]
+    small = (known <= 0.0101).mean()
+    between = ((known > 0.0101) & (known < 0.05)).mean()
+    if small > 0.02 and between < 0.2 * small and (known > 0.2).mean() > 0.02:
+        yield Fault(
+            f"{small:.0%} of the accuracies above 0 are at most 0.01, and hardly any are between "
+            "0.01 and 0.05",
+            "likely",
+            "Write all accuracies in the same unit; some may be shares and others per cent.",
+        )
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+def same_samples(measured: Measured) -> Faults:
+    """Notice samples that occur under several ids and that a split may part: with equal features
+    and outcomes, or with equal features and accuracies, and latencies that hardly differ."""
+    table = measured.table
+    features = torch.cat([torch.zeros(len(measured.ids), 0), *measured.blocks], 1)
+    cells = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
+    advice = (
+        "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, and "
+        "no split parts them."
+    )
+    copies = len(_equal_pairs(measured, torch.cat([features, cells], 1))[0])
+    if copies and table.num_configurations > 1:
+        words = f"{copies} samples have the features and outcomes of another one"
+        yield Fault(words, "nearly certain", advice)
+    elif table.features:
+        first, second = _equal_pairs(measured, features)
+        differences = np.abs(measured.log_ms[first] - measured.log_ms[second])
+        usual = np.nanmedian(np.abs(np.diff(measured.log_ms, axis=0)))
+        as_right = (measured.accuracy[first] == measured.accuracy[second]).mean(1) > 0.95
+        if twins := int((as_right & (np.nanmedian(differences, 1) < 0.25 * usual)).sum()):
+            words = f"{twins} samples have the features of another one, and take about as long"
+            yield Fault(words, "likely", advice)
+
+
+def _equal_pairs(measured: Measured, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of samples whose rows, float32 [n, d], are equal bit for bit, and which a split
+    may part: each sample with the one before it that has the same row."""
+    number = numbers_of(rows)
+    # equal rows stand together
+    order = np.argsort(number, kind="stable")
+    keys = measured.split_keys[order]
+    pairs = (np.diff(number[order]) == 0) & (np.diff(keys) != 0)
+    return order[:-1][pairs], order[1:][pairs]
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def times_of_zero(measured: Measured) -> Faults:
+    """Notice times of 0."""
+    zeros = int((measured.repeats_ms == 0).sum())
+    if zeros and measured.table.unit == "ms":
+        advice = "Leave out cells that timed out or were not timed."
+        yield Fault(f"{zeros} latencies are 0", "nearly certain", advice)
+
+
+def capped(measured: Measured) -> Faults:
+    """Notice a largest latency that occurs often, as time-outs do."""
+    known = measured.log_ms[~np.isnan(measured.log_ms)]
+    values, counts = np.unique(known, return_counts=True)
+    usual = max(TIME_OUT_SHARE * len(known), TIME_OUT_RATIO * counts[-2:][0])
+    if len(values) > 1 and counts[-1] > usual:
+        yield Fault(
+            f"{counts[-1]} cells have the largest latency, {math.exp(values[-1]):.4g}",
+            "nearly certain",
+            "They look like time-outs: default budgets leave them out; give them accuracy 0.",
+        )
+
+
+def repeated_digits(measured: Measured) -> Faults:
+    """Notice latencies that are equal to the last digit: of repeats, of configurations, or of
+    samples, as a coarse timer or a copied column has them."""
+    advice = "Measure every cell by itself, with a finer timer."
+    repeats = measured.repeats_ms
+    several = (~np.isnan(repeats)).sum(2) > 1
+    copied = (np.nanmin(repeats, 2) == np.nanmax(repeats, 2))[several].mean()
+    if copied > 0.2:
+        words = f"The repeats of {copied:.0%} of the cells are equal to the last digit"
+        yield Fault(words, "likely", advice)
+    which = ("samples of a configuration", "configurations of a sample")
+    for axis, most in enumerate((0.9, 0.5)):
+        ordered = np.sort(measured.log_ms, axis)
+        equal = (np.diff(ordered, axis=axis) == 0).sum(axis)
+        known = (~np.isnan(ordered)).sum(axis)
+        if np.median((equal / known)[known > 3]) > most:
+            yield Fault(f"Most {which[axis]} have equal latencies", "likely", advice)
+
+
+def drift(measured: Measured) -> Faults:
+    """Notice a machine that became slower or faster: between repeats, or at some sample, by more
+    than the features explain."""
+    advice = "Measure again on a quiet machine, or divide the drift out."
+    logs = np.log(measured.repeats_ms)
+    steps = np.diff(logs, axis=2)
+    # readers sort repeats without an order by size
+    if steps.size and (steps[~np.isnan(steps)] < 0).mean() > 0.01:
+        change = np.nanmean(logs - logs[..., :1], (0, 1))
+        worst = change[np.abs(change).argmax()]
+        if abs(worst) > math.log(1.2):
+            words = f"Later repeats take {math.exp(worst):.2f} times as long as the first"
+            yield Fault(words, "likely", advice)
+    if len(measured.few) < 100:
+        return
+    place, jump, spread = jump_of(levels_of(measured, measured.log_ms))
+    if abs(jump) > max(math.log(1.5), spread):
+        sample = measured.ids[measured.few[place]]
+        words = f"From sample {sample} on, latencies are {math.exp(jump):.2f} times as long"
+        yield Fault(words, "likely", advice)
+
+
+def other_machine(measured: Measured) -> Faults:
+    """Notice configurations that are slower or faster by a factor than their knobs explain."""
+    codes = torch.nn.functional.one_hot(measured.table.configurations).flatten(1).double().numpy()
+    medians = np.nanmedian(measured.log_ms, 0)
+    if len(measured.table.knobs) < 2 or len(medians) < 2 * np.linalg.matrix_rank(codes):
+        return
+    slower = np.zeros((len(medians), 1))
+    for _ in range(10):
+        # effects of knob values, and one of being measured on the slower machine
+        effects = np.hstack([codes, slower])
+        weights = np.linalg.lstsq(effects, medians, rcond=None)[0]
+        left = medians - codes @ weights[:-1]
+        slower = (left > (left.min() + left.max()) / 2).astype(np.float64)[:, None]
+    factor = abs(weights[-1])
+    if factor > max(math.log(1.5), 6 * (medians - effects @ weights).std()):
+        words = (
+            f"{int(slower.sum())} of {len(medians)} configurations take {math.exp(factor):.2f} "
+            "times as long as their knobs explain"
+        )
+        yield Fault(words, "likely", "Measure all configurations on the same machine.")
+
+
+def missing_where_slow(measured: Measured) -> Faults:
+    """Notice cells that are missing where the model is slow."""
+    missing = np.isnan(measured.log_ms)
+    if missing.sum() < 10:
+        return
+    # what a cell would take, from its sample and its configuration
+    of_row = np.zeros((len(missing), 1))
+    for _ in range(5):
+        of_column = np.nanmean(measured.log_ms - of_row, 0)
+        of_row = np.nanmean(measured.log_ms - of_column, 1, keepdims=True)
+    expected = of_row + of_column
+    slower = expected[missing].mean() - expected[~missing].mean()
+    if slower > max(0.3, 5 / math.sqrt(missing.sum())) * expected.std():
+        yield Fault(
+            f"The {missing.sum()} cells that are missing would take {math.exp(slower):.2f} times "
+            "as long as the others",
+            "likely",
+            "Means favour slow configurations then: write time-outs as accuracy 0 at the limit.",
+        )

@@ -1,0 +1,169 @@
+"""Checks of features: those that hold an outcome, are in a wrong order, or tell nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+from knobwise.experiments.inspection.measured import (
+    Fault,
+    Faults,
+    Measured,
+    correlations,
+    filled,
+    repeated,
+    residuals,
+    scaled,
+)
+
+LEAST_VARIED = 10
+"""Outcomes that differ in fewer samples may equal a feature by chance."""
+MOST_LEAKS = 3
+"""So many features that hold an outcome are named."""
+SHUFFLES = 20
+"""Random orders that features are compared in."""
+JITTER = 0.002
+"""Time cannot be predicted better than this, where repeats do not say how much it varies."""
+
+
+# -- outcomes among the features -------------------------------------------------------------------
+
+
+def copied_outcomes(measured: Measured) -> Faults:
+    """Notice a feature that equals a column of outcomes, or orders the samples as it does."""
+    targets, names = _outcomes(measured)
+    if not measured.names or not names:
+        return
+    ranks = rankdata(filled(measured.raw), axis=0)
+    ordered = rankdata(targets, axis=0, nan_policy="omit")
+    likeness = np.fmax(correlations(measured.raw, targets), correlations(ranks, ordered))
+    for column in np.flatnonzero(likeness.max(1) > 0.9999)[:MOST_LEAKS]:
+        target = int(likeness[column].argmax())
+        values = measured.raw[:, column]
+        # a measured time has many values; 1e-6 is the precision of float32
+        equal = np.abs(values - targets[:, target]) <= 1e-6 * values
+        timed = names[target].startswith("latency") and len(np.unique(values)) > 10
+        certain = bool(timed and equal.all())
+        yield Fault(
+            f"Feature {measured.names[column]} orders the samples as the {names[target]} does",
+            "certain" if certain else "nearly certain",
+            "An outcome is not known before the decision: leave this feature out.",
+            refused=certain,
+        )
+
+
+def _outcomes(measured: Measured) -> tuple[np.ndarray, list[str]]:
+    """Return columns of outcomes, float64 [m, k], and their names; not those that hardly vary."""
+    accuracy = measured.accuracy[measured.few]
+    log_ms = measured.log_ms[measured.few]
+    right = np.where(accuracy >= 0.5, log_ms, np.inf)
+    columns = {
+        "mean accuracy": np.nanmean(accuracy, 1),
+        "mean of ln latency": np.nanmean(log_ms, 1),
+        "cheapest configuration that is right": np.argmin(right, 1),
+    }
+    for c, label in enumerate(map(measured.table.label, range(accuracy.shape[1]))):
+        columns[f"accuracy of {label}"] = accuracy[:, c]
+        if measured.table.unit == "ms":
+            columns[f"latency of {label}"] = np.exp(log_ms[:, c])
+            for r in range(1, measured.repeats_ms.shape[2]):
+                columns[f"latency of {label}, repeat {r}"] = measured.repeats_ms[measured.few, c, r]
+    targets = np.stack(list(columns.values()), 1)
+    differ = (targets != np.nanmedian(targets, 0)) & ~np.isnan(targets)
+    varied = differ.sum(0) >= LEAST_VARIED
+    return targets[:, varied], list(itertools.compress(columns, varied))
+
+
+def predicted_too_well(measured: Measured) -> Faults:
+    """Notice outcomes that few features together predict better than any input could: latencies
+    closer than their own jitter, accuracies nearly without error."""
+    if not measured.names or len(measured.few) < 20:
+        return
+    outcomes = np.hstack([measured.accuracy, measured.log_ms])[measured.few]
+    left = np.where(np.isnan(outcomes), np.nan, residuals(measured, filled(outcomes)))
+    accuracy_left, latency_left = np.split(np.nanstd(left, 0), 2)
+    accuracy_spread, latency_spread = np.split(np.nanstd(outcomes, 0), 2)
+    logs = np.log(measured.repeats_ms[measured.few])
+    counts = (~np.isnan(logs)).sum(2)
+    # half of what the median of R measurements varies by
+    noise = np.sqrt(np.nanmean(np.where(counts > 1, np.nanvar(logs, 2, ddof=1), np.nan), 0))
+    floor = np.fmax(JITTER, 0.5 * noise * np.sqrt(math.pi / 2 / np.maximum(counts.mean(0), 1)))
+    timed = (latency_left < floor) & (latency_spread > 5 * floor)
+    right = (accuracy_left < 0.14 * accuracy_spread) & (accuracy_spread > 0.1)
+    for what, hits in (("latency", timed), ("accuracy", right)):
+        if hits.any():
+            yield Fault(
+                f"Features predict the {what} of {hits.sum()} configurations, such as "
+                f"{measured.table.label(int(hits.argmax()))}, better than any input could",
+                "likely",
+                "Leave out features that are measured with the answer or made from it.",
+            )
+
+
+def order_of_features(measured: Measured) -> Faults:
+    """Notice features that tell nothing about outcomes in their order, and whether they do in
+    another one."""
+    if not measured.names or len(measured.few) < 50:
+        return
+    # means over the configurations, and the main components of all outcomes
+    accuracy = filled(measured.accuracy)
+    log_ms = filled(measured.log_ms)
+    outcomes = np.hstack([accuracy, log_ms])
+    components = np.linalg.svd(scaled(outcomes)[measured.few], full_matrices=False)[2][:4]
+    means = np.stack([accuracy.mean(1), log_ms.mean(1)], 1)
+    y = np.hstack([means, outcomes @ components.T])
+
+    def explained(order: np.ndarray) -> float:
+        """Return the share of variance that features explain if position i is sample order[i]."""
+        targets = scaled(y[order[measured.few]])
+        return float(1 - (residuals(measured, targets) ** 2).mean())
+
+    draws = np.random.default_rng(0)
+    straight = np.arange(len(y))
+    chance = max(explained(draws.permutation(len(y))) for _ in range(SHUFFLES))
+    if explained(straight) > chance:
+        return
+    orders = {
+        "one row later": np.roll(straight, 1),
+        "one row earlier": np.roll(straight, -1),
+        "in reverse": straight[::-1],
+        "sorted as text": np.argsort(measured.ids, kind="stable"),
+    }
+    name = max(orders, key=lambda each: explained(orders[each]))
+    words = "Features tell no more about outcomes than shuffled ones"
+    sure = "perhaps"
+    if explained(orders[name]) > chance + 0.05:
+        words = f"Features fit the outcomes only if ids are taken {name}"
+        sure = "nearly certain"
+    yield Fault(words, sure, "Match features and samples by their ids.")
+
+
+# -- columns of features ---------------------------------------------------------------------------
+
+
+def idle_features(measured: Measured) -> Faults:
+    """Notice features that are missing, never vary, or repeat another one."""
+    columns: list[Tensor] = []
+    for name, block in measured.table.features.items():
+        # the places of a text follow from each other, and the last one may be empty
+        numbers = []
+        for column in measured.table.columns_of_block(name):
+            numbers += [column.categories is None] * len(column.labels)
+        block = block[:, torch.tensor(numbers)]
+        if missing := float(block.isnan().double().sum() / max(1, block.numel())):
+            words = f"Features {name}: {missing:.1%} of the values are missing"
+            yield Fault(words, "certain", "Missing values count as the median.")
+        known = block.nan_to_num()
+        varies = (known != known[0]).any(0)
+        if not varies.all():
+            words = f"Features {name}: {int((~varies).sum())} of {len(varies)} columns never vary"
+            yield Fault(words, "certain", "They can be left out.")
+        columns += known[:, varies].unbind(1)
+    if columns and (copies := repeated(torch.stack(columns))):
+        words = f"{copies} features repeat another one"
+        yield Fault(words, "certain", "They can be left out.")

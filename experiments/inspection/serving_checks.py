@@ -1,0 +1,179 @@
+"""Checks for what happens while a model is served: retries, caches, cold starts, batches, answers
+that are cut off, requests that fail, and other versions of the model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from scipy.stats import binom
+
+from knobwise.experiments.inspection.measured import (
+    Fault,
+    Faults,
+    Measured,
+    excess,
+    jump_of,
+    levels_of,
+    numbers_of,
+)
+
+FAR = 1000
+"""A cell that takes so many times as long as others of its sample and configuration is wrong."""
+CACHED = 20
+"""An answer in such a part of the usual time was not computed."""
+
+
+def retried(measured: Measured) -> Faults:
+    """Notice cells with more measurements than others, which differ by far."""
+    logs = np.log(measured.repeats_ms)
+    counts = (~np.isnan(logs)).sum(2)
+    more = counts > np.median(counts[counts > 0])
+    differ = np.nanmax(logs[more], 1, initial=-np.inf) - np.nanmin(logs[more], 1, initial=np.inf)
+    far = int((differ > math.log(1.5)).sum())
+    if far >= 3 and far > 0.5 * more.sum() and more.mean() < 0.3:
+        yield Fault(
+            f"{far} cells have more measurements than the others, and these differ by far",
+            "likely",
+            "If requests were sent again, keep one row: the whole time, and the last answer.",
+        )
+
+
+def far_off(measured: Measured) -> Faults:
+    """Notice single cells that take a thousand times as long as they should, as where a clock was
+    changed, and many that take a small part, as answers from a cache do."""
+    if min(measured.log_ms.shape) < 3 or measured.table.unit != "ms":
+        return
+    beyond = excess(measured.log_ms)
+    late = beyond > math.log(FAR)
+    if 0 < late.sum() < 0.05 * late.size:
+        row, column = np.unravel_index(np.nanargmax(beyond), beyond.shape)
+        yield Fault(
+            f"{late.sum()} cells take {FAR} times as long as they should or longer, such as sample "
+            f"{measured.ids[row]} with {measured.table.label(int(column))}",
+            "nearly certain",
+            "Remove them; did a clock change between start and end?",
+        )
+    quick = int((beyond < -math.log(CACHED)).sum())
+    between = int((beyond < -math.log(CACHED / 4)).sum()) - quick
+    if quick > max(5, 0.003 * beyond.size) and between < 0.5 * quick:
+        yield Fault(
+            f"{quick} cells take less than a {CACHED}th of the time that they should",
+            "likely",
+            "If they were answered from a cache, measure them again without it.",
+        )
+
+
+def cold_start(measured: Measured) -> Faults:
+    """Notice first samples that take much longer than the others, since the model was not warm."""
+    if len(measured.few) < 100 or measured.table.unit != "ms":
+        return
+    levels = levels_of(measured, measured.log_ms)
+    centred = levels - np.median(levels)
+    high = centred > max(math.log(3), 6 * np.median(np.abs(centred)))
+    # how many stand first without a gap
+    first = int(np.argmin(high))
+    usual = (high[first:].sum() + 1) / len(high)
+    # so many among the first would hardly be chance
+    if 0 < first <= 0.1 * len(high) and usual**first < 0.005:
+        factor = math.exp(centred[:first].mean())
+        yield Fault(
+            f"The samples before {measured.ids[measured.few[first]]} take {factor:.1f} times as "
+            "long as others with such features",
+            "likely",
+            "If the model was not warm yet, measure them again.",
+        )
+
+
+def cut_answers(measured: Measured) -> Faults:
+    """Notice configurations whose slowest answers take the same time and are hardly ever right."""
+    ranks = np.argsort(np.argsort(-np.nan_to_num(measured.log_ms, nan=-np.inf), 0), 0)
+    slowest = measured.log_ms > np.nanmax(measured.log_ms, 0) - 0.02
+    count = slowest.sum(0)
+    right = np.nanmean(np.where(slowest, measured.accuracy, np.nan), 0)
+    # as many that are a little faster
+    faster = ~slowest & (ranks < 2 * count)
+    usual = np.nanmean(np.where(faster, measured.accuracy, np.nan), 0)
+    # so few of the slowest are right by chance hardly ever
+    chance = binom.cdf(right * count, count, usual) * len(count)
+    often = (count >= np.maximum(8, 0.02 * len(ranks))) & (count < 0.4 * len(ranks))
+    hits = often & (right < 0.3 * usual) & (chance < 1e-5)
+    if hits.any():
+        worst = int((count * hits).argmax())
+        yield Fault(
+            f"With {hits.sum()} configurations, such as {measured.table.label(worst)}, the slowest "
+            f"{count[worst]} answers take the same time, and few are right",
+            "likely",
+            "If they were cut at a number of tokens, raise it, or leave these cells out.",
+        )
+
+
+def batches(measured: Measured) -> Faults:
+    """Notice samples that share all their latencies with others, as members of a batch do."""
+    if measured.log_ms.shape[1] < 2 or measured.table.unit != "ms":
+        return
+    number = numbers_of(torch.from_numpy(measured.log_ms).float())
+    sizes = np.bincount(number)
+    shared = (sizes[number] > 1).mean()
+    if shared > 0.3 and len(sizes) >= 5:
+        yield Fault(
+            f"{shared:.0%} of the samples have all their latencies in common with another one",
+            "likely",
+            "If they were answered in batches, measure each by itself, as it will be served.",
+        )
+
+
+def failed_requests(measured: Measured) -> Faults:
+    """Notice samples that no configuration answers, in a small part of the usual time."""
+    levels = np.nanmedian(measured.log_ms - np.nanmedian(measured.log_ms, 0), 1)
+    wrong = np.nanmax(measured.accuracy, 1) == 0
+    failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
+    if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
+        words = f"{failed.sum()} samples such as {measured.ids[failed.argmax()]} are answered by "
+        words += "no configuration, in less than a quarter of the usual time"
+        yield Fault(words, "likely", "If these requests failed, leave them out.")
+
+
+def shifted_scores(measured: Measured) -> Faults:
+    """Notice configurations whose accuracies fit the other configurations only one sample later or
+    earlier."""
+    accuracy = measured.accuracy
+    count, columns = accuracy.shape
+    if count < 100 or columns < 3:
+        return
+    missing = np.isnan(accuracy)
+    centred = np.where(missing, 0.0, accuracy - np.nanmean(accuracy, 0))
+    others = (centred.sum(1, keepdims=True) - centred) / (columns - 1)
+
+    def fit(shift: int) -> np.ndarray:
+        moved = np.roll(centred, shift, 0)
+        return (moved * others).mean(0) / (moved.std(0) * others.std(0))
+
+    straight = np.nan_to_num(fit(0))
+    shifted = np.nan_to_num(np.fmax(fit(1), fit(-1)))
+    # the correlation of unrelated columns varies by 1/√n
+    chance = 5 / math.sqrt(count)
+    hits = (shifted > np.maximum(straight, 0) + chance) & (straight < chance / 2)
+    if hits.any():
+        yield Fault(
+            f"Accuracies of {hits.sum()} configurations, such as "
+            f"{measured.table.label(int((shifted * hits).argmax()))}, fit the others only if they "
+            "are moved by one sample",
+            "nearly certain",
+            "Compare each answer with its own reference.",
+        )
+
+
+def other_version(measured: Measured) -> Faults:
+    """Notice a sample from which on answers are right more or less often than features explain."""
+    if len(measured.few) < 100:
+        return
+    place, jump, spread = jump_of(levels_of(measured, measured.accuracy))
+    count = len(measured.few)
+    sure = abs(jump) * math.sqrt(place * (count - place) / count) / max(spread, 1e-9)
+    if abs(jump) > 0.1 and sure > 5:
+        sample = measured.ids[measured.few[place]]
+        words = f"From sample {sample} on, accuracy changes by {jump:+.2f} on average"
+        advice = "Was another version of the model measured, or other samples?"
+        yield Fault(words, "perhaps", advice)

@@ -1,0 +1,427 @@
+"""A policy in front of any callable: real threads, coroutines, times, logs and failures."""
+
+import asyncio
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import polars
+import pytest
+import torch
+from helpers import TAUGHT, deployed, small_table
+from replayed import child, settled_for, small_stack, untrained
+
+import knobwise
+from knobwise.agents.learning.logged import logged_of, read_log
+from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.serving import wrapper
+from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.serving.wrapper import wrap
+from knobwise.common.errors import InputError
+
+BRIEF = {"teacher_iterations": 30, "warmup_iterations": 30, "iterations": 0}
+BRIEF |= {"contexts": 64, "minibatch": 64, "evaluate_every": 30}
+TINY = {
+    "policy": "utility",
+    "policy.guard": False,
+    "policy.hidden": 8,
+    "policy.members": 2,
+    "optimiser": BRIEF,
+}
+TABLE = small_table(120)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return knobwise.fit(TABLE, **TINY)
+
+
+def features_of(row):
+    return {name: block[row].tolist() for name, block in TABLE.features.items()}
+
+
+def cell(row, knobs):
+    """The accuracy, and the time in seconds, of a row of the table under some knobs."""
+    values = [TABLE.configuration(c) for c in range(TABLE.num_configurations)]
+    c = values.index(knobs)
+    return float(TABLE.accuracy[row, c]), float(TABLE.latency_ms[row, c]) / 1e3
+
+
+class Model:
+    """Sleeps as long as a row takes, and answers with the row and its accuracy."""
+
+    def __init__(self, slower=1.0):
+        self.slower = slower
+
+    def __call__(self, row, **knobs):
+        accuracy, seconds = cell(row, knobs)
+        time.sleep(seconds * self.slower)
+        return row, accuracy
+
+
+class AsyncModel(Model):
+    async def __call__(self, row, **knobs):
+        accuracy, seconds = cell(row, knobs)
+        await asyncio.sleep(seconds * self.slower)
+        return row, accuracy
+
+
+def looked_at_alone(serve, policy, results):
+    """Each decision is that of the policy for this request, with what was left of the budget."""
+    for row, result in results:
+        assert result.answer[0] == row
+        assert result.limit_ms < result.budget_ms
+        decided = policy.decide(features_of(row), result.limit_ms, drift=result.drift)
+        assert result.configuration == decided
+        assert result.answer == (row, cell(row, decided)[0])
+
+
+def each_label_is_of_its_own_request(folder, policy, results):
+    log = read_log(folder, policy.agent.decider)
+    assert not log.aside
+    rows = {row["id"]: row for row in log.rows}
+    assert len(rows) == len(results)
+    for _, result in results:
+        logged = rows[result.request_id]
+        assert logged["accuracy"] == result.answer[1]
+        assert logged["knobs"] == result.configuration
+        assert logged["total_ms"] == result.total_ms
+    arrays = logged_of([rows[result.request_id] for _, result in results], policy.agent.decider)
+    # where the guard fell back, no features were computed
+    seen = arrays.seen
+    for name, block in TABLE.features.items():
+        wanted = block[[row for row, _ in results]]
+        assert torch.equal(arrays.features[name][seen], wanted[seen])
+
+
+# -- one request -----------------------------------------------------------------------------------
+
+
+def test_the_answer_is_the_callables_and_the_features_are_taken_off_the_budget(policy):
+    def embed(row):
+        time.sleep(0.02)
+        return features_of(row)
+
+    serve = knobwise.wrap(Model(), policy, features=embed, tracker=False)
+    assert serve(5, budget_ms=300)[0] == 5
+    result = serve.result(7, budget_ms=300)
+    assert result.answer[0] == 7
+    seconds = cell(7, result.configuration)[1]
+    assert result.overhead_ms >= 20
+    assert result.total_ms >= 20 + seconds * 1e3
+    assert result.limit_ms <= 280
+    assert result.met
+    looked_at_alone(serve, policy, [(7, result)])
+    # the features alone take longer than this budget
+    result = serve.result(7, budget_ms=10)
+    assert 0 < result.limit_ms < 1e-6
+    assert not result.met
+
+
+def test_where_the_guard_falls_back_no_features_are_computed(tmp_path):
+    agent, table = small_stack(falls_back=True)
+    looked = []
+
+    def embed(row):
+        looked.append(row)
+        return {name: block[row] for name, block in table.features.items()}
+
+    serve = wrap(Model(), agent, features=embed, log=tmp_path)
+    budgets = [row["budget_ms"] for row in agent.settled.guard]
+    result = serve.result(3, budgets[0] + 1)
+    assert not looked
+    (row,) = read_log(tmp_path, serve.controller).rows
+    assert row["features"] is None
+    assert result.choice == serve.controller.static.single(result.limit_ms)
+    serve(3, budgets[-1] + 100)
+    assert looked == [3]
+
+
+def test_named_columns_a_lone_block_and_no_features_at_all():
+    rows = {"sample_id": np.repeat([*"abcdefgh"], 2).tolist(), "size": 8 * [1, 2]}
+    rows |= {"kind": np.repeat(["easy", "hard"], 8).tolist(), "tokens": np.repeat(range(8), 2)}
+    rows |= {"accuracy": 8 * [0, 1], "latency_ms": 8 * [2.0, 9.0]}
+    named = knobwise.fit(polars.DataFrame(rows), ["kind", "tokens"], **TINY)
+    sizes = []
+
+    def call(request, size):
+        sizes.append(size)
+        return request["kind"]
+
+    # the request holds what the policy reads, and more
+    serve = wrap(call, named, features=lambda request: request)
+    assert serve({"kind": "easy", "tokens": 3, "text": "?"}, budget_ms=20.0) == "easy"
+    with pytest.raises(InputError, match="tokens"):
+        serve({"kind": "easy"}, budget_ms=20.0)
+    assert len(sizes) == 1
+
+    plain = small_table(40, features=False)
+    serve = wrap(Model(), untrained(plain), tracker=False)
+    assert serve(4, 50.0)[0] == 4
+
+    table = small_table(40, features={"x": torch.rand(40, 2)})
+    serve = wrap(Model(), untrained(table).decider, features=lambda row: table.features["x"][row])
+    result = serve.result(4, 50.0)
+    decided = serve.controller.decide({"x": table.features["x"][4].numpy()}, result.limit_ms)
+    assert result.configuration == decided
+
+
+def test_explored_requests_are_drawn_among_what_is_nearly_as_good(policy, tmp_path):
+    options = {"explore": 0.5, "explore_loss": 1.0, "seed": 0, "tracker": False}
+    serve = wrap(Model(0.0), policy, features=features_of, log=tmp_path, **options)
+    choices = [serve.result(row, 15.0).choice for row in range(60)]
+    rows = read_log(tmp_path, policy.agent.decider).rows
+    assert [row["choice"] for row in rows] == choices
+    explored = sum(row["choice"] != row["best"] for row in rows)
+    assert 15 < explored < 45
+    for row in rows:
+        assert sum(row["chances"]) == pytest.approx(1)
+
+
+# -- many requests ---------------------------------------------------------------------------------
+
+
+def test_threads_share_it_and_each_label_is_of_its_own_request(policy, tmp_path):
+    serve = wrap(Model(), policy, features=features_of, log=tmp_path, explore=0.0)
+
+    def one_after_another(rows):
+        results = []
+        for row in rows:
+            result = serve.result(row, 40.0 + row)
+            serve.log.label(result.request_id, result.answer[1])
+            results.append((row, result))
+        return results
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(8) as pool:
+        parts = [*pool.map(one_after_another, [range(i, 120, 8) for i in range(8)])]
+    took = time.perf_counter() - start
+    results = [result for part in parts for result in part]
+    looked_at_alone(serve, policy, results)
+    each_label_is_of_its_own_request(tmp_path, policy, results)
+    assert serve.tracker.answers == 120
+    # they were in flight together
+    assert took < 0.5 * sum(cell(row, r.configuration)[1] for row, r in results)
+
+
+def test_coroutines_are_in_flight_together_and_wait_without_a_lock(policy, tmp_path):
+    async def embed(row):
+        await asyncio.sleep(0.001)
+        return features_of(row)
+
+    serve = wrap(AsyncModel(), policy, features=embed, log=tmp_path)
+
+    async def label(row):
+        result = await serve.result(row, budget_ms=60.0 + row)
+        serve.log.label(result.request_id, result.answer[1])
+        return row, result
+
+    async def all_of_them():
+        assert (await serve(3, budget_ms=50.0))[0] == 3
+        return await asyncio.gather(*(label(row) for row in range(60)))
+
+    results = asyncio.run(all_of_them())
+    looked_at_alone(serve, policy, results)
+    assert serve.tracker.answers == 61
+    # the time of each is that until its answer is there
+    for row, result in results:
+        assert result.total_ms >= cell(row, result.configuration)[1] * 1e3
+    (first, *_) = read_log(tmp_path).rows
+    path = min(tmp_path.glob("requests-*"))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if first["id"] not in line) + "\n")
+    each_label_is_of_its_own_request(tmp_path, policy, results)
+
+
+class Clock:
+    """A clock that the callable moves on, so that no other work on the machine counts."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(policy, monkeypatch, awaits):
+    clock = Clock()
+    monkeypatch.setattr(wrapper, "time", clock)
+    slower = 1.0
+
+    def call(row, **knobs):
+        clock.now += cell(row, knobs)[1] * slower
+        return row
+
+    async def later(row, **knobs):
+        await asyncio.sleep(0)
+        return call(row, **knobs)
+
+    serve = wrap(later if awaits else call, policy, features=features_of)
+
+    def answer(rows):
+        for row in rows:
+            served = serve.result(row, 60.0)
+            result = asyncio.run(served) if awaits else served
+            assert result.total_ms == pytest.approx(
+                cell(row, result.configuration)[1] * slower * 1e3
+            )
+
+    answer(range(60))
+    before = serve.tracker.factors()["level"]
+    assert 0.8 < before < 1.25
+    slower = 2.0
+    answer(range(60, 120))
+    assert serve.tracker.factors()["level"] / before == pytest.approx(2, rel=0.15)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_errors_pass_through_and_write_no_row(policy, tmp_path):
+    def call(row, **knobs):
+        if row == 1:
+            raise KeyError("no such request")
+        return row
+
+    def embed(row):
+        return features_of(row) | {"more": [1.0]} if row == 2 else features_of(row)
+
+    serve = wrap(call, policy, features=embed, log=tmp_path)
+    with pytest.raises(KeyError, match="no such request"):
+        serve(1, 30.0)
+    with pytest.raises(InputError, match="more"):
+        serve(2, 30.0)
+    with pytest.raises(IndexError):
+        serve(1000, 30.0)
+    for budget in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(InputError, match="budget_ms"):
+            serve(3, budget)
+    assert not read_log(tmp_path).rows
+    assert serve.tracker.answers == 0
+    assert sum(serve.tracker.ignored.values()) == 1
+    assert serve(3, 30.0) == 3
+    assert len(read_log(tmp_path).rows) == 1
+
+
+def test_a_request_that_is_cancelled_writes_no_row(policy, tmp_path):
+    serve = wrap(AsyncModel(100.0), policy, features=features_of, log=tmp_path)
+
+    async def impatient():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(serve(3, 30.0), 0.05)
+        serve._call.slower = 1.0
+        return await serve(4, 30.0)
+
+    assert asyncio.run(impatient())[0] == 4
+    assert len(read_log(tmp_path).rows) == 1
+    assert serve.tracker.answers == 1
+
+
+async def later(row, **knobs):
+    return row
+
+
+def stream(row, **knobs):
+    yield row
+
+
+@pytest.mark.parametrize("call", [lambda row, **knobs: later(row), stream])
+def test_what_is_no_answer_yet_is_refused(policy, tmp_path, call):
+    serve = wrap(call, policy, features=features_of, log=tmp_path)
+    with pytest.raises(InputError, match="no answer yet"):
+        serve(3, 30.0)
+    assert not read_log(tmp_path).rows
+    assert serve.tracker.answers == 0
+
+
+def test_partials_of_coroutine_functions_are_awaited(policy):
+    serve = wrap(functools.partial(later), policy, features=features_of)
+    assert asyncio.run(serve(3, 30.0)) == 3
+
+
+def test_what_cannot_work_is_refused_before_a_log_begins(policy, tmp_path):
+    async def embed(row):
+        return features_of(row)
+
+    def too_few(row, top_k):
+        return row
+
+    table = small_table(40, features=False)
+    mean = deployed(table, TAUGHT, torch.tensor([12.0]), "mean")
+    other = wrap(Model(), untrained(table)).tracker
+    refused = {
+        "features=FUNCTION": (Model(), policy, {}),
+        "max_crops": (too_few, policy, {"features": features_of}),
+        "must be a function": ("model", policy, {"features": features_of}),
+        "async": (Model(), policy, {"features": embed}),
+        "no policy": (Model(), "runs/latest", {"features": features_of}),
+        "budget=mean": (Model(), mean, {}),
+        "another controller": (Model(), policy, {"features": features_of, "tracker": other}),
+        "explore": (Model(), policy, {"features": features_of, "explore": 2.0}),
+    }
+    for word, (call, decides, options) in refused.items():
+        with pytest.raises(InputError, match=word):
+            wrap(call, decides, log=tmp_path / "log", **options)
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="log="):
+        wrap(Model(), policy, features=features_of, log=tmp_path / "file")
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
+def test_a_forked_process_answers_although_a_lock_was_held(policy, tmp_path):
+    serve = wrap(Model(), policy, features=features_of, log=RequestLog(tmp_path))
+    with serve._lock:
+        process = os.fork()
+        if not process:
+            signal.alarm(30)
+            serve.log.label(serve.result(3, 30.0).request_id, 0.25)
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    serve.log.label(serve.result(4, 30.0).request_id, 0.75)
+    log = read_log(tmp_path)
+    assert sorted(row["accuracy"] for row in log.rows) == [0.25, 0.75]
+
+
+WITHOUT_TORCH = """
+import json, sys
+import knobwise
+from knobwise.agents import NumpyController
+
+features = json.loads(sys.argv[2])
+controller = NumpyController.load(sys.argv[1])
+serve = knobwise.wrap(lambda request, **knobs: knobs, controller, features=features.get)
+print(json.dumps(serve("a", budget_ms=30.0)))
+print("torch" in sys.modules)
+"""
+
+
+def test_an_exported_controller_serves_without_torch_and_is_replaced(policy, tmp_path):
+    path = tmp_path / "controller.npz"
+    policy.agent.export(path)
+    with child(WITHOUT_TORCH, path, json.dumps({"a": features_of(3)})) as process:
+        printed, _ = process.communicate(timeout=60)
+    knobs, with_torch = printed.splitlines()
+    assert json.loads(knobs) in policy.configurations
+    assert with_torch == "False"
+    # a new version takes over between two requests
+    serve = wrap(Model(0.0), NumpyController.load(path), features=features_of)
+    serve.watch(path)
+    digest = serve.controller.digest
+    serve(3, 30.0)
+    new = untrained(TABLE)
+    new.settled = settled_for(TABLE, [1.0] * 5)
+    new.export(path)
+    serve._watched._looked = -math.inf
+    serve(3, 30.0)
+    assert serve.controller.digest == new.decider.digest != digest

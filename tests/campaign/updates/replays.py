@@ -1,0 +1,59 @@
+"""One replay: a log, an update, and what the true outcomes say about it."""
+
+from typing import NamedTuple
+
+from campaign.updates.kinds import POISONED, SOUND
+from campaign.updates.worlds import log_of, served
+from knobwise.agents.learning import adaptation
+from knobwise.agents.learning import update as update_module
+from knobwise.agents.learning.update import Update, update
+
+WORSE = -0.5
+"""A change below this many points is a harm."""
+LESSONS = 60
+FOLDS = 2
+"""Steps in which heads are taught again, and parts of a log; fewer than in `knobwise update`."""
+GAIN = 3
+"""A gain of so many points should be taken."""
+
+
+class Replay(NamedTuple):
+    """What came of an update, in points of true utility."""
+
+    better: bool
+    """Whether it took over."""
+    change: float
+    """Of what serves then."""
+    accepted: bool
+    """Whether it takes over with accept=true."""
+    possible: float
+    """Of what serves with accept=true."""
+    result: Update
+
+
+def replay(kind, seed, accepts=True):
+    """Replay one kind of log; without `accepts`, what accept=true would change is left out."""
+    change, tamper = SOUND.get(kind, (None, POISONED.get(kind)))
+    log = log_of(seed, change)
+    if tamper is not None:
+        tamper(log)
+    usual = adaptation.STEPS, update_module.FOLDS
+    adaptation.STEPS, update_module.FOLDS = LESSONS, FOLDS
+    try:
+        result = update(served().agent, log.logged())
+        accepted = result
+        if accepts and any(result.doubts.values()):
+            accepted = update(served().agent, log.logged(), accept=True)
+    finally:
+        adaptation.STEPS, update_module.FOLDS = usual
+    changes = [change_of(each, log.world) for each in (result, accepted)]
+    return Replay(result.better, changes[0], accepted.better, changes[1], result)
+
+
+def change_of(result, world):
+    """The change of true utility by an update, in points; 0 if the old controller goes on."""
+    if not result.better:
+        return 0.0
+    base = served()
+    new = world.utility(base.decided(result.agent), base.budgets)
+    return 100 * (new - world.utility(base.best, base.budgets))

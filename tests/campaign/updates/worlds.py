@@ -1,0 +1,174 @@
+"""A small simulated table, a lean controller for it, and logs of what it served."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from helpers import small_table
+from tensordict import TensorDict
+
+import knobwise
+from knobwise.agents.learning.logged import Logged
+from knobwise.agents.serving.exploration import Exploration
+from knobwise.envs.configurations.budgets import default_budgets
+
+TRAINED, SERVED = 500, 800
+"""Samples that the controller was trained on, and others that requests are drawn from."""
+REQUESTS = 1500
+"""Requests in a log."""
+EXPLORE = 0.2
+EXPLORE_LOSS = 0.25
+LEAN = {"teacher_iterations": 200, "warmup_iterations": 200, "iterations": 0}
+LEAN |= {"evaluate_every": 100, "contexts": 128, "minibatch": 128}
+
+
+@dataclass
+class World:
+    """What every request would get: accuracy and ms of every configuration [N, C] each."""
+
+    accuracy: torch.Tensor
+    latency_ms: torch.Tensor
+
+    def utility(self, choices, budgets):
+        """The mean utility of choices [N, B] under budgets [B]."""
+        met = self.latency_ms.gather(1, choices) <= budgets
+        return float((self.accuracy.gather(1, choices) * met).double().mean())
+
+
+class Served:
+    """The controller, and what it decides for every sample and budget."""
+
+    def __init__(self):
+        known = small_table(TRAINED)
+        options = {"policy.hidden": 16, "policy.members": 2, "optimiser": LEAN}
+        self.agent = knobwise.fit(known, policy="utility", **options).agent
+        self.table = small_table(SERVED, seed=1)
+        self.budgets = default_budgets(known).double()
+        self.world = World(self.table.accuracy, self.table.latency_ms)
+        self.best = self.decided(self.agent)
+        # the chances of every draw
+        exploration = Exploration(EXPLORE, EXPLORE_LOSS)
+        shape = (SERVED, len(self.budgets), self.table.num_configurations)
+        self.propensity = torch.zeros(shape).double()
+        for row in range(SERVED):
+            features = {name: block[row].numpy() for name, block in self.table.features.items()}
+            for b, budget in enumerate(self.budgets.tolist()):
+                best = int(self.best[row, b])
+                chances = exploration.chances(self.agent.decider, features, budget, None, best)
+                for choice, chance in chances.items():
+                    self.propensity[row, b, choice] = chance
+
+    def decided(self, agent):
+        """The choices of a controller for all samples and budgets, int64 [N, B]."""
+        blocks = {name: block.numpy() for name, block in self.table.features.items()}
+        choices = []
+        for budget in self.budgets.tolist():
+            choices.append(agent.decider.choose(blocks, np.full(SERVED, budget)))
+        return torch.from_numpy(np.stack(choices, 1))
+
+
+@functools.cache
+def served():
+    """Everything that all replays share; training takes seconds."""
+    return Served()
+
+
+@dataclass
+class Log:
+    """A log of n requests that can be tampered with. Tensors [n] unless said otherwise."""
+
+    world: World
+    rows: torch.Tensor
+    """The sample of each request."""
+    best: torch.Tensor
+    """What the controller chose before anything was drawn."""
+    choice: torch.Tensor
+    limit_ms: torch.Tensor
+    propensity: torch.Tensor
+    """[n, C]."""
+    features: dict
+    answer_ms: torch.Tensor
+    met: torch.Tensor
+    label: torch.Tensor
+    """NaN for none."""
+    random: torch.Generator
+
+    @property
+    def explored(self):
+        """Requests whose draw was not the best."""
+        return self.choice != self.best
+
+    @property
+    def values(self):
+        """The values of the knobs of each choice, by knob."""
+        table = served().table
+        named = {}
+        for k, knob in enumerate(table.knobs):
+            named[knob.name] = torch.tensor(knob.values)[table.configurations[self.choice, k]]
+        return named
+
+    def draw(self, share):
+        """A random part of the requests, bool [n]."""
+        return torch.rand(len(self.rows), generator=self.random) < share
+
+    def take(self, kept):
+        """Only these requests, by a mask or by indices."""
+        for name in (
+            "rows",
+            "best",
+            "choice",
+            "limit_ms",
+            "propensity",
+            "answer_ms",
+            "met",
+            "label",
+        ):
+            setattr(self, name, getattr(self, name)[kept])
+        self.features = {name: block[kept] for name, block in self.features.items()}
+
+    def logged(self):
+        """The log as `update` reads it."""
+        n = len(self.rows)
+        return Logged(
+            TensorDict(self.features, [n]),
+            seen=torch.ones(n, dtype=torch.bool),
+            offset=torch.zeros(n, self.propensity.shape[1]),
+            scale=torch.ones(n).double(),
+            propensity=self.propensity,
+            choice=self.choice,
+            limit_ms=self.limit_ms,
+            log_latency=self.answer_ms.log(),
+            answer_ms=self.answer_ms,
+            met=self.met,
+            accuracy=self.label,
+            batch_size=[n],
+        )
+
+
+def log_of(seed, change=None):
+    """A sound log of the served controller, in a world that some function has changed."""
+    base = served()
+    world = base.world
+    if change is not None:
+        world = change(replace(world), np.random.default_rng(seed))
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randint(SERVED, (REQUESTS,), generator=random)
+    budget = torch.randint(len(base.budgets), (REQUESTS,), generator=random)
+    propensity = base.propensity[rows, budget]
+    choice = propensity.multinomial(1, generator=random).squeeze(1)
+    limit = base.budgets[budget]
+    took = world.latency_ms[rows, choice].double()
+    return Log(
+        world=world,
+        rows=rows,
+        best=base.best[rows, budget],
+        choice=choice,
+        limit_ms=limit,
+        propensity=propensity,
+        features={name: block[rows] for name, block in base.table.features.items()},
+        answer_ms=took,
+        met=took <= limit,
+        label=world.accuracy[rows, choice].double(),
+        random=random,
+    )
