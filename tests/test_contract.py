@@ -245,6 +245,12 @@ def deployed_arrays_are(network, run):
         for name in ("weight", "bias"):
             values = getattr(layer, name)[-1].detach().numpy()
             same &= np.array_equal(exported[f"network.layers.{number}.{name}"], values)
+    if utility := network.network.utility:
+        for name in ("weight", "bias"):
+            values = getattr(utility.outcomes, name)[-1].detach().numpy()
+            same &= np.array_equal(exported[f"network.utility.{name}"], values)
+        slopes = utility.log_slope[-1, 0].exp().detach().numpy()
+        same &= np.array_equal(exported["network.utility.slope"], slopes)
     return same
 
 
@@ -288,7 +294,8 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
     after = ended.network.state_dict()
     assert before.keys() == after.keys()
     learned = [name for name, _ in ended.network.named_parameters()]
-    assert len(learned) == 2 * (2 + 1)
+    # two hidden layers and the heads of the knobs; weight, bias and slopes of the utility head
+    assert len(learned) == 2 * (2 + 1) + 3
     for name in learned:
         assert len(after[name]) == 3
         assert not torch.equal(before[name][-1], after[name][-1]), name

@@ -1,5 +1,5 @@
-"""The profiles that come with knobwise: an elastic vision-language model, RapidOCR, and SmolLM2 with
-demonstrations before each question.
+"""The profiles that come with knobwise: an elastic vision-language model, RapidOCR, and SmolLM2
+with demonstrations before each question.
 
 All were really measured; see their `profile.json`.
 """

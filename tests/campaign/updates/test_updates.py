@@ -13,6 +13,13 @@ TAKEN_BEFORE = [
     "a tenth of the time for the largest configuration, as if from a cache",
 ]
 """Kinds of poisoned logs that earlier updates took, and lost 4 to 31 points by."""
+DOUBTED = [
+    "the second most chosen configuration always right",
+    "few experts always right",
+    "many crops always wrong",
+    *TAKEN_BEFORE[2:],
+]
+"""Kinds that make a change look better which loses points."""
 
 
 def test_there_are_at_least_thirty_kinds_of_poisoned_logs_and_their_names_are_unlike():
@@ -21,7 +28,14 @@ def test_there_are_at_least_thirty_kinds_of_poisoned_logs_and_their_names_are_un
 
 
 @pytest.mark.parametrize("kind", TAKEN_BEFORE)
-def test_a_poisoned_log_changes_nothing_unless_it_is_accepted(kind):
+def test_a_poisoned_log_changes_nothing(kind):
+    result = replay(kind, 0)
+    assert not result.better
+    assert result.change == 0
+
+
+@pytest.mark.parametrize("kind", DOUBTED)
+def test_what_looks_better_by_a_poisoned_log_is_doubted(kind):
     result = replay(kind, 0)
     assert not result.better
     assert any(result.result.doubts.values())

@@ -41,7 +41,7 @@ class Served:
 
     def __init__(self):
         known = small_table(TRAINED)
-        options = {"policy.hidden": 16, "policy.members": 2, "optimiser": LEAN}
+        options = {"policy.hidden": 16, "policy.members": 2, "optimiser": LEAN, "own_cost": False}
         self.agent = knobwise.fit(known, policy="utility", **options).agent
         self.table = small_table(SERVED, seed=1)
         self.budgets = default_budgets(known).double()
