@@ -108,15 +108,17 @@ def lines(
         dots: whether to draw the points, too.
     """
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
-    base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"), *order)
+    base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
     channels = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
-    drawn = base.encode(y, tooltip=_tooltip(rows, [*dict.fromkeys((colour, line)), *channels]))
+    tooltip = _tooltip(rows, [*dict.fromkeys((colour, line)), *channels])
+    drawn = base.encode(y, *order, tooltip=tooltip)
     # what has no colour of its own stays in the background
     has_colour = alt.datum[colour] != OTHER
     thick = drawn.transform_filter(has_colour)
     thin = drawn.transform_filter(alt.datum[colour] == OTHER)
     layers = [thin.mark_line(strokeWidth=1), thick.mark_line(strokeWidth=2)]
     if "low" in rows.columns:
+        # an area has no order: it would be cut into one for each point
         band = base.transform_filter(has_colour).mark_area(opacity=0.13)
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
         layers.insert(0, band.encode(low, alt.Y2("high:Q")))

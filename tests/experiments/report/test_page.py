@@ -5,6 +5,8 @@ import json
 import re
 from dataclasses import replace
 
+import altair as alt
+import polars as pl
 import pytest
 import torch
 from helpers import small_table, table_of
@@ -209,3 +211,17 @@ def test_facts_are_printed_plainly_where_there_is_no_terminal():
     for part in ("4 samples × 3 configurations (of 4", "91.7% of", facts["digest"], *lines):
         assert part in text
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)
+
+
+def test_a_band_is_an_area_over_all_budgets():
+    """An order, as lines need it, would cut it into an area for each point, which shows nothing."""
+    columns = {"budget_ms": [1.0, 2.0, 3.0], "utility": [0.1, 0.2, 0.3], "low": [0.0, 0.1, 0.2]}
+    rows = pl.DataFrame({**columns, "high": [0.2, 0.3, 0.4], "policy": "a", "name": "a"})
+    x = alt.X("budget_ms:Q")
+    y = alt.Y("utility:Q", title="utility", scale=alt.Scale(zero=False))
+    channels = {}
+    for layer in charts.lines(rows, x, y, ["a"]):
+        spec = layer.to_dict()
+        channels.setdefault(spec["mark"]["type"], []).append(spec["encoding"].keys())
+    assert {"x", "y", "y2", "color", "detail"} == channels["area"][0]
+    assert all("order" in of_line for of_line in channels["line"])
