@@ -9,10 +9,12 @@ import sys
 import numpy as np
 import torch
 from helpers import driven_apart, small_table
+from tensordict import TensorDict
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.learning.logged import Logged
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.stack.deployed import DeployedController, Settled
 from knobwise.agents.stack.teacher import Teacher
@@ -154,3 +156,21 @@ def serve_requests(model, table, count, label=True, seed=0):
 
 def logging_model(folder, agent, table, slower=lambda values: 1.0, **options):
     return AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)
+
+
+def logged_outcomes(choice, propensity, reward):
+    """Requests of which nothing else is known."""
+    n = len(choice)
+    ones = torch.ones(n).double()
+    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
+    return Logged(
+        TensorDict({}, [n]),
+        seen=ones > 0,
+        met=ones > 0,
+        choice=torch.as_tensor(choice),
+        propensity=torch.as_tensor(propensity).double(),
+        offset=torch.zeros(n, len(propensity[0])),
+        accuracy=torch.as_tensor(reward).double(),
+        **times,
+        batch_size=[n],
+    )

@@ -2,31 +2,12 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
+from replayed import logged_outcomes
 
 from knobwise.agents.learning import off_policy
-from knobwise.agents.learning.logged import Logged
 from knobwise.agents.learning.off_policy import judge
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
-
-
-def logged_outcomes(choice, propensity, reward):
-    """Requests of which nothing else is known."""
-    n = len(choice)
-    ones = torch.ones(n).double()
-    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
-    return Logged(
-        TensorDict({}, [n]),
-        seen=ones > 0,
-        met=ones > 0,
-        choice=torch.as_tensor(choice),
-        propensity=torch.as_tensor(propensity).double(),
-        offset=torch.zeros(n, len(propensity[0])),
-        accuracy=torch.as_tensor(reward).double(),
-        **times,
-        batch_size=[n],
-    )
 
 
 def test_every_estimate_by_hand(monkeypatch):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import arrays
-from replayed import logging_model, serve_requests, small_stack
-from tensordict import TensorDict
+from replayed import logged_outcomes, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning import adaptation, doubts
 from knobwise.agents.learning import update as update_module
@@ -164,20 +163,7 @@ def test_losses_add_up_until_somebody_accepts_an_update(tmp_path, monkeypatch):
 
 def labelled(choice, accuracy, propensity):
     """Requests of which only choices, labels and chances matter."""
-    n = len(choice)
-    ones = torch.ones(n).double()
-    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
-    return Logged(
-        TensorDict({}, [n]),
-        seen=ones > 0,
-        met=ones > 0,
-        choice=choice,
-        propensity=torch.tensor([propensity]).expand(n, -1),
-        offset=torch.zeros(n, 4),
-        accuracy=accuracy,
-        **times,
-        batch_size=[n],
-    )
+    return logged_outcomes(choice, [propensity] * len(choice), accuracy)
 
 
 NAMES = [{"size": value} for value in "abcd"]
