@@ -198,6 +198,33 @@ def knob_report(
     return report
 
 
+def knob_lines(profile: Mapping[str, Any]) -> list[str]:
+    """Return what each knob of a profile saves, a line each, and the profile's note."""
+    lines = []
+    for knob in profile["knobs"]:
+        error = 2 * (knob.get("saves_error") or 0)
+        text = "this model lacks it"
+        if knob["available"] and "saves" not in knob:
+            text = f"{knob['sets']}; too few configurations were measured to know what it saves"
+        elif knob["available"]:
+            saves = "saves"
+            if knob["saves_nothing"]:
+                saves = "SAVES NO TIME here:"
+            elif knob["saves"] <= error:
+                saves = "no saving shown by so few samples:"
+            least, *_, greatest = knob["measured"]
+            text = (
+                f"{knob['sets']}; {saves} {knob['saves']:.1%} ± {error:.1%} of the time, from "
+                f"{greatest} down to {least}"
+            )
+        if knob["note"]:
+            text += f" ({knob['note']})"
+        lines.append(f"{knob['name']}: {text}")
+    if "note" in profile:
+        lines.append(profile["note"])
+    return lines
+
+
 def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     """Return what a knob saves, from ln(time at its greatest value / time at its least) [N]."""
     # a ratio of times is a difference of their logarithms

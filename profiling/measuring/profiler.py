@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.grid_sampling import sample_grid
-from knobwise.profiling.measuring.machine import claim, machine, rendered
+from knobwise.profiling.measuring.machine import claim, machine
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
@@ -46,7 +46,7 @@ from knobwise.profiling.measuring.measuring import (
     measure,
     read_logs,
 )
-from knobwise.profiling.measuring.outputs import write_vlm_profile
+from knobwise.profiling.measuring.outputs import knob_lines, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
@@ -113,7 +113,7 @@ def profile_vlm(
         _merge_features(out, model, plan)
         facts = _facts(model, plan, {**identity, "machine": where})
         profile = write_vlm_profile(out, plan, log, model.knobs, facts)
-    print(rendered("knobs", **profile))
+    print(*knob_lines(profile), sep="\n")
     return out
 
 

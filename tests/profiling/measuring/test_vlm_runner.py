@@ -22,9 +22,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     KeepsConfiguration,
     KnobSupport,
 )
-from knobwise.profiling.measuring.machine import rendered
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
-from knobwise.profiling.measuring.outputs import knob_report
+from knobwise.profiling.measuring.outputs import knob_lines, knob_report
 from knobwise.profiling.measuring.profiler import command, profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import metric_of, question_text
@@ -184,7 +183,7 @@ def test_a_knob_that_saves_nothing_is_reported():
     knobs = [replace(Blurred.knobs[0], name=name) for name in KNOBS]
 
     def lines(report):
-        return rendered("knobs", knobs=report).split("\n")
+        return knob_lines({"knobs": report})
 
     report = knob_report(knobs, settings, latency)
     assert [row["saves"] for row in report] == pytest.approx([0.25, 0, 0.5], abs=0.003)
