@@ -301,7 +301,7 @@ def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_pat
     assert measured(tmp_path).asked == []
 
 
-def test_features_of_a_part_at_work_are_left_to_it_and_a_part_of_another_model_is_refused(tmp_path):
+def test_parts_share_features_and_a_part_of_another_model_is_refused(tmp_path):
     first, second = (replace(ONCE, shards=2, shard=shard) for shard in (0, 1))
     measured(tmp_path, first)
     with input_error("weights"):
@@ -309,14 +309,12 @@ def test_features_of_a_part_at_work_are_left_to_it_and_a_part_of_another_model_i
     state = tmp_path / "state"
     assert not (state / "run-1.json").exists()
     measured(tmp_path, second)
-    assert not list(state.glob("features-*"))
-    shared = state / "features-1"
-    shared.mkdir()
+    kept = sorted((state / "features").rglob("*.safetensors"))
+    assert len(kept) == len(ITEMS)
+    # while another part is at work, its features stay
     with appended(state / "measured-1.jsonl"):
         measured(tmp_path, first)
-        assert shared.exists()
-    measured(tmp_path, first)
-    assert not shared.exists()
+    assert sorted((state / "features").rglob("*.safetensors")) == kept
 
 
 def test_features_are_kept_when_nothing_changed_and_taken_anew_by_force(tmp_path):
