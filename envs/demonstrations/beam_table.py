@@ -167,16 +167,9 @@ class BeamTable:
 
         An unknown image, "", never matches.
         """
-        if not self.query_images or not self.candidate_images:
-            return torch.zeros_like(self.pool_mask)
-        # a number for each image, the same for equal ones
-        codes = {image: i for i, image in enumerate(self.candidate_images) if image}
-        of_queries = torch.tensor([codes.get(image, -2) for image in self.query_images])
-        images = (*self.candidate_images, "")
-        of_candidates = torch.tensor([codes.get(image, -1) for image in images])
-        # the last one stands for padding, −1
-        rows = self.pool.clamp(-1, len(self.candidates) - 1)
-        return of_candidates[rows] == of_queries.unsqueeze(1)
+        of_queries, of_candidates = self.image_numbers
+        rows = self.pool.clamp(0, len(self.candidates) - 1)
+        return (of_candidates[rows] == of_queries.unsqueeze(1)) & self.pool_mask
 
     def __repr__(self) -> str:
         return (
@@ -203,6 +196,16 @@ class BeamTable:
     def pool_mask(self) -> Tensor:
         """A mask, bool [Q, N], that is True where the pool has a candidate."""
         return self.pool >= 0
+
+    @functools.cached_property
+    def image_numbers(self) -> tuple[Tensor, Tensor]:
+        """A number for the image of each query, int64 [Q], and of each candidate, int64 [M], the
+        same for equal images. An unknown image has −1 or −2, so it equals none of the others."""
+        queries = self.query_images or ("",) * self.num_queries
+        candidates = self.candidate_images or ("",) * len(self.candidates)
+        numbers = {image: i for i, image in enumerate((*queries, *candidates)) if image}
+        of_queries = torch.tensor([numbers.get(image, -1) for image in queries])
+        return of_queries, torch.tensor([numbers.get(image, -2) for image in candidates])
 
     @functools.cached_property
     def lengths(self) -> Tensor:

@@ -13,7 +13,6 @@ import numpy as np
 import polars as pl
 import torch
 from numpy.typing import ArrayLike
-from safetensors import safe_open
 from torch import Tensor
 
 from knobwise.common.errors import InputError
@@ -22,7 +21,7 @@ from knobwise.envs.readers.feature_columns import encode_samples, fit_columns
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
+from knobwise.envs.tables.tensor_file import read_arrays, save_tensors, tensors_and_metadata
 
 
 class Features(NamedTuple):
@@ -217,13 +216,14 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a file of arrays, unchecked."""
-    arrays = _in_blocks(read_arrays(path, "features"))
+    metadata: dict[str, str] = {}
     if path.suffix == ".safetensors":
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-        for key in ("sample_id", "dataset"):
-            if key in metadata:
-                arrays[key] = json.loads(metadata[key])
+        content, metadata = tensors_and_metadata(path)
+    else:
+        content = read_arrays(path, "features")
+    arrays = _in_blocks(content)
+    for key in {"sample_id", "dataset"} & metadata.keys():
+        arrays[key] = json.loads(metadata[key])
     # NumPy has no bfloat16
     for name, values in arrays.items():
         if isinstance(values, Tensor) and values.is_floating_point():

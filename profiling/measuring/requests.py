@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
@@ -101,7 +102,7 @@ class DrawnQuestions(Sequence[VQAItem]):
     length = 2000
 
     def __init__(self) -> None:
-        self._items: dict[int, VQAItem] = {}
+        self._drawn = functools.cache(self.draw)
 
     def draw(self, row: int) -> VQAItem:
         """Draw the item with this number, always the same."""
@@ -117,9 +118,7 @@ class DrawnQuestions(Sequence[VQAItem]):
 
     def item(self, row: int | str) -> VQAItem:
         """Return the item with this number, drawn once."""
-        if int(row) not in self._items:
-            self._items[int(row)] = self.draw(int(row))
-        return self._items[int(row)]
+        return self._drawn(int(row))
 
     def ids(self) -> Iterator[str]:
         return map(str, itertools.count())
