@@ -27,9 +27,10 @@ from knobwise.experiments.settings.selector_options import (
     StoredEncoder,
     recorded_lengths,
 )
+from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
 from knobwise.profiling.demonstrations.scorers import SCORES, Remembering, Scorer
-from knobwise.profiling.demonstrations.tasks import DATA, kinds_of, load_scorer, read_answerer
+from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"

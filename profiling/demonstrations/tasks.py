@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import imported, instance
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations import canvases
 from knobwise.profiling.demonstrations.canvases import (
     ANNOTATORS,
@@ -57,9 +57,10 @@ asked (queries) or answered (candidates), one-hot; who annotated, one-hot (queri
 _IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
 # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
 _STEPS = 4096
+MEMBERS = ("__call__", "vote")
+"""What a scorer of the user's own must have."""
 TEXT_COLUMNS = 128
 """Columns of the embeddings that are made of questions."""
-DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 
 Task = tuple[Queries, Bank]
 
@@ -183,18 +184,8 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
 def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> Scorer:
     """Load the model that answers. Raises InputError if it cannot be loaded."""
     if answerer.made is not None:
-        try:
-            scorer = answerer.made(answerer.data)
-        except Exception as error:  # whatever a class of the user's own may raise
-            reason = in_a_line(error)
-            raise InputError(
-                f"{prefix}model={answerer.source}: making one raises {reason}"
-            ) from error
-        if not callable(scorer) or not hasattr(scorer, "vote"):
-            raise InputError(
-                f"{prefix}model={answerer.source}: must be a scorer, with __call__ and vote; see "
-                "knobwise.profiling.demonstrations.scorers.Scorer"
-            )
+        key = f"{prefix}model={answerer.source}"
+        scorer: Scorer = instance(key, answerer.made, MEMBERS, Scorer, answerer.data)
         return scorer
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer

@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.machine import digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import read_logs
-from knobwise.profiling.measuring.outputs import write_table
+from knobwise.profiling.measuring.outputs import log_spread, write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
@@ -135,12 +135,6 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
     )
 
 
-def spread_of(table: pl.DataFrame) -> float:
-    """Return how much one measurement of a cell varies: the mean standard deviation of ln ms."""
-    spread = table.group_by(MEASURED).agg(pl.col("latency_ms").log().std())
-    return round(float(spread["latency_ms"].to_numpy().mean()), 4)
-
-
 def identity_of(model: ElasticAdaptive) -> dict[str, Any]:
     """Return what tells the model from others: its size, and a digest of its weights."""
     digest = hashlib.sha256()
@@ -185,7 +179,7 @@ def write(out: Path, samples: int) -> Path:
             "latency_ms": "CPU time of one thread, of four significant digits",
             "drift": f"divided out, by products that were timed before and after each answer, and "
             f"by the running median of {WINDOW} measurements",
-            "log_spread_of_one_measurement": spread_of(table),
+            "log_spread_of_one_measurement": log_spread(table, MEASURED, "latency_ms"),
         },
         "sha256": digests(folder, FILES),
     }

@@ -46,8 +46,8 @@ class HuggingFaceModel(PromptedModel):
     A group of requests is answered as one batch, padded on the left; times of an answer are then
     those of the whole batch, so measure one request at a time.
 
-    `processor`, `device` and `chats` are as for `PromptedModel`, `importance` as for
-    `HuggingFaceKnobs`. Raises InputError for a model whose knobs or vision tower are unknown.
+    `processor` and `options` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`.
+    Raises InputError for a model whose knobs or vision tower are unknown.
     """
 
     def __init__(
@@ -57,10 +57,9 @@ class HuggingFaceModel(PromptedModel):
         *,
         importance: Mapping[int, float] | None = None,
         max_new_tokens: int = 32,
-        device: str | torch.device | None = None,
-        chats: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, processor, device=device, chats=chats)
+        super().__init__(model, processor, **options)
         self.max_new_tokens = max_new_tokens
         self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)

@@ -43,7 +43,7 @@ class DemonstrationScorer(PromptedModel):
     """What scorers of vision-language models and of language models share.
 
     Args:
-        model, processor, device, chats: as for `PromptedModel`.
+        model, processor, options: as for `PromptedModel`.
         data: the queries, and the bank of their demonstrations.
         batch_size: prompts computed at a time.
 
@@ -58,11 +58,10 @@ class DemonstrationScorer(PromptedModel):
         data: VQAData,
         *,
         batch_size: int = 8,
-        device: str | torch.device | None = None,
-        chats: bool | None = None,
+        **options: Any,
     ) -> None:
         at_least("batch_size", batch_size, 1)
-        super().__init__(model, processor, device=device, chats=chats)
+        super().__init__(model, processor, **options)
         self.data = data
         self.batch_size = batch_size
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}

@@ -153,12 +153,15 @@ def write_vlm_profile(
     return content
 
 
-def log_spread(measured: pl.DataFrame) -> float | None:
+def log_spread(
+    measured: pl.DataFrame, cell: Sequence[str] = CELL, time: str = "total_ms"
+) -> float | None:
     """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
-    times, averaged over the cells; None with a single repeat."""
-    cells = measured.group_by(CELL).agg(pl.col("total_ms").clip(1e-6).log().std())
+    times, averaged over the cells; None with a single repeat. A cell has its own values in the
+    columns `cell`."""
+    cells = measured.group_by(cell).agg(pl.col(time).clip(1e-6).log().std())
     # one number has no standard deviation
-    spread: Any = cells["total_ms"].mean()
+    spread: Any = cells[time].mean()
     return spread and round(spread, 4)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.profiling import DATA
 
-DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 QUESTIONS_CSV = DATA / "questions.csv"
 """The questions that come with knobwise: id, question, answer, question_type."""
 MOST = 90
