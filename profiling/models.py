@@ -90,8 +90,7 @@ def _own_model(name: str) -> AdaptiveVLM:
     of `AdaptiveVLM` (named)."""
     # looked for in the current folder first
     made = imported(f"model={name}", BUILT_IN.get(name, name), "class", "my_module:MyModel")
-    model: AdaptiveVLM = instance(f"model={name}", made, MEMBERS, AdaptiveVLM)
-    return model
+    return instance(f"model={name}", made, MEMBERS, AdaptiveVLM)
 
 
 def requests_of(items: Sequence[VQAItem], config: VLMProfileConfig) -> Requests:

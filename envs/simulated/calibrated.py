@@ -32,7 +32,6 @@ tests/envs/simulated/test_calibrated.py compares simulated numbers with publishe
 
 from __future__ import annotations
 
-import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -229,7 +228,7 @@ def _draw_decode(
     new = for_lengths.random(shape) < NEW_LENGTHS
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
     tokens = _lengths(quantile, *published.tokens)
-    return np.asarray((tokens - 1) * step)
+    return (tokens - 1) * step
 
 
 def _draw_accuracy(
@@ -252,14 +251,17 @@ def _draw_accuracy(
     suits = np.ascontiguousarray(z[:, 4:])
     margin = margin + DIFFICULTY * z[:, :1] + suits @ matters
     margin = margin + ANSWER_NOISE * generator.standard_normal(sizes.crops.shape)
-    return np.asarray((margin > 0) * generator.choice(SCORES, (len(z), 1), p=SHARES))
+    return (margin > 0) * generator.choice(SCORES, (len(z), 1), p=SHARES)
 
 
 def _prefill(vision_tokens: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the prefill time in ms at the reference text length."""
-    inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
-    factors = [(value / REFERENCE[name]) ** EFFECT[name] for name, value in inputs.items()]
-    return np.asarray(math.prod(factors, start=PREFILL_MS))
+    return (
+        PREFILL_MS
+        * (vision_tokens / REFERENCE["vision"]) ** EFFECT["vision"]
+        * (top_k / REFERENCE["top_k"]) ** EFFECT["top_k"]
+        * (blocks / REFERENCE["blocks"]) ** EFFECT["blocks"]
+    )
 
 
 def _step(top_k: Array, blocks: Array) -> Array:
@@ -267,7 +269,7 @@ def _step(top_k: Array, blocks: Array) -> Array:
 
     It is 36 at the smallest values of both knobs, and 48 at the largest.
     """
-    return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
+    return 36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8)
 
 
 def _vision(known: DataSet, text_effect: float, nominal: Array) -> Array:
@@ -306,11 +308,8 @@ def _mean_accuracy(known: DataSet, crops: Array, top_k: Array, blocks: Array) ->
         np.log1p(crops), np.log1p([2, 6, 12]), [1, known.medium_loss, known.high_loss]
     )
     by_experts = ((8 - top_k).clip(0) / 4) ** 1.7 + 0.1 * np.log2(top_k.clip(8) / 8)
-    return np.asarray(
-        known.best[0]
-        - by_blocks[TOTAL_BLOCKS - blocks]
-        - left * (0.65 * by_crops + 0.35 * by_experts)
-    )
+    lost_by_knobs = left * (0.65 * by_crops + 0.35 * by_experts)
+    return known.best[0] - by_blocks[TOTAL_BLOCKS - blocks] - lost_by_knobs
 
 
 def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:

@@ -90,7 +90,7 @@ def profile_beams(
     # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
-    rounds: list[dict[str, Any]] = []
+    rounds = []
     if begun.exists():
         rounds = read_note(begun, list)
     num_begun = len(rounds)

@@ -185,13 +185,12 @@ def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> 
     """Load the model that answers. Raises InputError if it cannot be loaded."""
     if answerer.made is not None:
         key = f"{prefix}model={answerer.source}"
-        scorer: Scorer = instance(key, answerer.made, MEMBERS, Scorer, answerer.data)
-        return scorer
+        return instance(key, answerer.made, MEMBERS, Scorer, answerer.data)
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind: type[TextScorer | VLMScorer] = TextScorer if answerer.text_alone else VLMScorer
+    kind = TextScorer if answerer.text_alone else VLMScorer
     return kind.load(answerer.source, answerer.data, **options)
 
 

@@ -226,7 +226,7 @@ class ElasticVLM(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(WORDS))
-        self.drop_order: tuple[int, ...] = tuple(range(size.blocks - 2, 0, -1))
+        self.drop_order = tuple(range(size.blocks - 2, 0, -1))
 
     @property
     def full(self) -> Configuration:

@@ -63,7 +63,7 @@ class HuggingFaceModel(PromptedModel):
         self.max_new_tokens = max_new_tokens
         self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
-        self.knobs: tuple[KnobSupport, ...] = self.knobs_of_model.knobs
+        self.knobs = self.knobs_of_model.knobs
         self._vision = vision_modules(model) if self.sees else []
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""
@@ -134,8 +134,7 @@ class HuggingFaceModel(PromptedModel):
         options = self._token_options(prompt)
         tokens = self.tokenizer(prompt, return_tensors="pt", **options)["input_ids"]
         embedded = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
-        mean: NDArray[np.float32] = embedded.float().mean(0).cpu().numpy()
-        return mean
+        return embedded.float().mean(0).cpu().numpy()
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -154,7 +153,7 @@ class HuggingFaceModel(PromptedModel):
             return []
         # stages whose overview the answer can continue from
         going_on = [stage for stage in stages if stage.kept is not None]
-        overviews: list[Overview] = [stage.kept for stage in going_on]
+        overviews = [stage.kept for stage in going_on]
         first: list[float] = []
 
         def note_first(*_: Any, **__: Any) -> bool:  # a stopping criterion that stops nothing
@@ -276,8 +275,8 @@ class HuggingFaceModel(PromptedModel):
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:
         """Yield a list that collects the ms of each call of the vision modules in the context."""
-        starts: list[float] = []
-        spans: list[float] = []
+        starts = []
+        spans = []
         with ExitStack() as hooks:
             # tower and projector; calls may be nested, so starts are a stack
             for module in self._vision:

@@ -85,8 +85,7 @@ class DemonstrationScorer(PromptedModel):
         """Compute the logits of the last `count` tokens, [n, count, V], without a cache."""
         if self.model._supports_logits_to_keep():  # else they fill the memory
             inputs["logits_to_keep"] = count
-        logits: Tensor = self.model(**inputs, use_cache=False).logits
-        return logits[:, -count:]
+        return self.model(**inputs, use_cache=False).logits[:, -count:]
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """As in `Scorer`; an answer is right where none of the reference answers has a higher soft

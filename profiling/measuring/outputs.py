@@ -182,7 +182,7 @@ def knob_report(
         latency_ms: [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
-    report: list[dict[str, Any]] = []
+    report = []
     # a knob's least value has no term: it is part of the constant
     terms = [np.ones(len(settings), bool)]
     last = []

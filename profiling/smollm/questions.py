@@ -116,7 +116,7 @@ def _of_countries() -> Iterator[Kind]:
 
     # facts by the names of CLDR; countries that it does not name are left out
     english = Locale("en")
-    facts: dict[str, dict[str, Any]] = {}
+    facts = {}
     for info in CountryInfo.all().values():
         code = str(info.get("ISO", {}).get("alpha2", ""))
         name = english.territories.get(code, "")
