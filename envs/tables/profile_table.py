@@ -23,7 +23,7 @@ from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
 
 __all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
 
@@ -56,8 +56,6 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
     """Fields with a name for each sample, which may be empty."""
-    TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
-    """Tensors that every table has."""
     OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
     """Tensors that may be None."""
     AXES: ClassVar = {
@@ -320,18 +318,7 @@ class ProfileTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
-        fields = ("name", "unit", "features_ms", "sample_ids", *self.WORDS, "notes")
-        head: dict[str, Any] = {
-            "format": "knobwise.ProfileTable/1",
-            "knobs": [(knob.name, knob.values) for knob in self.knobs],
-            **{name: getattr(self, name) for name in fields},
-        }
-        if self.columns:
-            head["columns"] = self.columns
-        tensors = {name: getattr(self, name) for name in self.TENSORS}
-        tensors |= self._optional()
-        tensors |= {f"features.{name}": block for name, block in self.features.items()}
-        write_tensors(path, head, tensors)
+        save_table(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
@@ -339,21 +326,8 @@ class ProfileTable:
 
         Raises InputError if the file is something else.
         """
-
-        def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> ProfileTable:
-            # parts that older files lack get their defaults
-            words = ("sample_ids", *cls.WORDS, "notes")
-            parts: dict[str, Any] = {name: tensors[name] for name in cls.TENSORS}
-            parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts |= {name: tuple(head.get(name, ())) for name in words}
-            return cls(
-                name=head["name"],
-                unit=head.get("unit", "ms"),
-                knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
-                features=with_prefix(tensors, "features."),
-                columns=columns_of(head.get("columns", ())),
-                features_ms=float(head.get("features_ms", 0.0)),
-                **parts,
-            )
-
-        return read_table(path, "table", build)
+        changes = {
+            "knobs": lambda knobs: tuple(Knob(name, tuple(values)) for name, values in knobs),
+            "columns": columns_of,
+        }
+        return load_table(path, "table", cls, changes)

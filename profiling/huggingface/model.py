@@ -18,7 +18,6 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.first_stage import (
     SAME_AT_EVERY_SETTING,
-    Overview,
     encode_overview,
     going_on_from,
     vision_modules,
@@ -29,7 +28,6 @@ from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
     FirstStage,
-    KnobSupport,
     Request,
     clock_ms,
 )
