@@ -9,7 +9,7 @@ import polars as pl
 import torch
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_columns
+from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
 from knobwise.envs.readers.feature_files import Features
 from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.tables.columns import FEATURES, Column
@@ -171,7 +171,7 @@ def _features_in(
     if not columns:
         for name in names:
             try:
-                fitted += fit_columns(samples, [name], source)
+                fitted.append(fit_column(samples[name], source))
             except InputError as error:
                 if not auto:
                     raise

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_columns import encode_samples, fit_columns
+from knobwise.envs.readers.feature_columns import encode_samples, fit_column
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -52,7 +52,7 @@ def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
 
     Raises:
         InputError: there is no such file, its content does not match its name, ids are missing or
-            occur twice, a block is not numeric, infinite or of the wrong length, or `fit_columns`
+            occur twice, a block is not numeric, infinite or of the wrong length, or `fit_column`
             refuses a column.
     """
     path = Path(path)
@@ -266,7 +266,7 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
                 f"{path}: the columns of single values form a block `features`, but the file "
                 "already has a column of this name; rename it"
             )
-        named = columns or fit_columns(frame, names, source)
+        named = columns or [fit_column(frame[name], source) for name in names]
         arrays[FEATURES] = encode_samples(frame, named, source)
     notes = []
     if unused:

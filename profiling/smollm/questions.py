@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,51 +116,46 @@ def _of_countries() -> Iterator[Kind]:
 
     # facts by the names of CLDR; countries that it does not name are left out
     english = Locale("en")
-    facts = {}
+    facts: dict[str, dict[str, Any]] = {}
     for info in CountryInfo.all().values():
         code = str(info.get("ISO", {}).get("alpha2", ""))
         name = english.territories.get(code, "")
         if name.isascii() and name.replace(" ", "").isalpha():
-            facts[name] = dict(info)
+            languages = info.get("languages") or [""]
+            facts[name] = {**info, "language": english.languages.get(languages[0])}
+            if info.get("region") not in CONTINENTS:
+                facts[name].pop("region", None)
 
-    def facts_by_name(value: Callable[[dict[str, Any]], str | None]) -> Pairs:
+    def pairs(fact: str) -> Pairs:
         for name, info in facts.items():
-            answer = value(info)
+            answer = info.get(fact)
             if answer and answer.isascii() and len(answer) <= 20:
                 yield name, answer
-
-    def language(info: dict[str, Any]) -> str | None:
-        codes = info.get("languages") or [""]
-        return english.languages.get(codes[0])
-
-    def continent(info: dict[str, Any]) -> str | None:
-        region = info.get("region")
-        return region if region in CONTINENTS else None
 
     yield Kind(
         "capital",
         ("What is the capital of {}?", "Name the capital city of {}.", "{}: which capital?"),
-        facts_by_name(lambda info: info.get("capital")),
+        pairs("capital"),
     )
     yield Kind(
         "country of a capital",
         ("{} is the capital of which country?", "Name the country whose capital is {}."),
-        ((capital, name) for name, capital in facts_by_name(lambda info: info.get("capital"))),
+        ((capital, name) for name, capital in pairs("capital")),
     )
     yield Kind(
         "people",
         ("What do you call people from {}?", "A person from {} is", "{}: which nationality?"),
-        facts_by_name(lambda info: info.get("demonym")),
+        pairs("demonym"),
     )
     yield Kind(
         "continent",
         ("Which part of the world is {} in?", "Name the continent of {}.", "{}: which continent?"),
-        facts_by_name(continent),
+        pairs("region"),
     )
     yield Kind(
         "language",
         ("What language is spoken in {}?", "Name the language of {}.", "{}: which language?"),
-        facts_by_name(language),
+        pairs("language"),
     )
 
 
