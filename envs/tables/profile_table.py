@@ -21,11 +21,8 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
-from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
-
-__all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
 
 KnobValue = int | float | str
 
@@ -120,7 +117,7 @@ class ProfileTable:
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
         if self.repeats_ms is not None:
-            check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
+            _check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
         names = set(zip(self.dataset_names, self.sample_ids, strict=True))
         if len(names) != self.num_samples:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
@@ -331,3 +328,38 @@ class ProfileTable:
             "columns": columns_of,
         }
         return load_table(path, "table", cls, changes)
+
+
+def median_of(repeats_ms: Tensor) -> Tensor:
+    """Compute the median of each cell's measurements, [*, R] → [*].
+
+    It is the mean of the middle two where their number is even. NaN stands for no measurement.
+    """
+    ordered = repeats_ms.sort(-1).values  # NaN last
+    count = (~ordered.isnan()).sum(-1, keepdim=True)
+    low = ((count - 1) // 2).clamp_min(0)
+    high = (count // 2).clamp_max(ordered.shape[-1] - 1)
+    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
+
+
+def _check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
+    """Raise InputError unless the latencies [N, C] are the medians of the measurements [N, C, R].
+
+    Measurements must be finite and not negative, and NaN only after the last of a cell.
+    """
+    # in pieces, because a table mapped from a file may be larger than the memory
+    for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
+        # finite, not negative, without gaps
+        missing = repeats.isnan()
+        gaps = missing[..., :-1] & ~missing[..., 1:]
+        if bool(gaps.any() | (repeats < 0).any() | repeats.isinf().any()):
+            raise InputError(
+                f"{table}: repeats_ms must be finite, not negative, and NaN only after the last "
+                "measurement of a cell"
+            )
+        wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
+        if wrong.any():
+            raise InputError(
+                f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
+                "repeats_ms. Set latency_ms=median_of(repeats_ms)"
+            )
