@@ -55,7 +55,7 @@ def load_model(
     if data is None:
         raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
     # transformers is imported only here, since it takes seconds
-    from knobwise.profiling.huggingface.importance import read_importance
+    from knobwise.profiling.huggingface.knobs import read_importance
     from knobwise.profiling.huggingface.loading import reads_text_alone
     from knobwise.profiling.huggingface.model import HuggingFaceModel
 

@@ -66,7 +66,7 @@ def read_configurations(
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
-            tick(done, "")
+            tick(done)
             setting = settings[path]
             content, rows = _load(path, setting, keys)
             named = content["config"].get("dataset_name")
@@ -83,7 +83,7 @@ def read_configurations(
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
-        tick(len(ranks), "")
+        tick(len(ranks))
     if foreign and not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
     notes += _notes(folder, settings, kind, len(ranks), short)

@@ -328,7 +328,7 @@ class Server:
                         for field, value in served._asdict().items():
                             self.served[field][p, i, repeat] = value
                     self.done = repeat * n + block.stop
-                    tick(self.done, "")
+                    tick(self.done)
         except ServiceStopped as stopped:
             return stopped
         return None

@@ -207,7 +207,7 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
             save_tensors(path, beams)
             parts[path] = beams
             done += len(chunks[path])
-            tick(done, "")
+            tick(done)
     # all chunks in the order of the queries
     whole = [parts[path] for path in chunks]
     return {name: torch.cat([part[name] for part in whole]) for name in whole[0]}

@@ -207,7 +207,9 @@ def _read_embeddings(
                 raise InputError(f"vlm.{name}: needs vlm.embeddings, those of the bank")
         if not all(item.image is None for item in data.queries):
             raise InputError("vlm.embeddings: embeddings of items with images must be given")
-        return *text_embeddings(data), {}
+        known = [item.question for item in data.bank]
+        embed = question_embedder(known)
+        return embed([item.question for item in data.queries]), embed(known), {}
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
@@ -238,13 +240,6 @@ def _read_embeddings(
             f"vlm.image_columns={split}: must leave columns to both parts of the {width}"
         )
     return queries, candidates, {"image": (0, split), "question": (split, width)}
-
-
-def text_embeddings(data: VQAData) -> tuple[Tensor, Tensor]:
-    """Embed the questions of queries [Q, d] and bank [M, d] (`question_embedder`)."""
-    queries, bank = ([item.question for item in part] for part in (data.queries, data.bank))
-    embed = question_embedder(bank)
-    return embed(queries), embed(bank)
 
 
 def question_embedder(bank: list[str]) -> Callable[[list[str]], Tensor]:

@@ -199,7 +199,7 @@ class Trainee(nn.Module):
                         missed[block] = missed.get(block, 0.0) + loss.item()
                 order.append(min(missed, key=missed.__getitem__))
                 kept.remove(order[-1])
-                tick(len(order), "")
+                tick(len(order))
         return tuple(order)
 
 

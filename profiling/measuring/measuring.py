@@ -215,7 +215,7 @@ def measure(
                     store.add(plan.contents[i], stage.features, plan.items[i].id)
                     untaken.discard(plan.contents[i])
                 count += len(columns)
-                tick(count, "")
+                tick(count)
                 if count % _COLLECT_EVERY < len(columns):
                     collect()
 
@@ -233,7 +233,7 @@ def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
             # another sample in each round
             turn, j = divmod(step, len(needed))
             run(turn % samples, [needed[j]])
-            tick(step + 1, "")
+            tick(step + 1)
 
 
 def _missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:

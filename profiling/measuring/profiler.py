@@ -212,7 +212,7 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
             sample_id = plan.items[i].id
             stage = model.first_stage(plan.requests.request(sample_id))
             store.add(key, stage.features, sample_id)
-            tick(done, "")
+            tick(done)
 
 
 def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:
