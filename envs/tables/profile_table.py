@@ -132,11 +132,6 @@ class ProfileTable:
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
 
-    def _optional(self) -> dict[str, Tensor]:
-        """Return the optional tensors that the table has, by name."""
-        tensors = {name: getattr(self, name) for name in self.OPTIONAL}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
     def _count_problems(self) -> dict[str, int]:
         """Return what may be wrong with the cells, and how often it occurs."""
         counts = Counter[str]()
@@ -264,9 +259,11 @@ class ProfileTable:
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
         sha.update(json.dumps(text).encode())
-        tensors = (self.configurations, self.mask, self.accuracy, self.latency_ms)
-        for tensor in (*tensors, *self._optional().values(), *self.features.values()):
-            sha.update(np.ascontiguousarray(tensor.numpy()).data)
+        tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
+        tensors += [getattr(self, name) for name in self.OPTIONAL]
+        for tensor in (*tensors, *self.features.values()):
+            if tensor is not None:
+                sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
