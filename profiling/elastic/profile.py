@@ -10,7 +10,6 @@ written to DIR/builtin. Repeat the command to resume it.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.tables.tensor_file import tensors_and_metadata
+from knobwise.envs.tables.tensor_file import digest_of, tensors_and_metadata
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import (
@@ -137,10 +136,8 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
 
 def identity_of(model: ElasticAdaptive) -> dict[str, Any]:
     """Return what tells the model from others: its size, and a digest of its weights."""
-    digest = hashlib.sha256()
-    for name, weight in model.model.state_dict().items():
-        digest.update(name.encode() + weight.numpy().tobytes())
-    return {"size": asdict(model.model.size), "weights": digest.hexdigest()}
+    weights = digest_of(model.model.state_dict(), {})
+    return {"size": asdict(model.model.size), "weights": weights}
 
 
 def write(out: Path, samples: int) -> Path:
