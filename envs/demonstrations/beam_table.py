@@ -215,6 +215,11 @@ class BeamTable:
         """A mask, bool [Q, B], that is True where there is a beam."""
         return self.lengths > 0
 
+    @property
+    def recorded_lengths(self) -> list[int]:
+        """The numbers of demonstrations that its beams have, in order."""
+        return self.lengths[self.beam_mask].unique().tolist()
+
     @functools.cached_property
     def digest(self) -> str:
         """The hash `sha256:…` of the content; it does not depend on name, notes or padding."""

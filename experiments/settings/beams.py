@@ -25,7 +25,6 @@ from knobwise.experiments.settings.selector_options import (
     ClipLora,
     SmollmBeams,
     StoredEncoder,
-    recorded_lengths,
 )
 from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
@@ -293,7 +292,7 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     for shots in judged_shots:
         at_least("judged_shots", shots, 1)
     if data.test_scorer is None:
-        lengths = recorded_lengths(data.test.select(data.test_rows))
+        lengths = data.test.select(data.test_rows).recorded_lengths
         if not set(lengths) & set(judged_shots):
             raise InputError(
                 f"judged_shots={judged_shots}: recorded test sequences have {lengths} shots only"
