@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import imported, instance
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
 from knobwise.profiling.measuring.requests import DrawnQuestions, Questions, Requests
 from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
 from knobwise.profiling.smollm.folder import source_of
+
+MEMBERS = ("name", "knobs", "set_knobs", "first_stage", "answer")
+"""What a model of the user's own must have."""
 
 
 def load_model(
@@ -52,7 +55,7 @@ def load_model(
     if data is None:
         raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
     # transformers is imported only here, since it takes seconds
-    from knobwise.profiling.huggingface.importance import read_importance
+    from knobwise.profiling.huggingface.knobs import read_importance
     from knobwise.profiling.huggingface.loading import reads_text_alone
     from knobwise.profiling.huggingface.model import HuggingFaceModel
 
@@ -87,18 +90,7 @@ def _own_model(name: str) -> AdaptiveVLM:
     of `AdaptiveVLM` (named)."""
     # looked for in the current folder first
     made = imported(f"model={name}", BUILT_IN.get(name, name), "class", "my_module:MyModel")
-    try:
-        model: AdaptiveVLM = made()
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"model={name}: making one raises {in_a_line(error)}") from error
-    for member in ("name", "knobs", "set_knobs", "first_stage", "answer"):
-        if not hasattr(model, member):
-            raise InputError(
-                f"model={name}: has no {member}; see knobwise.profiling.measuring.adaptive_model"
-            )
-    return model
+    return instance(f"model={name}", made, MEMBERS, AdaptiveVLM)
 
 
 def requests_of(items: Sequence[VQAItem], config: VLMProfileConfig) -> Requests:

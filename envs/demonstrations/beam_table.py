@@ -23,12 +23,10 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
 
 POLICY = METHODS.index("policy")
 """The index of draws of a policy in `METHODS`."""
-WORDS = ("query_ids", "query_images", "candidate_images", "notes")
-"""Fields of a table that hold text."""
 INTEGERS = ("pool", "sequences", "found_by", "round")
 """Fields of a table that hold integers."""
 EMBEDDINGS = ("queries", "candidates")
@@ -74,8 +72,6 @@ class BeamTable:
     sequences: Tensor
     """int64 [Q, B, T]: places in the query's own pool; −1 after the end of a sequence, and where
     there is no beam."""
-    fields: dict[str, Tensor]
-    """float32 [Q, B] under (some of) the names `FIELDS`; NaN where not recorded."""
     found_by: Tensor
     """int64 [Q, B]: index into `METHODS`; −1 where there is no beam."""
     round: Tensor
@@ -84,6 +80,8 @@ class BeamTable:
     """float32 [Q, d]: embeddings of the queries."""
     candidates: Tensor
     """float32 [M, d]: embeddings of the whole bank of candidates, in the same space."""
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [Q, B] under (some of) the names `FIELDS`; NaN where not recorded."""
     query_images: tuple[str, ...] = ()
     """Q ids of the image that each query asks about, "" where unknown; or empty."""
     candidate_images: tuple[str, ...] = ()
@@ -167,16 +165,9 @@ class BeamTable:
 
         An unknown image, "", never matches.
         """
-        if not self.query_images or not self.candidate_images:
-            return torch.zeros_like(self.pool_mask)
-        # a number for each image, the same for equal ones
-        codes = {image: i for i, image in enumerate(self.candidate_images) if image}
-        of_queries = torch.tensor([codes.get(image, -2) for image in self.query_images])
-        images = (*self.candidate_images, "")
-        of_candidates = torch.tensor([codes.get(image, -1) for image in images])
-        # the last one stands for padding, −1
-        rows = self.pool.clamp(-1, len(self.candidates) - 1)
-        return of_candidates[rows] == of_queries.unsqueeze(1)
+        of_queries, of_candidates = self.image_numbers
+        rows = self.pool.clamp(0, len(self.candidates) - 1)
+        return (of_candidates[rows] == of_queries.unsqueeze(1)) & self.pool_mask
 
     def __repr__(self) -> str:
         return (
@@ -205,6 +196,16 @@ class BeamTable:
         return self.pool >= 0
 
     @functools.cached_property
+    def image_numbers(self) -> tuple[Tensor, Tensor]:
+        """A number for the image of each query, int64 [Q], and of each candidate, int64 [M], the
+        same for equal images. An unknown image has −1 or −2, so it equals none of the others."""
+        queries = self.query_images or ("",) * self.num_queries
+        candidates = self.candidate_images or ("",) * len(self.candidates)
+        numbers = {image: i for i, image in enumerate((*queries, *candidates)) if image}
+        of_queries = torch.tensor([numbers.get(image, -1) for image in queries])
+        return of_queries, torch.tensor([numbers.get(image, -2) for image in candidates])
+
+    @functools.cached_property
     def lengths(self) -> Tensor:
         """The number of demonstrations in each beam, int64 [Q, B]; 0 where there is no beam."""
         return (self.sequences >= 0).sum(-1)
@@ -213,6 +214,11 @@ class BeamTable:
     def beam_mask(self) -> Tensor:
         """A mask, bool [Q, B], that is True where there is a beam."""
         return self.lengths > 0
+
+    @property
+    def recorded_lengths(self) -> list[int]:
+        """The numbers of demonstrations that its beams have, in order."""
+        return self.lengths[self.beam_mask].unique().tolist()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -322,26 +328,14 @@ class BeamTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, integers in the smallest type that holds them."""
-        head = {"format": "knobwise.BeamTable/1"}
-        head |= {name: getattr(self, name) for name in ("name", "blocks", *WORDS)}
-        tensors = {f"fields.{name}": values for name, values in self.fields.items()}
-        tensors |= {name: _narrow(getattr(self, name)) for name in INTEGERS}
-        write_tensors(path, head, tensors | {name: getattr(self, name) for name in EMBEDDINGS})
+        save_table(path, self, **{name: _narrow(getattr(self, name)) for name in INTEGERS})
 
     @classmethod
     def load(cls, path: str | Path) -> BeamTable:
         """Read a file that `save` wrote. Raises InputError if it is something else."""
-
-        def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> BeamTable:
-            parts: dict[str, Any] = {name: tuple(head[name]) for name in WORDS}
-            parts |= {name: tensors[name].long() for name in INTEGERS}
-            parts |= {name: tensors[name] for name in EMBEDDINGS}
-            blocks = {name: (start, stop) for name, (start, stop) in head["blocks"].items()}
-            return cls(
-                name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts
-            )
-
-        return read_table(path, "beam table", build)
+        changes: dict[str, Any] = dict.fromkeys(INTEGERS, Tensor.long)
+        changes["blocks"] = lambda blocks: {name: tuple(part) for name, part in blocks.items()}
+        return load_table(path, "beam table", cls, changes)
 
 
 def after_gaps(used: Tensor) -> Tensor:

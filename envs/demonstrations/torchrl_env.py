@@ -57,13 +57,12 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths = table.lengths[table.beam_mask].unique().tolist()
         methods = table.found_by[table.beam_mask].unique().tolist()
         found_by = ", ".join(METHODS[method] for method in methods)
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
             f"groups.methods={', '.join(groups.methods)} and shots={shots}; it has sequences of "
-            f"{lengths} demonstrations, found by {found_by or 'none'}"
+            f"{table.recorded_lengths} demonstrations, found by {found_by or 'none'}"
         )
     longest = int(table.lengths[kept].max())
     return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)
@@ -209,12 +208,13 @@ class DemonstrationBandit(SingleStepEnv):
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
-        self._set_data(device)
+        self._set_data()
         self._set_specs(batch_size, group)
 
-    def _set_data(self, device: torch.device | str | None) -> None:
+    def _set_data(self) -> None:
         """Copy what a step reads to the device."""
         table = self.table
+        device = self.device
         self.queries = table.queries.to(device)
         self.pool = table.pool.to(device)
         self.candidates = table.candidates.to(device)

@@ -10,12 +10,11 @@ import copy
 import functools
 import json
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from knobwise.envs.tables.profile_table import ProfileTable
 
-_DATA = Path(str(resources.files("knobwise.envs") / "data"))
+_DATA = Path(__file__).parents[1] / "data"
 BUILTIN = _DATA / "builtin" / "table.parquet"
 
 

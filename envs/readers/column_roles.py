@@ -6,11 +6,10 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import polars as pl
-import torch
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_columns
-from knobwise.envs.readers.feature_files import Features
+from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
+from knobwise.envs.readers.feature_files import Features, features_from
 from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.tables.columns import FEATURES, Column
 
@@ -171,7 +170,7 @@ def _features_in(
     if not columns:
         for name in names:
             try:
-                fitted += fit_columns(samples, [name], source)
+                fitted.append(fit_column(samples[name], source))
             except InputError as error:
                 if not auto:
                     raise
@@ -183,9 +182,8 @@ def _features_in(
         )
     notes.append(f"features: {', '.join(str(column) for column in fitted)}")
     block = encode_samples(samples, fitted, source)
-    ids = {name: tuple(samples[name]) for name in keys.columns}
-    blocks = {FEATURES: torch.from_numpy(block)}
-    return Features(ids["sample_id"], blocks, ids.get("dataset", ()), tuple(fitted))
+    ids = {name: samples[name].to_numpy() for name in keys.columns}
+    return features_from({**ids, FEATURES: block}, source)._replace(columns=tuple(fitted))
 
 
 def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:

@@ -66,7 +66,7 @@ def read_configurations(
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
-            tick(done, "")
+            tick(done)
             setting = settings[path]
             content, rows = _load(path, setting, keys)
             named = content["config"].get("dataset_name")
@@ -83,7 +83,7 @@ def read_configurations(
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
-        tick(len(ranks), "")
+        tick(len(ranks))
     if foreign and not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
     notes += _notes(folder, settings, kind, len(ranks), short)
@@ -130,10 +130,10 @@ def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
     ranks: dict[Path, list[Path]] = {}
     for path in paths:
         merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
-        if merge in paths and merge != path:
-            ranks.setdefault(merge, []).append(path)
-        else:
-            ranks.setdefault(path, [])
+        whole = merge if merge in paths else path
+        parts = ranks.setdefault(whole, [])
+        if path != whole:
+            parts.append(path)
     return ranks
 
 
@@ -322,15 +322,15 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
     if float in kinds:
-        floats = [name for name in names if isinstance(name, float)]
-        if wrong := [name for name in floats if not abs(name) < 1 << 63]:
-            raise InputError(
-                f"{path}: {key} {wrong[0]} is NaN or infinite, or too large to be exact; give "
-                "every row a whole number or a text"
-            )
-        # the id 7.0 is 7
-        whole: dict[Any, int] = {name: int(name) for name in floats if name.is_integer()}
-        names = [whole.get(name, name) for name in names]
+        for i, name in enumerate(names):
+            if isinstance(name, float) and not abs(name) < 1 << 63:
+                raise InputError(
+                    f"{path}: {key} {name} is NaN or infinite, or too large to be exact; give "
+                    "every row a whole number or a text"
+                )
+            # the id 7.0 is 7
+            if isinstance(name, float) and name.is_integer():
+                names[i] = int(name)
     return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
 
 

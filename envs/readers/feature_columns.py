@@ -28,23 +28,18 @@ LARGEST = 3.4e38
 """The largest float32."""
 
 
-def fit_columns(samples: pl.DataFrame, names: Sequence[str], source: str) -> tuple[Column, ...]:
-    """Return what these columns are: numbers, or texts with their values.
+def fit_column(series: pl.Series, source: str) -> Column:
+    """Return what a column is: numbers, or text with its values.
 
     Args:
-        samples: one row for each sample.
-        names: of the columns.
+        series: a value for each sample.
         source: of the rows, for messages.
 
     Raises:
-        InputError: a column is empty, mixes numbers and text, is neither of them, or is a text
+        InputError: the column is empty, mixes numbers and text, is neither of them, or is a text
             with too many values to learn from.
     """
-    return tuple(_fitted(samples[name], f"{source}: the feature {name!r}") for name in names)
-
-
-def _fitted(series: pl.Series, what: str) -> Column:
-    """Return what one column is, see `fit_columns`."""
+    what = f"{source}: the feature {series.name!r}"
     dtype = series.dtype
     if not (dtype.is_numeric() or dtype in KINDS):
         raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")

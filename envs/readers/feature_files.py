@@ -13,16 +13,15 @@ import numpy as np
 import polars as pl
 import torch
 from numpy.typing import ArrayLike
-from safetensors import safe_open
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_columns import encode_samples, fit_columns
+from knobwise.envs.readers.feature_columns import encode_samples, fit_column
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import read_arrays, save_tensors
+from knobwise.envs.tables.tensor_file import read_arrays, save_tensors, tensors_and_metadata
 
 
 class Features(NamedTuple):
@@ -53,7 +52,7 @@ def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
 
     Raises:
         InputError: there is no such file, its content does not match its name, ids are missing or
-            occur twice, a block is not numeric, infinite or of the wrong length, or `fit_columns`
+            occur twice, a block is not numeric, infinite or of the wrong length, or `fit_column`
             refuses a column.
     """
     path = Path(path)
@@ -217,13 +216,14 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a file of arrays, unchecked."""
-    arrays = _in_blocks(read_arrays(path, "features"))
+    metadata: dict[str, str] = {}
     if path.suffix == ".safetensors":
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-        for key in ("sample_id", "dataset"):
-            if key in metadata:
-                arrays[key] = json.loads(metadata[key])
+        content, metadata = tensors_and_metadata(path)
+    else:
+        content = read_arrays(path, "features")
+    arrays = _in_blocks(content)
+    for key in {"sample_id", "dataset"} & metadata.keys():
+        arrays[key] = json.loads(metadata[key])
     # NumPy has no bfloat16
     for name, values in arrays.items():
         if isinstance(values, Tensor) and values.is_floating_point():
@@ -266,7 +266,7 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
                 f"{path}: the columns of single values form a block `features`, but the file "
                 "already has a column of this name; rename it"
             )
-        named = columns or fit_columns(frame, names, source)
+        named = columns or [fit_column(frame[name], source) for name in names]
         arrays[FEATURES] = encode_samples(frame, named, source)
     notes = []
     if unused:

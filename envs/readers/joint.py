@@ -5,7 +5,7 @@ The table's `datasets` tell where each sample is from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -46,17 +46,6 @@ def join_tables(
     notes = list[str]()
     for table in tables:
         notes += [f"{table.name}: {note}" for note in table.notes]
-    image_ids: tuple[str, ...] = ()
-    if any(table.image_ids for table in tables):
-        # image ids are unique inside their data set only
-        image_ids = _all(table.image_ids or table.sample_ids for table in tables)
-    clusters: tuple[str, ...] = ()
-    if any(table.clusters for table in tables):
-        # samples without a cluster are alone; an id is unique inside its data set only
-        clusters = _all(t.clusters or tuple(map("/".join, t.split_keys)) for t in tables)
-    question_types: tuple[str, ...] = ()
-    if any(table.question_types for table in tables):
-        question_types = _all(t.question_types or ("unknown",) * t.num_samples for t in tables)
     return ProfileTable(
         name=name,
         knobs=knobs,
@@ -68,10 +57,13 @@ def join_tables(
         features=_features(tables, missing_blocks),
         columns=_columns(tables),
         datasets=_all(table.dataset_names for table in tables),
-        image_ids=image_ids,
-        clusters=clusters,
+        image_ids=_names(tables, "image_ids", lambda table: table.sample_ids),
+        # an id is unique inside its data set only
+        clusters=_names(tables, "clusters", lambda table: map("/".join, table.split_keys)),
         parts=parts,
-        question_types=question_types,
+        question_types=_names(
+            tables, "question_types", lambda table: ["unknown"] * len(table.mask)
+        ),
         notes=(*notes, *notes_on_parts),
         unit=tables[0].unit,
         repeats_ms=repeats_ms,
@@ -134,7 +126,17 @@ def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
     return {str(name): torch.from_numpy((names == name).nonzero()[0]) for name in np.unique(names)}
 
 
-def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def _names(
+    tables: Sequence[ProfileTable], field: str, default: Callable[[ProfileTable], Iterable[str]]
+) -> tuple[str, ...]:
+    """Return what a field says of all samples; `default` is for tables that do not have it. Empty
+    if none has it."""
+    if not any(getattr(table, field) for table in tables):
+        return ()
+    return _all(getattr(table, field) or default(table) for table in tables)
+
+
+def _all(words: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(chain.from_iterable(words))
 
 

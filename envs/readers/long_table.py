@@ -208,7 +208,7 @@ def _dense_fields(
     repeats[cell, repetition] = rows["latency"].clip(0)
     repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
     accuracy = _means(rows["accuracy"].clip(0, 1), cell, count).view(shape)
-    fields: dict[str, Any] = {
+    fields = {
         "knobs": knobs,
         "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
         "accuracy": accuracy,

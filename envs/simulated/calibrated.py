@@ -32,11 +32,7 @@ tests/envs/simulated/test_calibrated.py compares simulated numbers with publishe
 
 from __future__ import annotations
 
-import math
-import tomllib
 import zlib
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,23 +42,35 @@ from scipy.special import ndtr, ndtri
 
 from knobwise.common.checks import at_least, one_of, share
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.published import (
+    ANSWER_NOISE,
+    BLOCK_LOSS,
+    COLUMN_NOISE,
+    DATA_SETS,
+    DIFFICULTY,
+    EFFECT,
+    GRIDS,
+    NEW_LENGTHS,
+    PREFILL_MS,
+    PREFILL_NOISE,
+    REFERENCE,
+    REFERENCE_TEXT,
+    SCORES,
+    SHARES,
+    STALL,
+    STALLS,
+    STEP_NOISE,
+    SUITS,
+    TEXT_EFFECT,
+    TEXT_SPREAD,
+    TIERS,
+    TOTAL_BLOCKS,
+    DataSet,
+)
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 Array = NDArray[Any]
-
-_NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PREFILL = SimpleNamespace(**_NUMBERS["prefill"])
-ANSWERS = SimpleNamespace(**_NUMBERS["answers"])
-TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
-"""Fewest and most crops."""
-GRIDS: dict[str, tuple[Knob, ...]] = {}
-for _grid, _values in _NUMBERS["grids"].items():
-    GRIDS[_grid] = tuple(Knob(name, tuple(values)) for name, values in _values.items())
-DATA_SETS = {name: SimpleNamespace(**known) for name, known in _NUMBERS["data_sets"].items()}
-BLOCK_LOSS: Array = np.array(_NUMBERS["block_loss"])
-"""Accuracy lost by removing one block."""
-TOTAL_BLOCKS = len(BLOCK_LOSS)
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
@@ -156,7 +164,7 @@ def _draw(config: SimulatedConfig, dataset: str) -> tuple[Array, Array, dict[str
     latents, for_prefill, for_steps, for_answers, for_lengths, for_features = streams
     z = latents.standard_normal((config.samples, 7))
     sizes = _sizes(config, z)
-    text_effect = PREFILL.text_effect[config.grid]
+    text_effect = TEXT_EFFECT[config.grid]
     vision = _vision(published, text_effect, sizes.nominal) * (sizes.crops + 1)
     vision = vision / (sizes.nominal + 1)
     prefill = _draw_prefill(sizes, z, text_effect, for_prefill)
@@ -197,17 +205,16 @@ def _draw_prefill(
 ) -> Array:
     """Draw prefill times in ms, [n, C]: they depend on all tokens and have noise and stalls."""
     shape = sizes.crops.shape
-    reference = PREFILL.reference["text"]
-    text_tokens = np.rint(reference * np.exp(PREFILL.text_spread * z[:, 2])).clip(4)
-    text_factor = (text_tokens.astype(np.int64) / reference)[:, None] ** text_effect
-    noise = np.exp(PREFILL.noise * generator.standard_normal(shape) - PREFILL.noise**2 / 2)
-    stalled = generator.random(shape) < PREFILL.stalls
-    noise *= 1 + stalled * generator.exponential(PREFILL.stall, shape)
+    text_tokens = np.rint(REFERENCE_TEXT * np.exp(TEXT_SPREAD * z[:, 2])).clip(4)
+    text_factor = (text_tokens.astype(np.int64) / REFERENCE_TEXT)[:, None] ** text_effect
+    noise = np.exp(PREFILL_NOISE * generator.standard_normal(shape) - PREFILL_NOISE**2 / 2)
+    stalled = generator.random(shape) < STALLS
+    noise *= 1 + stalled * generator.exponential(STALL, shape)
     return _prefill(sizes.vision_tokens, sizes.top_k, sizes.blocks) * text_factor * noise
 
 
 def _draw_decode(
-    published: SimpleNamespace,
+    published: DataSet,
     sizes: _Sizes,
     z: Array,
     for_steps: np.random.Generator,
@@ -215,17 +222,17 @@ def _draw_decode(
 ) -> Array:
     """Draw decoding times in ms, [n, C]: the steps after the first token."""
     shape = sizes.crops.shape
-    noise = ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
+    noise = STEP_NOISE * for_steps.standard_normal(shape) - STEP_NOISE**2 / 2
     step = _step(sizes.top_k, sizes.blocks) * np.exp(noise)
     # a few records have a length of their own; the others have that of their sample
-    new = for_lengths.random(shape) < ANSWERS.new_lengths
+    new = for_lengths.random(shape) < NEW_LENGTHS
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
     tokens = _lengths(quantile, *published.tokens)
-    return np.asarray((tokens - 1) * step)
+    return (tokens - 1) * step
 
 
 def _draw_accuracy(
-    published: SimpleNamespace, sizes: _Sizes, z: Array, generator: np.random.Generator
+    published: DataSet, sizes: _Sizes, z: Array, generator: np.random.Generator
 ) -> Array:
     """Draw accuracies, [n, C]: 0, or the score that annotators agree on for the sample."""
     nominal, top_k, blocks = sizes[:3]
@@ -236,26 +243,25 @@ def _draw_accuracy(
         (blocks, 8, 16),
     )
     scaled = [2 * (value - low) / (high - low) - 1 for value, low, high in ranges]
-    matters = ANSWERS.suits * np.stack(scaled)
-    spread = np.sqrt(ANSWERS.difficulty**2 + np.square(matters).sum(0) + ANSWERS.noise**2)
+    matters = SUITS * np.stack(scaled)
+    spread = np.sqrt(DIFFICULTY**2 + np.square(matters).sum(0) + ANSWER_NOISE**2)
     # the probability of a right answer is mean accuracy / mean score of a right answer
-    scores = np.array(ANSWERS.scores)
-    shares = np.array(ANSWERS.shares)
-    probability = _mean_accuracy(published, nominal, top_k, blocks) / (scores @ shares)
+    probability = _mean_accuracy(published, nominal, top_k, blocks) / (SCORES @ SHARES)
     margin = spread * ndtri(probability)
     suits = np.ascontiguousarray(z[:, 4:])
-    margin = margin + ANSWERS.difficulty * z[:, :1] + suits @ matters
-    margin = margin + ANSWERS.noise * generator.standard_normal(sizes.crops.shape)
-    return np.asarray((margin > 0) * generator.choice(scores, (len(z), 1), p=shares))
+    margin = margin + DIFFICULTY * z[:, :1] + suits @ matters
+    margin = margin + ANSWER_NOISE * generator.standard_normal(sizes.crops.shape)
+    return (margin > 0) * generator.choice(SCORES, (len(z), 1), p=SHARES)
 
 
 def _prefill(vision_tokens: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the prefill time in ms at the reference text length."""
-    inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
-    factors = [
-        (value / PREFILL.reference[name]) ** PREFILL.effect[name] for name, value in inputs.items()
-    ]
-    return np.asarray(math.prod(factors, start=PREFILL.ms))
+    return (
+        PREFILL_MS
+        * (vision_tokens / REFERENCE["vision"]) ** EFFECT["vision"]
+        * (top_k / REFERENCE["top_k"]) ** EFFECT["top_k"]
+        * (blocks / REFERENCE["blocks"]) ** EFFECT["blocks"]
+    )
 
 
 def _step(top_k: Array, blocks: Array) -> Array:
@@ -263,10 +269,10 @@ def _step(top_k: Array, blocks: Array) -> Array:
 
     It is 36 at the smallest values of both knobs, and 48 at the largest.
     """
-    return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
+    return 36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8)
 
 
-def _vision(known: SimpleNamespace, text_effect: float, nominal: Array) -> Array:
+def _vision(known: DataSet, text_effect: float, nominal: Array) -> Array:
     """Compute the mean vision time in ms for each number of crops, [C].
 
     At 2 crops and at those of the best tier, it is what prefill and decoding leave of the published
@@ -274,7 +280,7 @@ def _vision(known: SimpleNamespace, text_effect: float, nominal: Array) -> Array
     is 0; in between it is linear.
     """
     # the mean of the factor by which the text length changes prefill
-    longer = np.exp((text_effect * PREFILL.text_spread) ** 2 / 2)
+    longer = np.exp((text_effect * TEXT_SPREAD) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
         k = np.array(top_k)
@@ -289,7 +295,7 @@ def _vision(known: SimpleNamespace, text_effect: float, nominal: Array) -> Array
     return np.interp(nominal, [-1, 2, 6, 12], curve)
 
 
-def _mean_accuracy(known: SimpleNamespace, crops: Array, top_k: Array, blocks: Array) -> Array:
+def _mean_accuracy(known: DataSet, crops: Array, top_k: Array, blocks: Array) -> Array:
     """Compute the mean accuracy of each configuration, [C]."""
     # blocks that cost least are removed first
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
@@ -302,11 +308,8 @@ def _mean_accuracy(known: SimpleNamespace, crops: Array, top_k: Array, blocks: A
         np.log1p(crops), np.log1p([2, 6, 12]), [1, known.medium_loss, known.high_loss]
     )
     by_experts = ((8 - top_k).clip(0) / 4) ** 1.7 + 0.1 * np.log2(top_k.clip(8) / 8)
-    return np.asarray(
-        known.best[0]
-        - by_blocks[TOTAL_BLOCKS - blocks]
-        - left * (0.65 * by_crops + 0.35 * by_experts)
-    )
+    lost_by_knobs = left * (0.65 * by_crops + 0.35 * by_experts)
+    return known.best[0] - by_blocks[TOTAL_BLOCKS - blocks] - lost_by_knobs
 
 
 def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:
@@ -354,6 +357,6 @@ def _features(
             weights = encoder.standard_normal((len(latents), width), dtype=np.float32)
             block = visible[:, latents].astype(np.float32) @ weights
             block += 0.5 * offset.standard_normal(width, dtype=np.float32)
-            block += ANSWERS.column_noise * generator.standard_normal(block.shape, dtype=np.float32)
+            block += COLUMN_NOISE * generator.standard_normal(block.shape, dtype=np.float32)
             features[name] = torch.from_numpy(block)
     return features

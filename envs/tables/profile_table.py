@@ -21,11 +21,8 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
-from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
-
-__all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
+from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
 
 KnobValue = int | float | str
 
@@ -56,8 +53,6 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
     """Fields with a name for each sample, which may be empty."""
-    TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
-    """Tensors that every table has."""
     OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
     """Tensors that may be None."""
     AXES: ClassVar = {
@@ -122,7 +117,7 @@ class ProfileTable:
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
         if self.repeats_ms is not None:
-            check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
+            _check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
         names = set(zip(self.dataset_names, self.sample_ids, strict=True))
         if len(names) != self.num_samples:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
@@ -136,11 +131,6 @@ class ProfileTable:
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
-
-    def _optional(self) -> dict[str, Tensor]:
-        """Return the optional tensors that the table has, by name."""
-        tensors = {name: getattr(self, name) for name in self.OPTIONAL}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _count_problems(self) -> dict[str, int]:
         """Return what may be wrong with the cells, and how often it occurs."""
@@ -269,9 +259,11 @@ class ProfileTable:
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
         sha.update(json.dumps(text).encode())
-        tensors = (self.configurations, self.mask, self.accuracy, self.latency_ms)
-        for tensor in (*tensors, *self._optional().values(), *self.features.values()):
-            sha.update(np.ascontiguousarray(tensor.numpy()).data)
+        tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
+        tensors += [getattr(self, name) for name in self.OPTIONAL]
+        for tensor in (*tensors, *self.features.values()):
+            if tensor is not None:
+                sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
@@ -320,18 +312,7 @@ class ProfileTable:
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
-        fields = ("name", "unit", "features_ms", "sample_ids", *self.WORDS, "notes")
-        head: dict[str, Any] = {
-            "format": "knobwise.ProfileTable/1",
-            "knobs": [(knob.name, knob.values) for knob in self.knobs],
-            **{name: getattr(self, name) for name in fields},
-        }
-        if self.columns:
-            head["columns"] = self.columns
-        tensors = {name: getattr(self, name) for name in self.TENSORS}
-        tensors |= self._optional()
-        tensors |= {f"features.{name}": block for name, block in self.features.items()}
-        write_tensors(path, head, tensors)
+        save_table(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
@@ -339,21 +320,43 @@ class ProfileTable:
 
         Raises InputError if the file is something else.
         """
+        changes = {
+            "knobs": lambda knobs: tuple(Knob(name, tuple(values)) for name, values in knobs),
+            "columns": columns_of,
+        }
+        return load_table(path, "table", cls, changes)
 
-        def build(head: dict[str, Any], tensors: dict[str, Tensor]) -> ProfileTable:
-            # parts that older files lack get their defaults
-            words = ("sample_ids", *cls.WORDS, "notes")
-            parts: dict[str, Any] = {name: tensors[name] for name in cls.TENSORS}
-            parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts |= {name: tuple(head.get(name, ())) for name in words}
-            return cls(
-                name=head["name"],
-                unit=head.get("unit", "ms"),
-                knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
-                features=with_prefix(tensors, "features."),
-                columns=columns_of(head.get("columns", ())),
-                features_ms=float(head.get("features_ms", 0.0)),
-                **parts,
+
+def median_of(repeats_ms: Tensor) -> Tensor:
+    """Compute the median of each cell's measurements, [*, R] → [*].
+
+    It is the mean of the middle two where their number is even. NaN stands for no measurement.
+    """
+    ordered = repeats_ms.sort(-1).values  # NaN last
+    count = (~ordered.isnan()).sum(-1, keepdim=True)
+    low = ((count - 1) // 2).clamp_min(0)
+    high = (count // 2).clamp_max(ordered.shape[-1] - 1)
+    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
+
+
+def _check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
+    """Raise InputError unless the latencies [N, C] are the medians of the measurements [N, C, R].
+
+    Measurements must be finite and not negative, and NaN only after the last of a cell.
+    """
+    # in pieces, because a table mapped from a file may be larger than the memory
+    for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
+        # finite, not negative, without gaps
+        missing = repeats.isnan()
+        gaps = missing[..., :-1] & ~missing[..., 1:]
+        if bool(gaps.any() | (repeats < 0).any() | repeats.isinf().any()):
+            raise InputError(
+                f"{table}: repeats_ms must be finite, not negative, and NaN only after the last "
+                "measurement of a cell"
             )
-
-        return read_table(path, "table", build)
+        wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
+        if wrong.any():
+            raise InputError(
+                f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
+                "repeats_ms. Set latency_ms=median_of(repeats_ms)"
+            )

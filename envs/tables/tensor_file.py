@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
 
-Table = TypeVar("Table")
 DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
@@ -61,11 +61,68 @@ def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str
     return lengths
 
 
-def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors and the head as `.safetensors`, whole or not at all."""
+def save_table(path: str | Path, table: Any, **changed: Tensor) -> None:
+    """Write the fields of a dataclass as `.safetensors`, whole or not at all: tensors, and what is
+    in dictionaries of tensors, as tensors, all else as JSON.
+
+    Args:
+        changed: tensors that take the place of the table's own.
+    """
+    head: dict[str, Any] = {"format": f"knobwise.{type(table).__name__}/1"}
+    tensors = {}
+    for f in fields(table):
+        value = changed.get(f.name, getattr(table, f.name))
+        if isinstance(value, Tensor):
+            tensors[f.name] = value
+        elif isinstance(value, dict) and isinstance(next(iter(value.values()), None), Tensor):
+            tensors |= {f"{f.name}.{key}": part for key, part in value.items()}
+        elif value is not None:
+            head[f.name] = value
     # the head is a tensor too: the metadata of safetensors must stay below 100 MB
-    encoded = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
-    save_tensors(path, {"head": encoded, **tensors})
+    text = json.dumps(head, default=astuple)
+    head_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    save_tensors(path, {"head": head_bytes, **tensors})
+
+
+def load_table(
+    path: str | Path, what: str, kind: Any, changes: Mapping[str, Callable[[Any], Any]]
+) -> Any:
+    """Read a dataclass from a file of `save_table`; the tensors stay mapped to it. What the file
+    lacks gets its default.
+
+    Args:
+        path: the file.
+        what: the name of its kind, for the message.
+        kind: the class.
+        changes: functions that return fields from what the file has of them; lists become tuples
+            anyway.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
+    try:
+        tensors = tensors_of(path)
+        content = json.loads(tensors.pop("head").numpy().tobytes())
+        for key, tensor in tensors.items():
+            field, _, part = key.partition(".")
+            if part:
+                content.setdefault(field, {})[part] = tensor
+            else:
+                content[field] = tensor
+        values = {}
+        for name in {f.name for f in fields(kind)} & content.keys():
+            values[name] = content[name]
+            if name in changes:
+                values[name] = changes[name](content[name])
+            elif isinstance(content[name], list):
+                values[name] = tuple(content[name])
+        return kind(**values)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except Damaged:
+        raise
+    except Exception as error:
+        raise InputError(f"{path}: not a {what} saved by knobwise ({error})") from error
 
 
 def save_tensors(
@@ -75,35 +132,17 @@ def save_tensors(
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = dict(metadata or {})
     with written_whole(path) as temporary:
-        save_file(tensors, temporary, metadata={**metadata, DIGEST: _digest(tensors, metadata)})
+        save_file(tensors, temporary, metadata={**metadata, DIGEST: digest_of(tensors, metadata)})
 
 
-def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    # everything that is written: metadata, names, shapes, values
+def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Compute the SHA-256 of all that a file holds: metadata, names, shapes, values."""
     sha = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def read_table(
-    path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]
-) -> Table:
-    """Build a table from the head and the tensors of a file; the tensors stay mapped to it.
-
-    Raises InputError if there is no such file, or if it holds something else.
-    """
-    try:
-        tensors = tensors_of(path)
-        return build(json.loads(tensors.pop("head").numpy().tobytes()), tensors)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except Damaged:
-        raise
-    except Exception as error:
-        raise InputError(f"{path}: not a {kind} saved by knobwise ({error})") from error
 
 
 def read_arrays(path: Path, kind: str) -> dict[str, Any]:
@@ -153,7 +192,7 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
             if is_damaged(path) or opened.read(9)[8:] == b"{":
                 raise Damaged(path) from error
         raise
-    if metadata.pop(DIGEST, None) not in (None, _digest(tensors, metadata)):
+    if metadata.pop(DIGEST, None) not in (None, digest_of(tensors, metadata)):
         raise Damaged(path)
     return tensors, metadata
 

@@ -296,7 +296,7 @@ class Option(NamedTuple):
 
 def field_docs(node: type[Any]) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of its bases, by field name."""
-    docs: dict[str, str] = {}
+    docs = {}
     for part in reversed(node.__mro__[:-1]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         for statement, text in itertools.pairwise(definition.body):  # type: ignore[attr-defined]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,8 +14,30 @@ from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.compose import Option
 from knobwise.experiments.settings.options import VERBS
 
-TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
-COMMON: dict[str, str] = TEXTS["common"]
+SWEEPS = """
+Sweeps: knobwise train -m key=a,b … is Hydra's multirun. It runs every combination, by default one
+after the other; knobwise train -m experiment=NAME runs those in the experiment's file. Several at a
+time:
+  hydra/launcher=joblib   processes on this machine; hydra.launcher.n_jobs=N sets how many
+  hydra/launcher=ray      as many as Ray has cores, on this machine or a cluster"""
+COMMON = {
+    "train": """
+        experiment profile profile.path profile.features budget budgets_ms policy loss
+        optimiser.iterations optimiser.lr seeds name runs tracking device""",
+    "train_selector": """
+        experiment beams beams.path encoder shots judged_shots sft.epochs grpo.epochs grpo.lr
+        seeds jobs name runs tracking device""",
+    "evaluate": """
+        checkpoint profile profile.path profile.features beams budgets_ms baselines live
+        stream.requests json""",
+    "explain": "checkpoint profile profile.path profile.features sample budget_ms tracker json",
+    "inspect": "profile profile.path profile.features log json html",
+    "profile": "model data out knobs importance device vlm.data vlm.embeddings checkpoint",
+    "export": "checkpoint profile profile.path profile.features out onnx int8",
+    "decide": "requests checkpoint budget_ms out",
+    "update": """
+        checkpoint log out accept rollback every profile profile.path trained_on trained_on.path""",
+}
 """The options that people use most, by verb; help shows them first."""
 
 
@@ -34,7 +54,7 @@ def help_lines(verb: str) -> list[Option]:
 def show_help(verb: str) -> None:
     """Print the options that people use most, then all others by section, then the experiments."""
     print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
-    # what people use most comes first, in the order of help.toml
+    # what people use most comes first, in the order of `COMMON`
     lines = help_lines(verb)
     common = COMMON.get(verb, " ".join(line.key for line in lines)).split()
     # several choices of a group may have the same key: reversed, so that the first of them is kept
@@ -54,7 +74,7 @@ def show_help(verb: str) -> None:
         print(f"\n{titles.get(section, section or 'others')}")
         _print_options(console, sections[section])
     if verb.startswith("train"):
-        print(f"\n{TEXTS['sweeps']}\n\nExperiments and their questions\n")
+        print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
         experiments = []
         for name in compose.choices_of("experiment"):
             question = compose.question_of(name).partition("?")[0]

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from knobwise.agents.checkpoint import load_checkpoint
@@ -76,7 +77,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     table = fitting_profile(config, loaded)
     row = _row_of(table, sample)
     drift = _drift(config.tracker, policy)
-    features = {name: block[row] for name, block in table.features.items()}
+    features = table.blocks(torch.tensor(row))
     # the range of budgets in which the explanation looks for another decision
     low, high = table.latency_ms[table.mask].clamp_min(LEAST_LATENCY_MS).aminmax()
     between_ms = float(low), float(high)

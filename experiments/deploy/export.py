@@ -52,7 +52,7 @@ def run(config: ExportRun) -> Path:
     out = Path(config.out)
     table = fitting_profile(config, loaded)
     budgets_ms = _budgets_of(agent, table)
-    summary: dict[str, Any] = {
+    summary = {
         "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {

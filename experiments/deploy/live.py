@@ -107,7 +107,10 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=config.clock)
         # budgets are scaled by the speed of this machine
-        choices, ratios = _timed(served, table, stream)
+        choices: list[int] = []
+        ratios: list[float] = []
+        if stream.timed:
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -126,29 +129,15 @@ def run_live(
     results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
     results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
     results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    _show(results, json_path, page)
+    print_live(results, Console())
+    write_json(json_path, results)
+    if page is not None:
+        write_live_page(page, results)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
-
-
-def _timed(
-    served: AdaptiveModel, table: ProfileTable, stream: Stream
-) -> tuple[list[int], list[float]]:
-    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
-    if not stream.timed:
-        return [], []
-    return served.timed_cells(table, stream.timed, CALIBRATION)
-
-
-def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
-    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
-    print_live(results, Console())
-    write_json(json_path, results)
-    if page is not None:
-        write_live_page(page, results)
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
@@ -339,7 +328,7 @@ class Server:
                         for field, value in served._asdict().items():
                             self.served[field][p, i, repeat] = value
                     self.done = repeat * n + block.stop
-                    tick(self.done, "")
+                    tick(self.done)
         except ServiceStopped as stopped:
             return stopped
         return None

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from importlib import resources
 from math import inf, nan
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from knobwise.agents.checkpoint import Loaded
+from knobwise.agents.selector.baselines import Kinds
+from knobwise.agents.selector.clip_encoder import ClipItems, as_read
+from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_files import read_beam_data
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
+from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
     BuiltinBeams,
     ClipLora,
     SmollmBeams,
     StoredEncoder,
-    recorded_lengths,
 )
+from knobwise.profiling import DATA
+from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
+from knobwise.profiling.demonstrations.scorers import SCORES, Remembering, Scorer
+from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
+from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
-# readers import torch, which the command line does without until there is something to read
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from knobwise.agents.checkpoint import Loaded
-    from knobwise.agents.selector.baselines import Kinds
-    from knobwise.agents.selector.clip_encoder import ClipItems
-    from knobwise.agents.selector.selector import StoredEmbeddings
-    from knobwise.envs.demonstrations.beam_table import BeamTable
-    from knobwise.envs.tables.profile_table import Split
-    from knobwise.profiling.demonstrations.scorers import Remembering, Scorer
-    from knobwise.profiling.measuring.questions import VQAData
-
-
-_DATA = Path(str(resources.files("knobwise.profiling") / "data"))
-SMOLLM_BEAMS = _DATA / "smollm2-beams.safetensors"
+SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
 """`knobwise profile model=smollm2 vlm.chats=false vlm.dtype=float32 vlm.batch_size=16
 pool.sampler=random pool.size=64 beams.width=0 beams.retrieved=4 beams.random=14 beams.same_kind=6
 beams.chunk=20 out=DIR` makes them, in about an hour on one core."""
@@ -99,26 +96,19 @@ def read_data(
             "beams: train and validation leave no queries to judge on; the sum of both must be "
             "below 1"
         )
-    if config.model is not None:
-        scorer, kinds = _answering(config, table)
-        return SelectorData(
-            table,
-            split,
-            scorer,
-            test=table,
-            test_rows=split.test,
-            test_scorer=scorer,
-            trusted=None,
-            judged_by="scorer",
-            kinds=kinds,
-            items=items,
-        )
+    scorer = None
+    kinds = None
     test = table
     judged_by = "recorded"
-    if "vqa_correct" not in table.fields:
+    if config.model is not None:
+        scorer, kinds = _answering(config, table)
+        judged_by = "scorer"
+    elif "vqa_correct" not in table.fields:
         test = _best_beam(table)
         judged_by = "best_beam"
-    return SelectorData(table, split, None, test, split.test, None, None, judged_by, items=items)
+    return SelectorData(
+        table, split, scorer, test, split.test, scorer, None, judged_by, kinds, items
+    )
 
 
 def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | None]:
@@ -130,11 +120,6 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
         InputError: its items are not those of the table, or it gives other answers than those that
             were recorded.
     """
-
-    from knobwise.agents.selector.baselines import Kinds
-    from knobwise.profiling.demonstrations.scorers import Remembering
-    from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
-
     assert config.model is not None
     answerer = read_answerer(config.model, config.vlm, "beams.")
     data = answerer.data
@@ -171,8 +156,6 @@ def _check_items(data: VQAData, table: BeamTable) -> None:
 def _remember(scorer: Remembering, table: BeamTable) -> None:
     """Tell a scorer what was recorded, as far as it is whole; raise InputError if the scorer gives
     other answers."""
-    from knobwise.envs.demonstrations.beam_table import bank_rows
-    from knobwise.profiling.demonstrations.scorers import SCORES
 
     if not set(SCORES) <= set(table.fields):
         return
@@ -195,10 +178,6 @@ def _remember(scorer: Remembering, table: BeamTable) -> None:
 
 def _builtin(config: BuiltinBeams) -> SelectorData:
     """Read the built-in beams, whose test part has queries and candidates of its own."""
-    import torch
-
-    from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
-
     data = builtin_demonstrations(config.variant)
     # all queries of the test part are judged
     rows = torch.arange(data.test.num_queries)
@@ -211,8 +190,6 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
 
 def _read_files(config: BeamFiles) -> BeamTable:
     """Read recorded beams of another system."""
-    from knobwise.envs.demonstrations.beam_files import read_beam_data
-    from knobwise.envs.demonstrations.beam_table import BeamTable
 
     if isinstance(config, SmollmBeams):
         return BeamTable.load(SMOLLM_BEAMS)
@@ -226,8 +203,6 @@ def _read_files(config: BeamFiles) -> BeamTable:
 
 def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipItems:
     """Read pictures and questions of the queries and candidates of a table."""
-    from knobwise.agents.selector.clip_encoder import ClipItems
-    from knobwise.profiling.measuring.questions import read_vqa_data
 
     if config.model is None or config.data is None:
         raise InputError(
@@ -295,9 +270,6 @@ def stored_embeddings(
     Raises:
         InputError: the selector was trained with another encoder.
     """
-    from knobwise.agents.selector.clip_encoder import as_read
-    from knobwise.agents.selector.selector import StoredEmbeddings
-
     encoder = loaded.selector.encoder
     if (encoder is None) != (items is None):
         known = "stored" if encoder is None else "clip and its options"
@@ -320,7 +292,7 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     for shots in judged_shots:
         at_least("judged_shots", shots, 1)
     if data.test_scorer is None:
-        lengths = recorded_lengths(data.test.select(data.test_rows))
+        lengths = data.test.select(data.test_rows).recorded_lengths
         if not set(lengths) & set(judged_shots):
             raise InputError(
                 f"judged_shots={judged_shots}: recorded test sequences have {lengths} shots only"

@@ -243,15 +243,10 @@ class SelectorRun(Training):
         )
 
 
-def recorded_lengths(table: BeamTable) -> list[int]:
-    """Return the numbers of demonstrations that recorded sequences have, in order."""
-    return sorted(set(table.lengths[table.beam_mask].tolist()))
-
-
 def resolve(config: SelectorRun, table: BeamTable) -> SelectorRun:
     """Return the settings with the reward's mode and the number of shots that follow from the
     beams."""
-    lengths = recorded_lengths(table)
+    lengths = table.recorded_lengths
     # pairs are what most beams hold
     usual = 2 if 2 in lengths else lengths[-1]
     reward = config.reward.resolved(table.fields)

@@ -45,7 +45,6 @@ from knobwise.experiments.settings.beams import (
 from knobwise.experiments.settings.selector_options import (
     Plan,
     SelectorRun,
-    recorded_lengths,
     resolve,
 )
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
@@ -140,7 +139,7 @@ def check(config: SelectorRun, data: SelectorData) -> None:
     Mistakes in the variants come first, then what the beams lack.
     """
     check_judged(data, config.judged_shots)
-    lengths = recorded_lengths(data.table)
+    lengths = data.table.recorded_lengths
     if data.scorer is None and config.shots not in lengths:
         raise InputError(
             f"shots={config.shots}: recorded sequences have {lengths} demonstrations only"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,33 @@ def imported(key: str, name: str, kind: str, example: str) -> Any:
     value = getattr(code, attribute, None)
     if not callable(value):
         raise InputError(f"{key}: {getattr(code, '__file__', module)} has no {kind} {attribute}")
+    return value
+
+
+def instance(
+    key: str, code: Callable[..., Any], members: Iterable[str], protocol: type[Any], *arguments: Any
+) -> Any:
+    """Make an instance of a class of the user's own.
+
+    Args:
+        key: the setting that names the class, for the messages.
+        members: what the instance must have.
+        protocol: the class that describes them.
+
+    Raises:
+        InputError: the class raises, or a member is missing (named).
+    """
+    try:
+        value = code(*arguments)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{key}: making one raises {in_a_line(error)}") from error
+    for member in members:
+        if not hasattr(value, member):
+            raise InputError(
+                f"{key}: has no {member}; see {protocol.__module__}.{protocol.__name__}"
+            )
     return value
 
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-Tick = Callable[[int, str], None]
+Tick = Callable[..., None]
+"""Takes the number of steps done, and optionally a note."""
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar."""
 NUMBERS = 40

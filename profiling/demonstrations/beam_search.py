@@ -49,7 +49,8 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
             break
         longer = sequences[query, beam]
         longer[:, length] = candidate
-        ln_p = _scored(scorer, rows, pool, query, longer[:, : length + 1])["logprob_score"]
+        demonstrations = shown_at(pool, query, longer[:, : length + 1])
+        ln_p = scorer(rows[query], demonstrations)["logprob_score"]
         gain = torch.full(allowed.shape, -torch.inf)
         # ln P orders sequences as the gain does, without its rounding; P = 0 becomes finite, to
         # rank above sequences that are not allowed
@@ -105,16 +106,11 @@ def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
     """
     shape = sequences.shape[:2]
     query = torch.arange(len(rows)).repeat_interleave(shape[1])
-    scores = _scored(scorer, rows, pool, query, sequences.flatten(0, 1))
+    scores = scorer(rows[query], shown_at(pool, query, sequences.flatten(0, 1)))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))["vqa_gt_prob"]
     scores["beam_score"] = scores["vqa_gt_prob"] - zero_shot[query]
     nothing = (sequences < 0).all(2)
     return {name: x.view(shape).masked_fill(nothing, torch.nan) for name, x in scores.items()}
-
-
-def _scored(scorer: Ask, rows: Tensor, pool: Tensor, query: Tensor, places: Tensor) -> Fields:
-    """Score k sequences of the queries `rows`; `query` and `places` are those of `shown_at`."""
-    return scorer(rows[query], shown_at(pool, query, places))
 
 
 def shown_at(pool: Tensor, query: Tensor, places: Tensor) -> Tensor:

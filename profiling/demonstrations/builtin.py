@@ -15,21 +15,18 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import INTEGERS, BeamTable
 from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
+from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.canvases import digest
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.settings import LearnerTaskConfig
 from knobwise.profiling.demonstrations.tasks import (
-    DATA,
     PARTS,
     builtin_learner,
     draw_part,
     part_table,
 )
-
-BEAMS = ("pool", "sequences", "found_by", "round")
-"""Fields of a table that are stored as whole numbers."""
 
 
 class Demonstrations(NamedTuple):
@@ -92,5 +89,5 @@ def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTabl
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields["vqa_gt_prob"] = fields["logprob_score"].exp()
     fields["vqa_correct"] = fields["vqa_acc_score"].floor()
-    beams = {name: tensors[name].long() for name in BEAMS}
+    beams = {name: tensors[name].long() for name in INTEGERS}
     return part_table(config, task, fields=fields, **beams), LearnerScorer(learner, *task)

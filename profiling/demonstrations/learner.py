@@ -75,8 +75,7 @@ class Learner(nn.Module):
     def see(self, images: Tensor, question: Tensor) -> Tensor:
         """Embed canvases [..., 100] with their questions [...] → [..., width], all that does not
         depend on labels."""
-        seen: Tensor = self.tower(images) + self.questions(question)
-        return seen
+        return self.tower(images) + self.questions(question)
 
     def forward(self, query: Tensor, demonstrations: Tensor, labels: Tensor) -> Tensor:
         """Return the logits of the query's label, [n, 10], from `see` of the query, float32 [n,
@@ -95,8 +94,7 @@ class Learner(nn.Module):
         x = self.norm(x)
         for i, block in enumerate(self.blocks):
             x = block(x, bias, last=i == LAYERS - 1)
-        logits: Tensor = self.head(x[:, -1])
-        return logits
+        return self.head(x[:, -1])
 
     @property
     def digest(self) -> str:

@@ -44,14 +44,7 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
         query_parts, candidate_parts = (
             compared(x, sampler, table.blocks) for x in (queries, candidates)
         )
-    images = [
-        *(table.query_images or [""] * len(queries)),
-        *(table.candidate_images or [""] * len(candidates)),
-    ]
-    names = {image: n for n, image in enumerate(images) if image}
-    # −1 stands for a query's image that is unknown, and −2 for a candidate's: they equal nothing
-    query_image = torch.tensor([names.get(image, -1) for image in images[: len(queries)]])
-    candidate_image = torch.tensor([names.get(image, -2) for image in images[len(queries) :]])
+    query_image, candidate_image = table.image_numbers
     # −1 is the row of no candidate
     if itself is None:
         itself = torch.full((len(queries),), -1)

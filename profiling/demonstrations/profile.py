@@ -13,7 +13,7 @@ It can be interrupted. `profile_beams("out", task)` writes:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from knobwise.profiling.measuring.machine import (
     cpu_name,
     digests,
     read_note,
-    rendered,
     write_json,
 )
 from knobwise.profiling.measuring.settings import changed_settings
@@ -91,7 +90,7 @@ def profile_beams(
     # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
-    rounds: list[dict[str, Any]] = []
+    rounds = []
     if begun.exists():
         rounds = read_note(begun, list)
     num_begun = len(rounds)
@@ -111,7 +110,7 @@ def profile_beams(
     info |= {"rounds": rounds, "cost_cpu_s": {"search": search_s, "rounds": rounds_s}}
     info["figures"] = figures(table, zero_shot)
     write_json(out / "beams-info.json", info)
-    print(rendered("beams", **info["figures"]))
+    print(*figure_lines(info["figures"]), sep="\n")
     return table
 
 
@@ -208,7 +207,7 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
             save_tensors(path, beams)
             parts[path] = beams
             done += len(chunks[path])
-            tick(done, "")
+            tick(done)
     # all chunks in the order of the queries
     whole = [parts[path] for path in chunks]
     return {name: torch.cat([part[name] for part in whole]) for name in whole[0]}
@@ -279,3 +278,19 @@ def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
         "zero_shot_correct": round(float(zero_shot["vqa_correct"].double().mean()), 6),
         "found": rows,
     }
+
+
+def figure_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Return `figures` as a table of text."""
+    lines = [
+        f"{figures['queries']} queries with pools of {figures['pool']} out of "
+        f"{figures['candidates']} candidates; right without demonstrations: "
+        f"{figures['zero_shot_correct']:.1%}",
+        f"{'found by':<12}{'shots':>6}{'sequences':>11}{'right':>8}{'any right':>11}{'gain':>8}",
+    ]
+    for row in figures["found"]:
+        lines.append(
+            f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
+            f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
+        )
+    return lines

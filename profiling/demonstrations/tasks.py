@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import imported, instance
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations import canvases
 from knobwise.profiling.demonstrations.canvases import (
     ANNOTATORS,
@@ -57,9 +57,10 @@ asked (queries) or answered (candidates), one-hot; who annotated, one-hot (queri
 _IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
 # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
 _STEPS = 4096
+MEMBERS = ("__call__", "vote")
+"""What a scorer of the user's own must have."""
 TEXT_COLUMNS = 128
 """Columns of the embeddings that are made of questions."""
-DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 
 Task = tuple[Queries, Bank]
 
@@ -183,24 +184,13 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
 def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> Scorer:
     """Load the model that answers. Raises InputError if it cannot be loaded."""
     if answerer.made is not None:
-        try:
-            scorer = answerer.made(answerer.data)
-        except Exception as error:  # whatever a class of the user's own may raise
-            reason = in_a_line(error)
-            raise InputError(
-                f"{prefix}model={answerer.source}: making one raises {reason}"
-            ) from error
-        if not callable(scorer) or not hasattr(scorer, "vote"):
-            raise InputError(
-                f"{prefix}model={answerer.source}: must be a scorer, with __call__ and vote; see "
-                "knobwise.profiling.demonstrations.scorers.Scorer"
-            )
-        return scorer
+        key = f"{prefix}model={answerer.source}"
+        return instance(key, answerer.made, MEMBERS, Scorer, answerer.data)
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind: type[TextScorer | VLMScorer] = TextScorer if answerer.text_alone else VLMScorer
+    kind = TextScorer if answerer.text_alone else VLMScorer
     return kind.load(answerer.source, answerer.data, **options)
 
 
@@ -217,7 +207,9 @@ def _read_embeddings(
                 raise InputError(f"vlm.{name}: needs vlm.embeddings, those of the bank")
         if not all(item.image is None for item in data.queries):
             raise InputError("vlm.embeddings: embeddings of items with images must be given")
-        return *text_embeddings(data), {}
+        known = [item.question for item in data.bank]
+        embed = question_embedder(known)
+        return embed([item.question for item in data.queries]), embed(known), {}
     candidates = read_embeddings(config.embeddings)
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(
@@ -248,13 +240,6 @@ def _read_embeddings(
             f"vlm.image_columns={split}: must leave columns to both parts of the {width}"
         )
     return queries, candidates, {"image": (0, split), "question": (split, width)}
-
-
-def text_embeddings(data: VQAData) -> tuple[Tensor, Tensor]:
-    """Embed the questions of queries [Q, d] and bank [M, d] (`question_embedder`)."""
-    queries, bank = ([item.question for item in part] for part in (data.queries, data.bank))
-    embed = question_embedder(bank)
-    return embed(queries), embed(bank)
 
 
 def question_embedder(bank: list[str]) -> Callable[[list[str]], Tensor]:

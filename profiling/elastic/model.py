@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from knobwise.envs.tables.tensor_file import tensors_and_metadata
+from knobwise.profiling import DATA
 from knobwise.profiling.elastic.scenes import (
     ANSWER_TOKENS,
     CELL,
@@ -226,7 +226,7 @@ class ElasticVLM(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(WORDS))
-        self.drop_order: tuple[int, ...] = tuple(range(size.blocks - 2, 0, -1))
+        self.drop_order = tuple(range(size.blocks - 2, 0, -1))
 
     @property
     def full(self) -> Configuration:
@@ -313,7 +313,7 @@ class ElasticVLM(nn.Module):
 def shipped_model() -> ElasticVLM:
     """Load the trained model that comes with knobwise, which the built-in profile was measured
     on."""
-    return read_model(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
+    return read_model(DATA / "elastic.safetensors")
 
 
 def read_model(path: str | Path) -> ElasticVLM:

@@ -10,7 +10,6 @@ written to DIR/builtin. Repeat the command to resume it.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.tables.tensor_file import tensors_and_metadata
+from knobwise.envs.tables.tensor_file import digest_of, tensors_and_metadata
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import (
@@ -36,7 +35,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.machine import digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import read_logs
-from knobwise.profiling.measuring.outputs import write_table
+from knobwise.profiling.measuring.outputs import log_spread, write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
@@ -135,18 +134,10 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
     )
 
 
-def spread_of(table: pl.DataFrame) -> float:
-    """Return how much one measurement of a cell varies: the mean standard deviation of ln ms."""
-    spread = table.group_by(MEASURED).agg(pl.col("latency_ms").log().std())
-    return round(float(spread["latency_ms"].to_numpy().mean()), 4)
-
-
 def identity_of(model: ElasticAdaptive) -> dict[str, Any]:
     """Return what tells the model from others: its size, and a digest of its weights."""
-    digest = hashlib.sha256()
-    for name, weight in model.model.state_dict().items():
-        digest.update(name.encode() + weight.numpy().tobytes())
-    return {"size": asdict(model.model.size), "weights": digest.hexdigest()}
+    weights = digest_of(model.model.state_dict(), {})
+    return {"size": asdict(model.model.size), "weights": weights}
 
 
 def write(out: Path, samples: int) -> Path:
@@ -185,7 +176,7 @@ def write(out: Path, samples: int) -> Path:
             "latency_ms": "CPU time of one thread, of four significant digits",
             "drift": f"divided out, by products that were timed before and after each answer, and "
             f"by the running median of {WINDOW} measurements",
-            "log_spread_of_one_measurement": spread_of(table),
+            "log_spread_of_one_measurement": log_spread(table, MEASURED, "latency_ms"),
         },
         "sha256": digests(folder, FILES),
     }

@@ -188,7 +188,7 @@ class Trainee(nn.Module):
             for _ in range(CALIBRATION_BATCHES)
         ]
         kept = list(range(full.num_active_blocks))
-        order: list[int] = []
+        order = []
         with progress("ordering blocks", len(kept) - 2, quiet_s=2) as tick:
             while len(kept) > 2:
                 missed: dict[int, float] = {}
@@ -199,7 +199,7 @@ class Trainee(nn.Module):
                         missed[block] = missed.get(block, 0.0) + loss.item()
                 order.append(min(missed, key=missed.__getitem__))
                 kept.remove(order[-1])
-                tick(len(order), "")
+                tick(len(order))
         return tuple(order)
 
 
@@ -256,7 +256,7 @@ def augment(rng: np.random.Generator, images: Floats) -> Floats:
     across = rng.choice(3, size=len(images), p=(0.15, 0.7, 0.15))
     contrast = rng.uniform(0.8, 1.1, size=(len(images), 1, 1)).astype(np.float32)
     moved = shifted[np.arange(len(images)), down, across]
-    return np.asarray(np.clip(moved * contrast, 0, 1))
+    return np.clip(moved * contrast, 0, 1)
 
 
 def loss_at(trainee: Trainee, recipe: Recipe, step: int) -> Tensor:

@@ -112,7 +112,7 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
     def remembered(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         count = _row_count(call)
-        overview_of_row: dict[int, int] = {}
+        overview_of_row = {}
         for index, overview in enumerate(overviews):
             # each overview takes the place of one row; a tile with the same pixels is computed
             equal = _equal_rows(overview.inputs, call)

@@ -6,14 +6,17 @@ A few attributes of model and processor get other values. At the end they get th
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_records import read_json
 from knobwise.profiling.huggingface.families import FAMILIES, Assignment, image_knob
 from knobwise.profiling.measuring.adaptive_model import (
     KNOBS,
@@ -54,7 +57,7 @@ class HuggingFaceKnobs:
         model: the model.
         processor: its processor.
         importance: block → how much the answers lose without it, for every block that can be left
-            out (`knobwise.profiling.huggingface.importance` reads it from a file).
+            out (`read_importance` reads it from a file).
 
     Raises:
         InputError: the decoder's blocks are not found; the importance lacks a block, or names one
@@ -276,3 +279,27 @@ def _is_experts(part: nn.Module) -> bool:
 def _computes_every_token(part: nn.Module) -> bool:
     """Return True for experts that compute every token, as they do not see which are theirs."""
     return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2
+
+
+def read_importance(path: str | Path) -> dict[int, float]:
+    """Read how much a model's answers lose without each of its decoder blocks, by block, in
+    ascending order of blocks.
+
+    The file is JSON, a number for each block: `{"4": 0.0156, "5": 0.0098, …}`. The larger, the
+    later a block is left out; only their order counts. Block 0 and others that always run need no
+    number. Raises InputError for no such file, not JSON, anything but a finite number for a block,
+    a block given twice.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or not content:
+        raise InputError(
+            f'{path}: must hold a number for each block, such as {{"4": 0.0156, "5": 0.0098}}'
+        )
+    for block, value in content.items():
+        if not (block.isascii() and block.isdigit()):
+            raise InputError(f"{path}: {block!r} is not the number of a block")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise InputError(
+                f"{path}: the importance of block {block} is {value!r}, not a finite number"
+            )
+    return {int(block): float(content[block]) for block in sorted(content, key=int)}

@@ -18,7 +18,6 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.first_stage import (
     SAME_AT_EVERY_SETTING,
-    Overview,
     encode_overview,
     going_on_from,
     vision_modules,
@@ -29,7 +28,6 @@ from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
     FirstStage,
-    KnobSupport,
     Request,
     clock_ms,
 )
@@ -46,8 +44,8 @@ class HuggingFaceModel(PromptedModel):
     A group of requests is answered as one batch, padded on the left; times of an answer are then
     those of the whole batch, so measure one request at a time.
 
-    `processor`, `device` and `chats` are as for `PromptedModel`, `importance` as for
-    `HuggingFaceKnobs`. Raises InputError for a model whose knobs or vision tower are unknown.
+    `processor` and `options` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`.
+    Raises InputError for a model whose knobs or vision tower are unknown.
     """
 
     def __init__(
@@ -57,14 +55,13 @@ class HuggingFaceModel(PromptedModel):
         *,
         importance: Mapping[int, float] | None = None,
         max_new_tokens: int = 32,
-        device: str | torch.device | None = None,
-        chats: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, processor, device=device, chats=chats)
+        super().__init__(model, processor, **options)
         self.max_new_tokens = max_new_tokens
         self.importance = importance
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
-        self.knobs: tuple[KnobSupport, ...] = self.knobs_of_model.knobs
+        self.knobs = self.knobs_of_model.knobs
         self._vision = vision_modules(model) if self.sees else []
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""
@@ -135,8 +132,7 @@ class HuggingFaceModel(PromptedModel):
         options = self._token_options(prompt)
         tokens = self.tokenizer(prompt, return_tensors="pt", **options)["input_ids"]
         embedded = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
-        mean: NDArray[np.float32] = embedded.float().mean(0).cpu().numpy()
-        return mean
+        return embedded.float().mean(0).cpu().numpy()
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
@@ -155,7 +151,7 @@ class HuggingFaceModel(PromptedModel):
             return []
         # stages whose overview the answer can continue from
         going_on = [stage for stage in stages if stage.kept is not None]
-        overviews: list[Overview] = [stage.kept for stage in going_on]
+        overviews = [stage.kept for stage in going_on]
         first: list[float] = []
 
         def note_first(*_: Any, **__: Any) -> bool:  # a stopping criterion that stops nothing
@@ -277,8 +273,8 @@ class HuggingFaceModel(PromptedModel):
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:
         """Yield a list that collects the ms of each call of the vision modules in the context."""
-        starts: list[float] = []
-        spans: list[float] = []
+        starts = []
+        spans = []
         with ExitStack() as hooks:
             # tower and projector; calls may be nested, so starts are a stack
             for module in self._vision:

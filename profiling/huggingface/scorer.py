@@ -3,6 +3,7 @@ answers after them."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -43,7 +44,7 @@ class DemonstrationScorer(PromptedModel):
     """What scorers of vision-language models and of language models share.
 
     Args:
-        model, processor, device, chats: as for `PromptedModel`.
+        model, processor, options: as for `PromptedModel`.
         data: the queries, and the bank of their demonstrations.
         batch_size: prompts computed at a time.
 
@@ -58,11 +59,10 @@ class DemonstrationScorer(PromptedModel):
         data: VQAData,
         *,
         batch_size: int = 8,
-        device: str | torch.device | None = None,
-        chats: bool | None = None,
+        **options: Any,
     ) -> None:
         at_least("batch_size", batch_size, 1)
-        super().__init__(model, processor, device=device, chats=chats)
+        super().__init__(model, processor, **options)
         self.data = data
         self.batch_size = batch_size
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
@@ -86,8 +86,7 @@ class DemonstrationScorer(PromptedModel):
         """Compute the logits of the last `count` tokens, [n, count, V], without a cache."""
         if self.model._supports_logits_to_keep():  # else they fill the memory
             inputs["logits_to_keep"] = count
-        logits: Tensor = self.model(**inputs, use_cache=False).logits
-        return logits[:, -count:]
+        return self.model(**inputs, use_cache=False).logits[:, -count:]
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
@@ -156,12 +155,8 @@ class VLMScorer(DemonstrationScorer):
     The candidates (`VQAData.candidates`) include the right answer, so correctness here is a choice
     among up to `MAX_CHOICES` and higher than that of free generation.
 
-    Args:
-        model, processor, data: as for `DemonstrationScorer`.
-        reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first
-            batch: where that fails or gives other likelihoods than the whole sequence, each answer
-            is computed with its prompt, one at a time, with a warning.
-        options: as for `DemonstrationScorer`. The cache of a batch is held once for each candidate.
+    Arguments are as for `DemonstrationScorer`. The cache of a batch is held once for each
+    candidate.
 
     Raises InputError for sizes that make no sense; when called, for rows that do not exist, an
     image that cannot be read, a query with one candidate only.
@@ -169,18 +164,10 @@ class VLMScorer(DemonstrationScorer):
 
     kind = "AutoModelForImageTextToText"
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        data: VQAData,
-        *,
-        reuse_prompt: bool | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, processor, data, **options)
-        self.reuse_prompt = reuse_prompt
-        self._known: dict[int, _Candidates] = {}  # by query
+    reuse_prompt: bool | None = None
+    """Whether answers go on from the prompt's cache. None finds out with the first batch: where
+    that fails or gives other likelihoods than the whole sequence, each answer is computed with its
+    prompt, one at a time, with a warning."""
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -225,6 +212,11 @@ class VLMScorer(DemonstrationScorer):
             items = [*(self.data.bank[row] for row in rows), self.data.queries[query]]
             images.append([item.picture() for item in items])
         return self._processed([self._text(*prompt) for prompt in prompts], images)
+
+    @functools.cached_property
+    def _known(self) -> dict[int, _Candidates]:
+        """The candidates of the queries so far."""
+        return {}
 
     def _candidates(self, query: int) -> _Candidates:
         if query not in self._known:

@@ -55,8 +55,11 @@ class TextScorer(DemonstrationScorer):
         for prompt_index, (query, shots) in enumerate(prompts):
             text = self._text(query, shots)
             prompt = self.tokenizer(text, **self._token_options(text))["input_ids"]
-            for answer, accuracy in self._right_answers(query):
-                rows.append(_Fed(prompt_index, prompt, answer, accuracy))
+            # the most common right answer comes first
+            item = self.data.queries[query]
+            for answer in most_common(item.answers):
+                tokens = self._answer_tokens(item, answer)
+                rows.append(_Fed(prompt_index, prompt, tokens, soft_accuracy(answer, item.answers)))
         read = torch.empty(3, len(rows))
         for batch in self._batches([len(row.prompt) + len(row.answer) for row in rows]):
             read[:, batch] = self._read([rows[i] for i in batch])
@@ -74,15 +77,6 @@ class TextScorer(DemonstrationScorer):
             "vqa_correct": nothing.scatter_reduce(0, owner, greedy, "amax"),
             "vqa_rel_score": (right - of_likeliest[first]).exp(),
         }
-
-    def _right_answers(self, query: int) -> list[tuple[list[int], float]]:
-        """Return the tokens and the soft accuracy of each reference answer, the most common
-        first."""
-        item = self.data.queries[query]
-        return [
-            (self._answer_tokens(item, answer), soft_accuracy(answer, item.answers))
-            for answer in most_common(item.answers)
-        ]
 
     def _read(self, batch: Sequence[_Fed]) -> Tensor:
         """Compute for each row ln P(answer), ln P of the most likely tokens in its place, and 1

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, write_text
@@ -61,17 +60,6 @@ def write_json(path: str | Path, content: Any) -> None:
 
 def _json(content: Any) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-
-def rendered(template: str, **values: Any) -> str:
-    """Render one of `profiling/templates` as lines for a terminal."""
-    environment = Environment(
-        loader=PackageLoader("knobwise.profiling"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(f"{template}.j2").render(values).rstrip("\n")
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:

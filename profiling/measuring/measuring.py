@@ -205,22 +205,19 @@ def measure(
     count = int(done.sum())
     with clocked_by(plan.config.clock):
         _warm_up(run, done, plan.config.warm_up)
-        try:
-            with progress("measuring", done.size, count) as tick, collected_between() as collect:
-                for repeat, i, columns in _missing(done, run.answer_all is not None):
-                    stage, answers = run(i, columns)
-                    for j, answer in zip(columns, answers, strict=True):
-                        log.write(run.line(repeat, i, j, stage, answer))
-                    # the features of a sample come with its first measurement
-                    if plan.contents[i] in untaken:
-                        store.add(plan.contents[i], stage.features, plan.items[i].id)
-                        untaken.discard(plan.contents[i])
-                    count += len(columns)
-                    tick(count, "")
-                    if count % _COLLECT_EVERY < len(columns):
-                        collect()
-        finally:
-            store.flush()
+        with progress("measuring", done.size, count) as tick, collected_between() as collect:
+            for repeat, i, columns in _missing(done, run.answer_all is not None):
+                stage, answers = run(i, columns)
+                for j, answer in zip(columns, answers, strict=True):
+                    log.write(run.line(repeat, i, j, stage, answer))
+                # the features of a sample come with its first measurement
+                if plan.contents[i] in untaken:
+                    store.add(plan.contents[i], stage.features, plan.items[i].id)
+                    untaken.discard(plan.contents[i])
+                count += len(columns)
+                tick(count)
+                if count % _COLLECT_EVERY < len(columns):
+                    collect()
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
@@ -236,7 +233,7 @@ def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
             # another sample in each round
             turn, j = divmod(step, len(needed))
             run(turn % samples, [needed[j]])
-            tick(step + 1, "")
+            tick(step + 1)
 
 
 def _missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:

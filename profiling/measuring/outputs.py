@@ -153,12 +153,15 @@ def write_vlm_profile(
     return content
 
 
-def log_spread(measured: pl.DataFrame) -> float | None:
+def log_spread(
+    measured: pl.DataFrame, cell: Sequence[str] = CELL, time: str = "total_ms"
+) -> float | None:
     """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
-    times, averaged over the cells; None with a single repeat."""
-    cells = measured.group_by(CELL).agg(pl.col("total_ms").clip(1e-6).log().std())
+    times, averaged over the cells; None with a single repeat. A cell has its own values in the
+    columns `cell`."""
+    cells = measured.group_by(cell).agg(pl.col(time).clip(1e-6).log().std())
     # one number has no standard deviation
-    spread: Any = cells["total_ms"].mean()
+    spread: Any = cells[time].mean()
     return spread and round(spread, 4)
 
 
@@ -179,7 +182,7 @@ def knob_report(
         latency_ms: [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
-    report: list[dict[str, Any]] = []
+    report = []
     # a knob's least value has no term: it is part of the constant
     terms = [np.ones(len(settings), bool)]
     last = []
@@ -196,6 +199,33 @@ def knob_report(
             if len(row["measured"]) > 1:
                 row |= _savings(fitted[:, term])
     return report
+
+
+def knob_lines(profile: Mapping[str, Any]) -> list[str]:
+    """Return what each knob of a profile saves, a line each, and the profile's note."""
+    lines = []
+    for knob in profile["knobs"]:
+        error = 2 * (knob.get("saves_error") or 0)
+        text = "this model lacks it"
+        if knob["available"] and "saves" not in knob:
+            text = f"{knob['sets']}; too few configurations were measured to know what it saves"
+        elif knob["available"]:
+            saves = "saves"
+            if knob["saves_nothing"]:
+                saves = "SAVES NO TIME here:"
+            elif knob["saves"] <= error:
+                saves = "no saving shown by so few samples:"
+            least, *_, greatest = knob["measured"]
+            text = (
+                f"{knob['sets']}; {saves} {knob['saves']:.1%} ± {error:.1%} of the time, from "
+                f"{greatest} down to {least}"
+            )
+        if knob["note"]:
+            text += f" ({knob['note']})"
+        lines.append(f"{knob['name']}: {text}")
+    if "note" in profile:
+        lines.append(profile["note"])
+    return lines
 
 
 def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:

@@ -15,10 +15,8 @@ differences become those of configurations.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.grid_sampling import sample_grid
-from knobwise.profiling.measuring.machine import claim, machine, rendered
+from knobwise.profiling.measuring.machine import claim, machine
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
@@ -46,12 +44,11 @@ from knobwise.profiling.measuring.measuring import (
     measure,
     read_logs,
 )
-from knobwise.profiling.measuring.outputs import write_vlm_profile
+from knobwise.profiling.measuring.outputs import knob_lines, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
-FEATURES_FILE = "features.safetensors"
 SPLIT = "validation"
 """The split of the data set that exp5/exp6 files name."""
 _NOT_REPEATED = ("shard", "shards", "force")  # the profile is made again without them
@@ -95,7 +92,7 @@ def profile_vlm(
     questions = [question_text(item, config.prompt) for item in items]
     contents = content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True))
     plan = Plan(items, requests, tuple(contents), configurations, config)
-    store = _store(out, plan)
+    store = FeatureStore(state / "features")
     where = machine()
     _claim_folder(state, identity, where, config)
     _measure_part(state, model, plan, store)
@@ -110,10 +107,11 @@ def profile_vlm(
         return out
     # two processes that finish at once write one after the other
     with locked(state):
-        _merge_features(out, model, plan)
+        _collect(model, store, plan, {key for key in plan.contents if key not in store})
+        store.write(out / "features.safetensors", plan.contents, [item.id for item in plan.items])
         facts = _facts(model, plan, {**identity, "machine": where})
         profile = write_vlm_profile(out, plan, log, model.knobs, facts)
-    print(rendered("knobs", **profile))
+    print(*knob_lines(profile), sep="\n")
     return out
 
 
@@ -206,18 +204,6 @@ def _measure_part(state: Path, model: AdaptiveVLM, plan: Plan, store: FeatureSto
         _collect(model, store, plan, untaken)
 
 
-def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan) -> None:
-    """Write the features of all parts as one file, and delete the parts."""
-    store = _store(out, plan)
-    _collect(model, store, plan, {key for key in plan.contents if key not in store})
-    store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
-    for folder in (out / "state").glob("features-*"):
-        log = folder.with_name(folder.name.replace("features", "measured") + ".jsonl")
-        # a process that is still at work holds its log, and merges its own part
-        with suppress(InputError), appended(log):
-            shutil.rmtree(folder)
-
-
 def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collection[str]) -> None:
     """Compute the features with these content keys, which no measurement gave."""
     samples = {key: i for i, key in enumerate(plan.contents) if key in wanted}
@@ -226,15 +212,7 @@ def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collec
             sample_id = plan.items[i].id
             stage = model.first_stage(plan.requests.request(sample_id))
             store.add(key, stage.features, sample_id)
-            tick(done, "")
-    store.flush()
-
-
-def _store(out: Path, plan: Plan) -> FeatureStore:
-    """Open this process's features, and read those of the other processes."""
-    state = out / "state"
-    known = [out / FEATURES_FILE, *sorted(state.glob("features-*"))]
-    return FeatureStore(state / f"features-{plan.config.shard}", plan.contents, known)
+            tick(done)
 
 
 def command(model: str, config: VLMProfileConfig, own_questions: bool = False) -> str:

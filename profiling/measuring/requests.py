@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
@@ -15,25 +16,6 @@ from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.questions import VQAItem
 
 PROMPT = "{question}{choices}"
-
-
-class Requests(Protocol):
-    """Requests whose answers can be scored: a file of questions, or a generator of them, which has
-    no end."""
-
-    def ids(self) -> Iterator[str]:
-        """Return the ids of the samples, in an order that does not change."""
-        ...
-
-    def __contains__(self, sample_id: object) -> bool: ...
-
-    def request(self, sample_id: str) -> Request:
-        """Return the request of a sample."""
-        ...
-
-    def score(self, sample_id: str, answer: str) -> float:
-        """Score an answer in [0, 1]."""
-        ...
 
 
 class Questions:
@@ -67,16 +49,19 @@ class Questions:
             self.score(item.id, item.answer)
 
     def ids(self) -> Iterator[str]:
+        """Return the ids of the samples, in an order that does not change."""
         return iter(self._items)
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._items
 
     def request(self, sample_id: str) -> Request:
+        """Return the request of a sample."""
         item = self._items[sample_id]
         return Request(item.picture(), question_text(item, self._prompt))
 
     def score(self, sample_id: str, answer: str) -> float:
+        """Score an answer in [0, 1]."""
         item = self._items[sample_id]
         sample = f"sample {sample_id!r}"
         if self._function is None:
@@ -95,13 +80,13 @@ class Questions:
 
 
 class DrawnQuestions(Sequence[VQAItem]):
-    """Questions without end, each drawn by its number, which is its id: `Requests`, and the
-    sequence of the first `length` items, which are measured."""
+    """Questions without end, each drawn by its number, which is its id. As a sequence they are the
+    first `length` items, which are measured."""
 
     length = 2000
 
     def __init__(self) -> None:
-        self._items: dict[int, VQAItem] = {}
+        self._drawn = functools.cache(self.draw)
 
     def draw(self, row: int) -> VQAItem:
         """Draw the item with this number, always the same."""
@@ -117,9 +102,7 @@ class DrawnQuestions(Sequence[VQAItem]):
 
     def item(self, row: int | str) -> VQAItem:
         """Return the item with this number, drawn once."""
-        if int(row) not in self._items:
-            self._items[int(row)] = self.draw(int(row))
-        return self._items[int(row)]
+        return self._drawn(int(row))
 
     def ids(self) -> Iterator[str]:
         return map(str, itertools.count())
@@ -134,6 +117,11 @@ class DrawnQuestions(Sequence[VQAItem]):
     def score(self, sample_id: str, answer: str) -> float:
         item = self.item(sample_id)
         return answer_accuracy(metric_of(item), answer, item.answers)
+
+
+Requests = Questions | DrawnQuestions
+"""Requests whose answers can be scored: a file of questions, or a generator of them, which has no
+end."""
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:

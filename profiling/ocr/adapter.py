@@ -174,7 +174,7 @@ class RapidOCRModel(KeepsConfiguration):
             outlines = shapes(boxes)
             order = reading_order(question, outlines).tolist()
             # the text of each box that is read, and whether the box stands upside down
-            read: dict[int, tuple[str, bool]] = {}
+            read = {}
 
             def read_box(i: int) -> str:
                 read[i] = self._read(steps, pixels, boxes, i)

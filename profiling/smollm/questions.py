@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from importlib import resources
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +21,59 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.profiling import DATA
 
-DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 QUESTIONS_CSV = DATA / "questions.csv"
 """The questions that come with knobwise: id, question, answer, question_type."""
 MOST = 90
 """Questions of one kind, at most."""
 SEED = 0
 
+WORDS = {
+    "nouns": """
+        apple baby bag ball bank bird boat book box boy branch bridge brush bus bush cake camera
+        car cat chair child church city class clock cloud coat country cow cup daughter day desk
+        dish dog door dress ear egg eye face family farm finger fish flag flower foot fork fox
+        friend game garden girl glass goose hat head horse house island kitchen knife lady lake
+        leaf letter life man match mouse orange party peach pencil piano plate potato shelf ship
+        shoe sister story student table thief tomato tooth tree watch wife wolf woman""",
+    "past tense": """
+        become became begin began bite bit blow blew break broke bring brought build built buy
+        bought catch caught choose chose come came draw drew drink drank drive drove eat ate fall
+        fell feel felt fight fought find found fly flew forget forgot freeze froze get got give
+        gave go went grow grew hear heard hide hid hold held keep kept know knew lead led leave
+        left lose lost make made meet met pay paid ride rode ring rang rise rose run ran say said
+        see saw sell sold send sent shake shook shoot shot sing sang sink sank sit sat sleep slept
+        speak spoke spend spent stand stood steal stole swim swam take took teach taught tear tore
+        tell told think thought throw threw understand understood wake woke wear wore win won
+        write wrote""",
+    "comparative": """
+        bad worse big bigger brave braver bright brighter busy busier cheap cheaper clean cleaner
+        clever cleverer cold colder cool cooler dark darker deep deeper dirty dirtier dry drier
+        early earlier easy easier fast faster fat fatter few fewer fine finer funny funnier good
+        better happy happier hard harder heavy heavier high higher hot hotter kind kinder large
+        larger late later light lighter long longer loud louder lovely lovelier low lower lucky
+        luckier narrow narrower near nearer new newer nice nicer old older poor poorer pretty
+        prettier quick quicker quiet quieter rich richer sad sadder safe safer sharp sharper short
+        shorter simple simpler slow slower small smaller soft softer strange stranger strong
+        stronger sweet sweeter tall taller thick thicker thin thinner warm warmer weak weaker wet
+        wetter wide wider wild wilder wise wiser young younger""",
+    "chemical symbol": """
+        hydrogen H helium He lithium Li beryllium Be boron B carbon C nitrogen N oxygen O fluorine
+        F neon Ne sodium Na magnesium Mg aluminium Al silicon Si phosphorus P sulfur S chlorine Cl
+        argon Ar potassium K calcium Ca titanium Ti chromium Cr manganese Mn iron Fe cobalt Co
+        nickel Ni copper Cu zinc Zn arsenic As bromine Br silver Ag tin Sn iodine I barium Ba
+        tungsten W platinum Pt gold Au mercury Hg lead Pb radium Ra uranium U""",
+    "young animal": """
+        bear cub cat kitten chicken chick cow calf deer fawn dog puppy duck duckling eagle eaglet
+        elephant calf fox kit frog tadpole goat kid goose gosling horse foal kangaroo joey lion
+        cub owl owlet pig piglet rabbit kit seal pup sheep lamb swan cygnet tiger cub whale calf
+        wolf pup""",
+    "next day": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "next month": """
+        January February March April May June July August September October November December""",
+}
+"""Nouns, pairs of words, and words in their order."""
 CONTINENTS = {"Africa", "Americas", "Asia", "Europe", "Oceania"}
 
 Pairs = Iterable[tuple[str, str]]
@@ -78,46 +121,41 @@ def _of_countries() -> Iterator[Kind]:
         code = str(info.get("ISO", {}).get("alpha2", ""))
         name = english.territories.get(code, "")
         if name.isascii() and name.replace(" ", "").isalpha():
-            facts[name] = dict(info)
+            languages = info.get("languages") or [""]
+            facts[name] = {**info, "language": english.languages.get(languages[0])}
+            if info.get("region") not in CONTINENTS:
+                facts[name].pop("region", None)
 
-    def facts_by_name(value: Callable[[dict[str, Any]], str | None]) -> Pairs:
+    def pairs(fact: str) -> Pairs:
         for name, info in facts.items():
-            answer = value(info)
+            answer = info.get(fact)
             if answer and answer.isascii() and len(answer) <= 20:
                 yield name, answer
-
-    def language(info: dict[str, Any]) -> str | None:
-        codes = info.get("languages") or [""]
-        return english.languages.get(codes[0])
-
-    def continent(info: dict[str, Any]) -> str | None:
-        region = info.get("region")
-        return region if region in CONTINENTS else None
 
     yield Kind(
         "capital",
         ("What is the capital of {}?", "Name the capital city of {}.", "{}: which capital?"),
-        facts_by_name(lambda info: info.get("capital")),
+        pairs("capital"),
     )
     yield Kind(
         "country of a capital",
         ("{} is the capital of which country?", "Name the country whose capital is {}."),
-        ((capital, name) for name, capital in facts_by_name(lambda info: info.get("capital"))),
+        ((capital, name) for name, capital in pairs("capital")),
     )
     yield Kind(
         "people",
         ("What do you call people from {}?", "A person from {} is", "{}: which nationality?"),
-        facts_by_name(lambda info: info.get("demonym")),
+        pairs("demonym"),
     )
     yield Kind(
         "continent",
         ("Which part of the world is {} in?", "Name the continent of {}.", "{}: which continent?"),
-        facts_by_name(continent),
+        pairs("region"),
     )
     yield Kind(
         "language",
         ("What language is spoken in {}?", "Name the language of {}.", "{}: which language?"),
-        facts_by_name(language),
+        pairs("language"),
     )
 
 
@@ -156,8 +194,7 @@ def _of_numbers() -> Iterator[Kind]:
 def _of_words() -> Iterator[Kind]:
     import inflect
 
-    text = (DATA / "question_words.toml").read_text("utf-8")
-    words = {name: value.split() for name, value in tomllib.loads(text).items()}
+    words = {name: text.split() for name, text in WORDS.items()}
     nouns = words["nouns"]
     engine = inflect.engine()
     yield Kind(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.policy.arrays import encoded
-from knobwise.envs.readers.feature_columns import encode, fit_columns
+from knobwise.envs.readers.feature_columns import encode, fit_column
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import read_long_table, table_from_frame
@@ -208,5 +208,5 @@ def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
 def test_only_the_most_frequent_texts_get_a_place():
     names = [f"k{i:02}" for i in range(60)]
     samples = pl.DataFrame({"kind": names * 2 + ["k59", "rare"]})
-    (column,) = fit_columns(samples, ["kind"], "t")
+    column = fit_column(samples["kind"], "t")
     assert column.categories == (*names[:49], "k59")

@@ -8,7 +8,7 @@ from commands import mistake
 from helpers import input_error
 from tiny_models import picture, saved, tiny_model
 
-from knobwise.profiling.huggingface.importance import read_importance
+from knobwise.profiling.huggingface.knobs import read_importance
 from knobwise.profiling.huggingface.loading import weights_digest
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.models import load_model

@@ -85,7 +85,9 @@ def test_without_a_chat_template_the_prompt_is_plain(llava):
 
 
 def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
-    whole = VLMScorer(*family, DATA, reuse_prompt=False).log_likelihoods(MIXED)
+    one_by_one = VLMScorer(*family, DATA)
+    one_by_one.reuse_prompt = False
+    whole = one_by_one.log_likelihoods(MIXED)
     scorer = VLMScorer(*family, DATA)
     together = scorer.log_likelihoods(MIXED)
     assert scorer.reuse_prompt

@@ -22,9 +22,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     KeepsConfiguration,
     KnobSupport,
 )
-from knobwise.profiling.measuring.machine import rendered
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
-from knobwise.profiling.measuring.outputs import knob_report
+from knobwise.profiling.measuring.outputs import knob_lines, knob_report
 from knobwise.profiling.measuring.profiler import command, profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import metric_of, question_text
@@ -184,7 +183,7 @@ def test_a_knob_that_saves_nothing_is_reported():
     knobs = [replace(Blurred.knobs[0], name=name) for name in KNOBS]
 
     def lines(report):
-        return rendered("knobs", knobs=report).split("\n")
+        return knob_lines({"knobs": report})
 
     report = knob_report(knobs, settings, latency)
     assert [row["saves"] for row in report] == pytest.approx([0.25, 0, 0.5], abs=0.003)
@@ -302,7 +301,7 @@ def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_pat
     assert measured(tmp_path).asked == []
 
 
-def test_features_of_a_part_at_work_are_left_to_it_and_a_part_of_another_model_is_refused(tmp_path):
+def test_parts_share_features_and_a_part_of_another_model_is_refused(tmp_path):
     first, second = (replace(ONCE, shards=2, shard=shard) for shard in (0, 1))
     measured(tmp_path, first)
     with input_error("weights"):
@@ -310,14 +309,12 @@ def test_features_of_a_part_at_work_are_left_to_it_and_a_part_of_another_model_i
     state = tmp_path / "state"
     assert not (state / "run-1.json").exists()
     measured(tmp_path, second)
-    assert not list(state.glob("features-*"))
-    shared = state / "features-1"
-    shared.mkdir()
+    kept = sorted((state / "features").rglob("*.safetensors"))
+    assert len(kept) == len(ITEMS)
+    # while another part is at work, its features stay
     with appended(state / "measured-1.jsonl"):
         measured(tmp_path, first)
-        assert shared.exists()
-    measured(tmp_path, first)
-    assert not shared.exists()
+    assert sorted((state / "features").rglob("*.safetensors")) == kept
 
 
 def test_features_are_kept_when_nothing_changed_and_taken_anew_by_force(tmp_path):
