@@ -8,7 +8,6 @@ pairs (`knobwise.experiments.compare.paired`). All other runs are shown untested
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.runs import ComparedRun, find_runs
@@ -53,13 +52,14 @@ def compare(config: CompareRun) -> Comparison:
 def _compare(config: CompareRun) -> Comparison:
     comparison = comparison_of(config.runs, config.budgets_ms)
     lines = []
-    # the page first: it reads further files
-    writers = {"page": (config.html, write_comparison), "numbers": (config.json, write_numbers)}
-    for output, (path, write) in writers.items():
+    for output, path in (("page", config.html), ("numbers", config.json)):
         if path is not None:
             replaced = " (the earlier one is replaced)" if Path(path).exists() else ""
             lines.append(f"{output}: {path}{replaced}")
-            write(comparison, path)
+    # the page first: it reads further files
+    if config.html is not None:
+        write_comparison(comparison, config.html)
+    write_json(config.json, numbers(comparison))
     words.print_comparison(comparison, Console())
     print("\n".join(lines))
     return comparison
@@ -161,10 +161,6 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
         share = f"{sum(difference.sign != 0 for difference in differences)} of {len(differences)}"
         tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles
-
-
-def write_numbers(comparison: Comparison, path: str | Path) -> None:
-    write_text(path, json.dumps(numbers(comparison), indent=1))
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:

@@ -4,7 +4,7 @@ share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +34,8 @@ class Measured(NamedTuple):
         u, s: float64 [m, k] and [k], of the singular value decomposition of their features,
             normalised.
         names: of the d features.
-        raw: float64 [m, d], the features as they are.
+        features: float32 [n, d], as they are.
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
-        blocks: float32 [n, *], the features of all samples.
     """
 
     table: ProfileTable
@@ -47,11 +46,10 @@ class Measured(NamedTuple):
     u: np.ndarray
     s: np.ndarray
     names: list[str]
-    raw: np.ndarray
+    features: Tensor
     ids: np.ndarray
     datasets: np.ndarray
     split_keys: np.ndarray
-    blocks: list[Tensor]
 
     @classmethod
     def from_table(cls, table: ProfileTable) -> Measured:
@@ -61,7 +59,7 @@ class Measured(NamedTuple):
         names = []
         for name, block in table.features.items():
             names += [f"{name}[{column}]" for column in range(block.shape[1])]
-        raw = torch.cat([torch.zeros(len(few), 0), *table.blocks(rows[few]).values()], 1)
+        features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
         u, s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
         return cls(
@@ -73,11 +71,10 @@ class Measured(NamedTuple):
             u,
             s,
             names,
-            raw.double().numpy(),
+            features,
             np.array(table.sample_ids)[rows.numpy()],
             np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
-            _numbered(table.split_keys)[rows.numpy()],
-            list(table.blocks(rows).values()),
+            np.unique(table.split_keys, axis=0, return_inverse=True)[1].reshape(-1)[rows.numpy()],
         )
 
 
@@ -98,12 +95,6 @@ class Fault(NamedTuple):
 
 
 Faults = Iterator[Fault]
-
-
-def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
-    """Return a number for each key, int64 [n]; equal keys have equal numbers."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -65,11 +65,11 @@ def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") 
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
-def _tooltip(rows: pl.DataFrame, columns: Sequence[str] = ()) -> list[alt.Tooltip]:
-    """Show these columns, or all, beside the pointer."""
+def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
+    """Show all columns beside the pointer."""
     tooltip = []
-    for name in columns or rows.columns:
-        if rows[name].dtype.is_float():
+    for name, kind in rows.schema.items():
+        if kind.is_float():
             tooltip.append(alt.Tooltip(f"{name}:Q", format=".4~r"))
         else:
             tooltip.append(alt.Tooltip(f"{name}:N"))
@@ -109,9 +109,8 @@ def lines(
     """
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
     base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
-    channels = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
-    tooltip = _tooltip(rows, [*dict.fromkeys((colour, line)), *channels])
-    drawn = base.encode(y, *order, tooltip=tooltip)
+    columns = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
+    drawn = base.encode(y, *order, tooltip=_tooltip(rows.select(colour, line, *columns)))
     # what has no colour of its own stays in the background
     has_colour = alt.datum[colour] != OTHER
     thick = drawn.transform_filter(has_colour)

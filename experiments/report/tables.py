@@ -262,7 +262,7 @@ def print_table(console: Console, table: Table, few: Collection[int] = ()) -> No
     header = titles
     columns = set(every)
     left_out = []
-    if console.is_terminal and _width([titles, *cells], every) > console.width:
+    if console.is_terminal:
         if _width([titles, *cells], few) > console.width:
             cells = []
             for row in table.rows:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import (
@@ -174,7 +174,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
     written before."""
     results = results | {"sha256": _digests(folder, results)}
-    write_text(folder / "results.json", json.dumps(results, indent=1))
+    write_json(folder / "results.json", results)
 
 
 def _digests(folder: Path, results: dict[str, Any]) -> list[str]:

@@ -85,7 +85,10 @@ def attainable_by(
         held = np.take_along_axis(gains[:, hold], best[None, None], 0)
         kept[hold] = held[0].mean(1)
         policies.append([POLICIES[policy] for policy in best])
-    drawn = resampled_means([kept], splits=_clusters(table, experts.measured.rows))
+    # samples of one image or cluster are drawn together
+    keys = np.array(table.split_keys)[experts.measured.rows.numpy()]
+    clusters = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    drawn = resampled_means([kept], splits=np.stack([np.zeros_like(clusters), clusters]))
     return {
         "gain": float(kept.mean()),
         "gain_ci95": ends_of(drawn)[0],
@@ -176,12 +179,3 @@ def add_shares(results: dict[str, Any]) -> None:
             row["attained"] = None
             if estimate["gain_ci95"][0] > 0:
                 row["attained"] = row["over_static"] / estimate["gain"]
-
-
-def _clusters(table: ProfileTable, rows: Tensor) -> np.ndarray:
-    """Return the number of each row's image, cluster or sample, as `resampled_means` takes it: int
-    [2, n]."""
-    keys = table.split_keys
-    texts = ["\n".join(keys[row]) for row in rows.tolist()]
-    numbers = np.unique(texts, return_inverse=True)[1].reshape(-1)
-    return np.stack([np.zeros_like(numbers), numbers])
