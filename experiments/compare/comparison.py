@@ -88,8 +88,8 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     reference = runs[0]
     places = _places(reference, budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
-    every: list[Difference] = []
-    by_policy: list[Difference] = []
+    every = []
+    by_policy = []
     # every run against the first one
     for run in runs[1:]:
         tested, note = differences(reference, run, (reference.policy, run.policy), places)

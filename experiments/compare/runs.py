@@ -99,7 +99,7 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
         InputError: if there is no such folder, or no run in it.
     """
     finished: dict[Path, Path] = {}
-    unfinished: list[str] = []
+    unfinished = []
     for name in folders:
         folder = Path(name)
         if not folder.is_dir():
@@ -196,7 +196,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
 
 def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     """Return nested settings by dotted key; an empty group stays a value."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             for name, leaf in dotted(value).items():

@@ -14,9 +14,8 @@ from knobwise.experiments.report.words import (
     cell,
     difference_cell,
     number,
+    place_words,
     policy_name,
-    quantity,
-    shots_words,
 )
 from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
@@ -31,9 +30,7 @@ def place_name(comparison: Comparison, place: float | None) -> str:
     """Return a budget or a number of shots in words, or the mean over the budgets (None)."""
     if place is None:
         return f"mean over {len(comparison.places)} budgets"
-    if comparison.problem.averaged:
-        return quantity(place, comparison.unit)
-    return shots_words(int(place))
+    return place_words(comparison.reference.results, place)
 
 
 # -- in sentences ----------------------------------------------------------------------------------

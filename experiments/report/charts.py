@@ -22,7 +22,7 @@ from knobwise.experiments.report.words import policy_name, quantity
 from knobwise.experiments.results.problem import Results, Row
 from knobwise.experiments.results.statistics import pareto_front
 
-DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
+DASHED = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
 """The style of lines that mark a reference."""
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
@@ -364,12 +364,12 @@ def knob_usage(
     for label, policy, results in runs:
         for row in results.get("knob_usage", []):
             if row["policy"] in (policy, outlined):
-                cell = {"run": label, "budget": quantity(row["budget_ms"], "").strip()}
+                cell = {"run": label, "budget": quantity(row["budget_ms"], "")}
                 cell |= {"outlined": row["policy"] == outlined, "value": str(row["value"])}
                 shares.append(row | cell)
-    figure: list[alt.LayerChart] = []
     if not shares:
-        return figure
+        return []
+    figure = []
     frame = pl.DataFrame(shares, infer_schema_length=None)
     for (knob,), rows in frame.group_by("knob", maintain_order=True):
         usage = _most_used(rows)

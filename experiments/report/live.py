@@ -17,6 +17,7 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
+    cell,
     difference_words,
     interval,
     interval_words,
@@ -27,18 +28,22 @@ from knobwise.experiments.report.words import (
     sign_of,
 )
 from knobwise.experiments.results.problem import (
+    ACCURACY,
+    FEASIBLE,
+    ON_TIME,
+    UTILITY,
+    Metric,
     Results,
 )
 
-COLUMNS = {
-    "on time": ("satisfaction", ".1%"),
-    "on time (feasible)": ("satisfaction_feasible", ".1%"),
-    "accuracy": ("accuracy", ".3f"),
-    "utility": ("utility", ".3f"),
-    "mean ms": ("latency_ms", ".2f"),
-    "p95 ms": ("latency_ms_p95", ".2f"),
-}
-"""Heading → key and format of a column."""
+COLUMNS = (
+    ON_TIME,
+    FEASIBLE,
+    ACCURACY,
+    UTILITY,
+    Metric("latency_ms", "mean ms", ".2f"),
+    Metric("latency_ms_p95", "p95 ms", ".2f"),
+)
 REPLAYED = {"replay: on time": ("satisfaction", ".1%"), "replay: ms": ("latency_ms", ".2f")}
 """Heading → key and format of a column of the replay."""
 METRICS = {
@@ -58,9 +63,9 @@ def policies(results: Results) -> Table:
     lines = []
     for row in ranked(results):
         line = {"policy": name_of(results, row["policy"])}
-        for heading, (key, how) in COLUMNS.items():
-            if key in row:  # a stream without a profile has no feasible requests
-                line[heading] = number(row[key], how) + interval(row.get(f"{key}_ci95"), how)
+        for metric in COLUMNS:
+            if metric.key in row:  # a stream without a profile has no feasible requests
+                line[metric.name] = cell(row, metric)
         for heading, (key, how) in REPLAYED.items():
             if replay:
                 line[heading] = number(replay[row["policy"], key], how)

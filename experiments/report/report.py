@@ -151,7 +151,7 @@ def _facts(results: Results) -> str:
 
 
 def _budgets(results: Results, budgets: list[float]) -> str:
-    return ", ".join(quantity(budget, words.unit_of(results)) for budget in budgets)
+    return ", ".join(words.place_words(results, budget) for budget in budgets)
 
 
 def _tiles(results: Results) -> Tiles:

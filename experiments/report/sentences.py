@@ -240,8 +240,8 @@ def on_training(results: Results) -> list[str]:
     seeds = len(results.get("chosen") or ())
     method = (results.get("training") or {}).get("method", "GRPO")
     gain = results.get("grpo_gain") or {}
-    gains: list[str] = []
-    signs: list[int] = []
+    gains = []
+    signs = []
     for key, samples in GAINED_ON.items():
         if key in gain:
             gained = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}

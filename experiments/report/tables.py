@@ -135,7 +135,9 @@ def by_place(results: Results, rows: str = "rows") -> Table:
     if timed:
         header.append(DECISION.name)
     lines = []
-    for policy in words.ranked_policies(results, rows):
+    # policies that were not judged at the main place come last
+    every = (*words.ranked(results, rows), *results.get(rows, []))
+    for policy in dict.fromkeys(row["policy"] for row in every):
         line = [policy_name(policy, results)]
         for at_place in rows_at.values():
             row = at_place.get(policy, {})
@@ -161,12 +163,13 @@ def by_place(results: Results, rows: str = "rows") -> Table:
 
 def _places(results: Results) -> dict[float, str]:
     """Return the budgets or numbers of shots → headings of their columns."""
-    if problem_of(results).averaged:
-        unit = words.unit_of(results)
-        budgets = dict.fromkeys(row["budget_ms"] for row in results["rows"])
-        return {budget: quantity(budget, unit) for budget in sorted(budgets.keys() - {None})}
-    trained = {results["trained_shots"]: " (trained)"}
-    return {shots: shots_words(shots) + trained.get(shots, "") for shots in results["shots"]}
+    key = problem_of(results).place
+    places = {row[key] for row in results["rows"]} - {None}
+    trained = {results.get("trained_shots"): " (trained)"}
+    return {
+        place: words.place_words(results, place) + trained.get(place, "")
+        for place in sorted(places)
+    }
 
 
 def differences(results: Results, policies: Collection[str], against: Collection[str]) -> Table:

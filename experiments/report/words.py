@@ -55,15 +55,16 @@ def known(value: Any) -> TypeGuard[float]:
 def quantity(value: float | None, unit: str = "ms") -> str:
     """Format a number and its unit, with three significant figures, or with all digits before the
     point from 100 on."""
-    if value is None or not math.isfinite(value):
+    if not known(value):
         return "–"
-    if abs(value) >= 100:
-        return f"{value:,.0f} {unit}"
     # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
     # from every file
     rounded = float(f"{value:.6g}")
     # "#" keeps trailing zeros, and also a point at the end
-    return f"{rounded:#.3g}".rstrip(".") + f" {unit}"
+    figures = f"{rounded:#.3g}".rstrip(".")
+    if abs(value) >= 100:
+        figures = f"{value:,.0f}"
+    return f"{figures} {unit}".rstrip()
 
 
 def number(value: Any, how: str, unit: str = "") -> str:
@@ -87,19 +88,13 @@ def interval(ci95: Any, how: str) -> str:
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
-    # latencies and costs have no sign and no interval
+    # latencies and costs have no interval
     if metric.unit == "ms":
-        return quantity(value, unit).rstrip()
-    if metric.unit == "µs":
-        return quantity(value, "µs")
-    how = ".3f"
-    if metric.key == "gap_closed":
-        how = ".0%"
-    elif metric.unit == "%":
-        how = ".1%"
-    # differences have a sign
-    sign = "+" * metric.key.startswith("over_")
-    return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)
+        return quantity(value, unit)
+    if metric.unit:
+        return quantity(value, metric.unit)
+    ends = interval(row.get(f"{metric.key}_ci95"), metric.how.removeprefix("+"))
+    return number(value, metric.how) + ends
 
 
 def points(share: Any, how: str = "+.1f") -> str:
@@ -229,6 +224,13 @@ def unit_of(results: Results) -> str:
     return str(results.get("unit", "ms"))
 
 
+def place_words(results: Results, place: float) -> str:
+    """Return a budget or a number of shots in words."""
+    if problem_of(results).averaged:
+        return quantity(place, unit_of(results))
+    return shots_words(int(place))
+
+
 def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[str, Row]:
     """Return policy → its row at a budget or a number of shots, or with the means over the budgets
     (None)."""
@@ -236,20 +238,11 @@ def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[s
     return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
 
 
-def ranked(results: Results) -> list[Row]:
+def ranked(results: Results, rows: str = "rows") -> list[Row]:
     """Return the rows at the place that the results are about, best first."""
-    rows = rows_at(results, problem_of(results).main_place(results))
-    return [rows[policy] for policy in ranked_policies(results) if policy in rows]
-
-
-def ranked_policies(results: Results, rows: str = "rows") -> list[str]:
-    """Return all policies, the best at the place that the results are about first, and those that
-    were not judged there last."""
     problem = problem_of(results)
-    scores = dict.fromkeys((row["policy"] for row in results.get(rows, [])), -math.inf)
-    for policy, row in rows_at(results, problem.main_place(results), rows).items():
-        scores[policy] = value_of(row, problem.ranked_by)
-    return sorted(scores, key=lambda policy: -scores[policy])
+    judged = rows_at(results, problem.main_place(results), rows).values()
+    return sorted(judged, key=lambda row: -value_of(row, problem.ranked_by))
 
 
 def value_of(row: Row, metric: str = "utility") -> float:
@@ -261,7 +254,7 @@ def value_of(row: Row, metric: str = "utility") -> float:
 
 def guarantees(results: Results) -> list[list[Row]]:
     """Return the guard's results: for each budget a row for each seed. [] without a guard."""
-    at: dict[float, list[Row]] = {}
+    at = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
         at[rows[0]["budget_ms"]] = list(rows)
     return list(at.values())

@@ -120,7 +120,7 @@ def decision_rows(
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     # values count samples first, then places
-    known: dict[str, Any] = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
+    known = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
     for name, value in columns.items():
         if value is not None and not isinstance(value, pl.Series):
             value = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())

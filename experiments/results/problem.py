@@ -55,21 +55,22 @@ class Metric:
     `{key}_per_seed`."""
     name: str
     """The name in tables."""
+    how: str = ".3f"
+    """The format of a score, a share or a difference; a quantity has a unit instead."""
     unit: str = ""
-    """`%` for a share, `ms`, `µs`; empty for a score. Costs that are no times have the unit of
-    `results["unit"]`."""
+    """`ms` or `µs`. Costs that are no times have the unit of `results["unit"]`."""
 
 
 UTILITY = Metric("utility", "utility")
 ACCURACY = Metric("accuracy", "accuracy")
 FREE = Metric("utility_free", "if free")
-GAP = Metric("gap_closed", "oracle gap closed", "%")
-LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
-ON_TIME = Metric("satisfaction", "on time", "%")
-FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
-OVER_MIX = Metric("over_static_mix", "over static mix")
-OVER_SINGLE = Metric("over_best_single", "over best single")
-DECISION = Metric("decision_us_p50", "decision time", "µs")
+GAP = Metric("gap_closed", "oracle gap closed", ".0%")
+LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms")
+ON_TIME = Metric("satisfaction", "on time", ".1%")
+FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", ".1%")
+OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f")
+OVER_SINGLE = Metric("over_best_single", "over best single", "+.3f")
+DECISION = Metric("decision_us_p50", "decision time", unit="µs")
 
 
 @dataclass(frozen=True)
