@@ -18,11 +18,10 @@ from rich.console import Console
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
-from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.compare.runs import ComparedRun, find_runs
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.report.tables import Folded
 from knobwise.experiments.report.words import SIGN_WORDS, interval_words, points, read_results
-from knobwise.experiments.results.problem import Row
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -31,7 +30,7 @@ def compare(config: CompareRun) -> Comparison:
     """Read runs, print what differs, and write the page and the numbers.
 
     Raises:
-        InputError: see `comparison_of`; nothing has been written then.
+        InputError: see `Comparison`; nothing has been written then.
     """
     try:
         return _compare(config)
@@ -50,7 +49,7 @@ def compare(config: CompareRun) -> Comparison:
 
 
 def _compare(config: CompareRun) -> Comparison:
-    comparison = comparison_of(config.runs, config.budgets_ms)
+    comparison = Comparison(config.runs, config.budgets_ms)
     lines = []
     for output, path in (("page", config.html), ("numbers", config.json)):
         if path is not None:
@@ -166,31 +165,23 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
 def numbers(comparison: Comparison) -> dict[str, Any]:
     """Return the content of the JSON file. Differences are `run` − `against`; `place` is a budget
     in ms or a number of shots, None for the mean over budgets."""
+    runs = []
+    for run, row in zip(comparison.runs, comparison.rows, strict=True):
+        about = {"label": run.label, "folder": str(run.folder), "experiment": run.experiment}
+        about |= {key: run.results.get(key) for key in ("profile", "seeds")}
+        runs.append(about | {"policy": run.policy, "row": row})
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,
         "places": comparison.places,
         "main_place": comparison.main,
-        "runs": list(map(_about, comparison.runs, comparison.rows)),
+        "runs": runs,
         "settings": comparison.settings,
         "comparable": [comparison.runs[i].label for i in comparison.comparable],
         "differences": _plain(comparison.differences),
         "differences_per_place": _plain(comparison.by_place),
         "differences_of_policies": _plain(comparison.by_policy),
         "notes": comparison.notes,
-    }
-
-
-def _about(run: ComparedRun, row: Row) -> dict[str, Any]:
-    """Return the facts about a run, with the row that stands for it."""
-    return {
-        "label": run.label,
-        "folder": str(run.folder),
-        "experiment": run.experiment,
-        "profile": run.results.get("profile"),
-        "seeds": run.results.get("seeds"),
-        "policy": run.policy,
-        "row": row,
     }
 
 

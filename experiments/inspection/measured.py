@@ -23,8 +23,10 @@ PENALTIES = (1e-4, 1e-2, 1.0)
 """Of the regressions, as shares of the number of samples."""
 
 
-class Measured(NamedTuple):
+class Measured:
     """What the checks look at: n samples, C configurations, d features.
+
+    Of a larger table these are at most `MOST_SAMPLES`, in their order.
 
     Attributes:
         table: the whole profile.
@@ -38,44 +40,24 @@ class Measured(NamedTuple):
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
     """
 
-    table: ProfileTable
-    accuracy: np.ndarray
-    log_ms: np.ndarray
-    repeats_ms: np.ndarray
-    few: np.ndarray
-    u: np.ndarray
-    s: np.ndarray
-    names: list[str]
-    features: Tensor
-    ids: np.ndarray
-    datasets: np.ndarray
-    split_keys: np.ndarray
-
-    @classmethod
-    def from_table(cls, table: ProfileTable) -> Measured:
-        """Look up at most `MOST_SAMPLES`, in their order."""
+    def __init__(self, table: ProfileTable) -> None:
         rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
         few = thinned(torch.arange(len(rows)), MOST_FITTED)
-        names = []
-        for name, block in table.features.items():
-            names += [f"{name}[{column}]" for column in range(block.shape[1])]
-        features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
+        self.table = table
+        self.accuracy = table.accuracy[rows].double().numpy()
+        self.log_ms = log_measured(table.latency_ms[rows].double()).numpy()
+        self.repeats_ms = table.measurements_ms[rows].double().numpy()
+        self.few = few.numpy()
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
-        u, s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
-        return cls(
-            table,
-            table.accuracy[rows].double().numpy(),
-            log_measured(table.latency_ms[rows].double()).numpy(),
-            table.measurements_ms[rows].double().numpy(),
-            few.numpy(),
-            u,
-            s,
-            names,
-            features,
-            np.array(table.sample_ids)[rows.numpy()],
-            np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
-            np.unique(table.split_keys, axis=0, return_inverse=True)[1].reshape(-1)[rows.numpy()],
-        )
+        self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
+        self.names = []
+        for name, block in table.features.items():
+            self.names += [f"{name}[{column}]" for column in range(block.shape[1])]
+        self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
+        self.ids = np.array(table.sample_ids)[rows]
+        self.datasets = np.unique(table.dataset_names, return_inverse=True)[1][rows]
+        keys = np.unique(table.split_keys, axis=0, return_inverse=True)[1]
+        self.split_keys = keys.reshape(-1)[rows]
 
 
 class Fault(NamedTuple):
