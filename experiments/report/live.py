@@ -96,7 +96,7 @@ def verdict(results: Results) -> list[str]:
     # the controller first
     learned, *others = sorted(results["rows"], key=lambda row: row["policy"] != LEARNED)
     best = max(others, key=lambda row: row["utility"])
-    budgets = ", ".join(number(budget, ".2f") for budget in results["budgets_ms"])
+    budgets = ", ".join(f"{budget:.2f}" for budget in results["budgets_ms"])
     clock = {"wall": "wall time", "cpu": "CPU time of the thread"}[results["clock"]]
     overhead = results["overhead"]
     gap = {"difference": best["behind"], "ci95": best["behind_ci95"]}
@@ -126,7 +126,7 @@ def _on_replay(results: Results) -> list[str]:
     """Say whether a replay on the profile decides and fares as the live run did."""
     during = results["speed"]["during"]
     same, whole = (
-        number(results["decisions"][f"as_replayed_at_the_{limits}"], ".1%")
+        f"{results['decisions'][f'as_replayed_at_the_{limits}']:.1%}"
         for limits in ("same_limit", "whole_budget")
     )
     slow = " The machine is slow: other work on it also lengthens what the controller adds."
@@ -214,7 +214,7 @@ def _tables(results: Results) -> list[Folded]:
     """Return the tables of the page, folded."""
     # what the tracker believed when the run ended
     parts = results["tracker"].items()
-    tracker = [{"part": part, "factor": number(factor, ".3f")} for part, factor in parts]
+    tracker = [{"part": part, "factor": f"{factor:.3f}"} for part, factor in parts]
     tables = [
         Folded("Every policy", [policies(results)]),
         Folded("Run by run", ["Utility of each run of the same requests.", _by_run(results)]),
@@ -241,7 +241,6 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
     """Return the numbers to be seen first."""
     rows = {row["policy"]: row for row in results["rows"]}
     static = rows[STATIC]
-    shares = [number(row["satisfaction"], ".1%") for row in (rows[LEARNED], static)]
     overhead = results["overhead"]
     return [
         (
@@ -249,11 +248,15 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
             "of utility against static with the same tracker",
             interval_words(static["behind_ci95"]),
         ),
-        (shares[0], "on time", f"static: {shares[1]}"),
         (
-            number(overhead["overhead_us"], ".0f", " µs"),
+            f"{rows[LEARNED]['satisfaction']:.1%}",
+            "on time",
+            f"static: {static['satisfaction']:.1%}",
+        ),
+        (
+            f"{overhead['overhead_us']:.0f} µs",
             "added to each request",
-            number(overhead["share"], ".1%", " of the model's time"),
+            f"{overhead['share']:.1%} of the model's time",
         ),
     ]
 
@@ -264,7 +267,7 @@ def _by_run(results: Results) -> Table:
     for run in range(results["repeats"]):
         line = {"run": str(run + 1)}
         for row in results["rows"]:
-            line[policy_name(row["policy"])] = number(row["utility_per_run"][run], ".3f")
+            line[policy_name(row["policy"])] = f"{row['utility_per_run'][run]:.3f}"
         lines.append(line)
     return table_of(lines)
 
@@ -274,7 +277,7 @@ def _replay(results: Results) -> Table:
     lines = []
     for row in results["agreement"]:
         line = {"policy": name_of(results, row["policy"]), "metric": METRICS[row["what"]]}
-        line |= {side: number(row[side], ".3f") for side in ("live", "replay")}
+        line |= {side: f"{row[side]:.3f}" for side in ("live", "replay")}
         line["difference"] = number(row["difference"], "+.4f") + interval(row["ci95"], "+.4f")
         lines.append(line | {"agree": "yes" if row["agrees"] else "no"})
     return table_of(lines)

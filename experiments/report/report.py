@@ -168,14 +168,14 @@ def _tiles(results: Results) -> Tiles:
         over_mix = "of accuracy over the static mix of equal mean latency"
         tiles = [
             _gap(learned, "over_static_mix", over_mix),
-            (number(learned["accuracy"], ".1%"), "accuracy", f"{latency} mean latency"),
+            (f"{learned['accuracy']:.1%}", "accuracy", f"{latency} mean latency"),
         ]
     else:
         static = words.rows_at(results, None).get(STATIC, {})
-        learner, reference = (number(row.get(FEASIBLE.key), ".1%") for row in (learned, static))
+        reference = f"budget-aware static: {words.cell(static, FEASIBLE)}"
         tiles = [
             _gap(learned, "over_static", "of utility against budget-aware static"),
-            (learner, "on time, where that is possible", f"budget-aware static: {reference}"),
+            (words.cell(learned, FEASIBLE), "on time, where that is possible", reference),
         ]
     added = results.get("grpo_gain") or {}
     if "test" in added:
@@ -207,7 +207,7 @@ def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
     """Return the tiles of the policy that stands for the run, with its row."""
     interval = words.interval_words(row.get("accuracy_ci95"), ".1%")
     meaning = f"of the answers are right, with {policy_name(policy, results)}"
-    tiles = [(number(row["accuracy"], ".1%"), meaning, interval)]
+    tiles = [(f"{row['accuracy']:.1%}", meaning, interval)]
     # (policy, against) → difference
     over = words.differences_at(results, shown_at(results))
     # the strongest simple baseline, and where training began
@@ -262,8 +262,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         {
             "if": condition(rule["when"], unit),
             "then": setting(rule["then"]),
-            "share of decisions": number(rule["share"], ".0%"),
-            "agreement": number(rule["alike"], ".0%"),
+            "share of decisions": f"{rule['share']:.0%}",
+            "agreement": f"{rule['alike']:.0%}",
         }
         for rule in why["tree"]["rules"]
     ]
@@ -342,7 +342,7 @@ def _decisions(title: str, decisions: list[Row], unit: str) -> Folded | None:
             outcome = f"{number(side['accuracy'], '.2f')} accurate"
             latency = quantity(side["latency_ms"], unit)
             line[name] = f"{setting(side['configuration'])}\n{outcome}, {latency}"
-        lines.append(line | {"gain": number(row["gain"], "+.2f")})
+        lines.append(line | {"gain": f"{row['gain']:+.2f}"})
     if not lines:
         return None
     return Folded(title, [table_of(lines, wordy=[0, 2, 3])])

@@ -239,9 +239,7 @@ def chosen(results: Results) -> Table:
     for name in seeds[0]["weights"]:
         values = [str(seed["settings"][name]) for seed in seeds if name in seed["settings"]]
         line = {"member": policy_name(name)}
-        line["weight, in each seed"] = ", ".join(
-            number(seed["weights"][name], ".1%") for seed in seeds
-        )
+        line["weight, in each seed"] = ", ".join(f"{seed['weights'][name]:.1%}" for seed in seeds)
         line["settings"] = SETTINGS.get(name, "")
         line["values, in each seed"] = "\n".join(dict.fromkeys(values))
         lines.append(line)

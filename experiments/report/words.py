@@ -67,12 +67,12 @@ def quantity(value: float | None, unit: str = "ms") -> str:
     return f"{figures} {unit}".rstrip()
 
 
-def number(value: Any, how: str, unit: str = "") -> str:
+def number(value: Any, how: str) -> str:
     """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
     if not known(value):
         return "–"
     sign = "+" if how.startswith("+") else ""
-    return f"{value:{sign}z{how.removeprefix('+')}}{unit}"  # z: no −0.0
+    return f"{value:{sign}z{how.removeprefix('+')}}"  # z: no −0.0
 
 
 def interval(ci95: Any, how: str) -> str:
