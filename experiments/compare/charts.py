@@ -1,7 +1,5 @@
 """The charts of `knobwise compare`, in which every run is a line under its label."""
 
-from __future__ import annotations
-
 import altair as alt
 import polars as pl
 

@@ -1,7 +1,5 @@
 """Find finished runs to compare and read their files."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

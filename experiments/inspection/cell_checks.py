@@ -1,7 +1,5 @@
 """Checks of outcomes: units, samples that occur twice, times and machines."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names and numbers in words, for the sentences and tables of all pages; reading `results.json`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
