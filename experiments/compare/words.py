@@ -194,8 +194,7 @@ def settings_cells(comparison: Comparison) -> Table:
 def scores_by_place(comparison: Comparison) -> Table:
     """Return the score of every run at every place with its interval; below it the difference to
     the first run, p, and its interval."""
-    score = comparison.problem.score
-    metric = next(metric for metric in _metrics(comparison) if metric.key == score)
+    metric = comparison.problem.metrics[0]
     # (run, place) → difference
     tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
     rows = []

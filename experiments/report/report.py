@@ -419,12 +419,11 @@ def _glossary(results: Results) -> Folded:
     terms = dict(GLOSSARY[problem.name])
     if "split_seeds" in results:
         terms["brackets"] += " and the splits; a sample that several splits test counts as one"
-    hidden = words.listed(results.get("hidden") or ["information"])
     # only policies of the project have a description
     for row in problem.rows(results):
         if about := words.POLICIES.get(row["policy"]):
             name = policy_name(row["policy"], results)
-            terms[name] = about["description"].format(hidden=hidden)
+            terms[name] = about["description"].format(hidden=words.hidden_words(results))
     return Folded("What the words mean", [terms])
 
 
@@ -458,7 +457,6 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
     """Return the further tables of selectors, which may be empty: title → sentence and table."""
     trained = DEMONSTRATIONS.trained
     controls = DEMONSTRATIONS.controls
-    hidden = words.listed(results.get("hidden") or ["information"])
     paired = (
         "In points, on the same queries and seed by seed; the last column says what the interval "
         f"shows with {shots_words(shown_at(results))}."
@@ -476,7 +474,7 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
         ],
         "Controls": [
             "They should gain nothing: GRPO on rewards shuffled within each group, and selectors "
-            f"that do not see the {hidden}.",
+            f"that do not see the {words.hidden_words(results)}.",
             tables.by_place(results, "controls"),
         ],
         "Differences of the controls": [

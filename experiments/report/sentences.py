@@ -13,6 +13,7 @@ from knobwise.experiments.report.words import (
     difference_words,
     differences_at,
     guarantees,
+    hidden_words,
     in_seeds,
     kept_before_grpo,
     known,
@@ -357,7 +358,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
     hidden = at.get(("hidden_live", "hidden_sft"))
     if not hidden or not real:
         return []
-    features = listed(results.get("hidden") or ["information"])
+    features = hidden_words(results)
     # without a gain there is nothing to attribute
     outcome = f"the gain does not vanish, so not all of it comes from the {features}"
     if sign_of(real["ci95"]) <= 0:

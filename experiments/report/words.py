@@ -37,10 +37,14 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 def policy_name(policy: str, results: Results | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
     results."""
-    hidden = listed((results or {}).get("hidden") or ["information"])
     if policy in POLICIES:
-        return POLICIES[policy]["name"].format(hidden=hidden)
+        return POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
     return policy.replace("_", " ")
+
+
+def hidden_words(results: Results) -> str:
+    """Name the blocks of the embeddings that the controls did not see."""
+    return listed(results.get("hidden") or ["information"])
 
 
 # -- numbers ---------------------------------------------------------------------------------------

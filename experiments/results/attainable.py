@@ -161,7 +161,7 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     utilities = []
     for budget in budgets_ms:
         for known, hidden in ((first, second), (second, first)):
-            score = expected_utility(table.accuracy, known, budget).nan_to_num(-1.0)
+            score = expected_utility(table.accuracy, known, budget)
             chosen = pick(score, median_of(known), table.mask).unsqueeze(1)
             utility = expected_utility(table.accuracy, hidden, budget)
             utilities.append(float(utility.gather(1, chosen).double().mean()))
