@@ -219,9 +219,9 @@ def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
 # -- sections --------------------------------------------------------------------------------------
 
 DATASETS = {
-    DEADLINE.name: "The oracle gap is between the static configuration of all data sets and the "
+    "deadline": "The oracle gap is between the static configuration of all data sets and the "
     "oracle, within each data set.",
-    MEAN_BUDGET.name: "A budget limits the mean over all data sets; the policy decides how much of "
+    "mean": "A budget limits the mean over all data sets; the policy decides how much of "
     "it to spend on each. Every policy is compared at what it spent on a data set: with the static "
     "mix of all data sets, the best single configuration and, for the gap, the oracle, each "
     "spending as much there.",
@@ -364,7 +364,7 @@ def _guarantees(results: Results) -> list[Any]:
 # -- tables ----------------------------------------------------------------------------------------
 
 GLOSSARY = {
-    DEADLINE.name: {
+    "deadline": {
         "utility": "the accuracy of an answer that is on time, 0 for one that is late; what "
         "policies are judged on. The learned controller is charged its own cost: the time of its "
         "decision, and of the features if it reads them. All others are not charged, which favours "
@@ -385,7 +385,7 @@ GLOSSARY = {
         "by NumPy, in the quickest of three rounds, right after a small transformer has run: in "
         "front of a model caches are cold",
     },
-    MEAN_BUDGET.name: {
+    "mean": {
         "mean budget": "the limit on the average latency over all requests; easy requests pay for "
         "hard ones",
         "over static mix, over best single": "difference in accuracy to that policy at equal mean "
@@ -398,7 +398,7 @@ GLOSSARY = {
         "brackets": "95% bootstrap interval over the test samples and seeds; intervals of "
         "differences are paired",
     },
-    DEMONSTRATIONS.name: {
+    "selector": {
         "accuracy": "share of held-out queries answered correctly with the demonstrations that a "
         "policy chose",
         "shots": "number of demonstrations shown; selectors are trained for one number and used "

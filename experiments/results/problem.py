@@ -81,26 +81,26 @@ class Problem:
     name: str
     agents: str
     """Plural of the agents that these runs train, in words."""
-    place: str
-    """Key of the place in a row of `results.json`; also the column of tables and the axis in
-    W&B."""
     place_words: tuple[str, str]
     """Singular and plural of the place, in words."""
-    samples: str
-    """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
-    their number in `results.json`."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
     """Key of the number that policies are ranked by."""
     metrics: tuple[Metric, ...]
     """The columns of the table of policies."""
-    low: str
-    high: str
-    """The reference policies that the oracle gap lies between; of demonstrations nothing but the
-    ends of the scale."""
     trained: tuple[str, ...]
     """Policies that training made; a run is represented by the first one that it has."""
+    low: str
+    high: str = "oracle"
+    """The reference policies that the oracle gap lies between; of demonstrations nothing but the
+    ends of the scale."""
+    place: str = "budget_ms"
+    """Key of the place in a row of `results.json`; also the column of tables and the axis in
+    W&B."""
+    samples: str = "samples"
+    """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
+    their number in `results.json`."""
     validation: str = "Val/Utility"
     """The logged name of the score on validation."""
     compared: tuple[str, ...] = ()
@@ -146,14 +146,11 @@ class Problem:
 DEADLINE = Problem(
     name="deadline",
     agents="controllers under deadlines",
-    place="budget_ms",
     place_words=("budget", "budgets"),
-    samples="samples",
     score="utility",
     ranked_by="utility",
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     low="budget_aware_static",
-    high="oracle",
     trained=("controller", "teacher"),
     compared=("over_static",),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
@@ -161,9 +158,7 @@ DEADLINE = Problem(
 MEAN_BUDGET = Problem(
     name="mean",
     agents="controllers under mean budgets",
-    place="budget_ms",
     place_words=("mean budget", "mean budgets"),
-    samples="samples",
     score="accuracy",
     ranked_by="over_static_mix",
     validation="Val/Reward_Mean",
@@ -171,7 +166,6 @@ MEAN_BUDGET = Problem(
     equal_latency=True,
     metrics=(ACCURACY, LATENCY, OVER_MIX, OVER_SINGLE, GAP, DECISION),
     low="static_mix",
-    high="oracle",
     trained=("controller",),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
@@ -185,7 +179,6 @@ DEMONSTRATIONS = Problem(
     ranked_by="accuracy",
     metrics=(ACCURACY, DECISION),
     low="random",
-    high="oracle",
     trained=LEARNED,
     averaged=False,
     controls=CONTROLS,
