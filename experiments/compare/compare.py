@@ -165,8 +165,8 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
     in ms or a number of shots, None for the mean over budgets."""
     runs = []
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
-        about = {"label": run.label, "folder": str(run.folder), "experiment": run.experiment}
-        about |= {key: run.results.get(key) for key in ("profile", "seeds")}
+        about = {key: run.results.get(key) for key in ("profile", "seeds")}
+        about |= {"label": run.label, "folder": str(run.folder), "experiment": run.experiment}
         runs.append(about | {"policy": run.policy, "row": row})
     return {
         "kind": comparison.problem.name,
