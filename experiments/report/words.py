@@ -95,8 +95,8 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
         return quantity(value, unit)
     if metric.unit:
         return quantity(value, metric.unit)
-    ends = interval(row.get(f"{metric.key}_ci95"), metric.how.removeprefix("+"))
-    return number(value, metric.how) + ends
+    ci95 = row.get(f"{metric.key}_ci95")
+    return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
 
 
 def points(share: Any, how: str = "+.1f") -> str:
