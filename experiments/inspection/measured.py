@@ -52,10 +52,11 @@ class Measured:
         for name, block in table.features.items():
             self.names += [f"{name}[{column}]" for column in range(block.shape[1])]
         self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
-        self.ids = np.array(table.sample_ids)[rows]
-        self.datasets = np.unique(table.dataset_names, return_inverse=True)[1][rows]
+        samples = rows.numpy()  # numpy takes a tensor of one number as a number
+        self.ids = np.array(table.sample_ids)[samples]
+        self.datasets = np.unique(table.dataset_names, return_inverse=True)[1][samples]
         keys = np.unique(table.split_keys, axis=0, return_inverse=True)[1]
-        self.split_keys = keys.reshape(-1)[rows]
+        self.split_keys = keys.reshape(-1)[samples]
 
 
 class Fault(NamedTuple):
