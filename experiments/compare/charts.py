@@ -1,7 +1,5 @@
 """The charts of `knobwise compare`, in which every run is a line under its label."""
 
-from __future__ import annotations
-
 import altair as alt
 import polars as pl
 
@@ -36,7 +34,7 @@ def comparison_charts(comparison: Comparison) -> Figures:
         for row in run.rows_at(run.policy, comparison.places):
             line = numbers(problem, row, run.label)
             rows.append(line | {"policy": _label(labels, run.label)})
-    drawn: Figures = {}
+    drawn = {}
     metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
     legend = list(labels)

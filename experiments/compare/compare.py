@@ -5,10 +5,7 @@ Every run is compared with the first one. Runs that were judged on the same samp
 pairs (`knobwise.experiments.compare.paired`). All other runs are shown untested, with the reason.
 """
 
-from __future__ import annotations
-
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
-from knobwise.experiments.compare.comparison import Comparison, comparison_of
-from knobwise.experiments.compare.runs import ComparedRun, find_runs
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.report.tables import Folded
 from knobwise.experiments.report.words import SIGN_WORDS, interval_words, points, read_results
-from knobwise.experiments.results.problem import Row
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -32,7 +28,7 @@ def compare(config: CompareRun) -> Comparison:
     """Read runs, print what differs, and write the page and the numbers.
 
     Raises:
-        InputError: see `comparison_of`; nothing has been written then.
+        InputError: see `Comparison`; nothing has been written then.
     """
     try:
         return _compare(config)
@@ -51,15 +47,16 @@ def compare(config: CompareRun) -> Comparison:
 
 
 def _compare(config: CompareRun) -> Comparison:
-    comparison = comparison_of(config.runs, config.budgets_ms)
+    comparison = Comparison(config.runs, config.budgets_ms)
     lines = []
-    # the page first: it reads further files
-    writers = {"page": (config.html, write_comparison), "numbers": (config.json, write_numbers)}
-    for output, (path, write) in writers.items():
+    for output, path in (("page", config.html), ("numbers", config.json)):
         if path is not None:
             replaced = " (the earlier one is replaced)" if Path(path).exists() else ""
             lines.append(f"{output}: {path}{replaced}")
-            write(comparison, path)
+    # the page first: it reads further files
+    if config.html is not None:
+        write_comparison(comparison, config.html)
+    write_json(config.json, numbers(comparison))
     words.print_comparison(comparison, Console())
     print("\n".join(lines))
     return comparison
@@ -163,38 +160,26 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def write_numbers(comparison: Comparison, path: str | Path) -> None:
-    write_text(path, json.dumps(numbers(comparison), indent=1))
-
-
 def numbers(comparison: Comparison) -> dict[str, Any]:
     """Return the content of the JSON file. Differences are `run` − `against`; `place` is a budget
     in ms or a number of shots, None for the mean over budgets."""
+    runs = []
+    for run, row in zip(comparison.runs, comparison.rows, strict=True):
+        about = {key: run.results.get(key) for key in ("profile", "seeds")}
+        about |= {"label": run.label, "folder": str(run.folder), "experiment": run.experiment}
+        runs.append(about | {"policy": run.policy, "row": row})
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,
         "places": comparison.places,
         "main_place": comparison.main,
-        "runs": list(map(_about, comparison.runs, comparison.rows)),
+        "runs": runs,
         "settings": comparison.settings,
         "comparable": [comparison.runs[i].label for i in comparison.comparable],
         "differences": _plain(comparison.differences),
         "differences_per_place": _plain(comparison.by_place),
         "differences_of_policies": _plain(comparison.by_policy),
         "notes": comparison.notes,
-    }
-
-
-def _about(run: ComparedRun, row: Row) -> dict[str, Any]:
-    """Return the facts about a run, with the row that stands for it."""
-    return {
-        "label": run.label,
-        "folder": str(run.folder),
-        "experiment": run.experiment,
-        "profile": run.results.get("profile"),
-        "seeds": run.results.get("seeds"),
-        "policy": run.policy,
-        "row": row,
     }
 
 

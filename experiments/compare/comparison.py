@@ -1,11 +1,8 @@
 """Compare several finished runs: the settings and places they share, and the differences in their
 scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -15,48 +12,76 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
 from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
-from knobwise.experiments.results.problem import Problem, Row, place_of
-from knobwise.experiments.results.statistics import Difference, holm
+from knobwise.experiments.results.problem import Row, place_of
+from knobwise.experiments.results.statistics import holm
 
 
-@dataclass(frozen=True)
 class Comparison:
     """Several runs, each compared with the first one. Each list of differences is corrected for
-    their number."""
+    their number.
 
-    runs: list[ComparedRun]
-    settings: dict[str, list[str]]
-    """The settings that differ: key → the value in every run."""
-    places: list[float]
-    """The budgets in ms, or the numbers of shots, that are compared."""
-    main: float | None
-    """Where the main numbers are taken: None for the mean over the budgets, or a number of
-    shots."""
-    rows: list[Row]
-    """The row at `main` of the policy that stands for the run, for each run."""
-    differences: list[Difference]
-    """The differences at `main`."""
-    by_place: list[Difference]
-    """The differences at every place."""
-    by_policy: list[Difference]
-    """The differences at `main` for every other policy that both runs trained (selectors)."""
-    comparable: list[int]
-    """The indices of the first run and of those judged like it (see `judged_alike`): only these
-    have a highest."""
-    notes: list[str]
-    """Sentences on everything that was left out or restricted."""
+    Args:
+        folders: of runs, or with runs in them.
+        budgets_ms: only these of the budgets that the first run was judged at; None for all.
 
-    @property
-    def reference(self) -> ComparedRun:
-        return self.runs[0]
+    Attributes:
+        runs: the finished runs; `reference` is the first one.
+        settings: those that differ: key → the value in every run.
+        places: the budgets in ms, or the numbers of shots, that are compared.
+        main: where the main numbers are taken: None for the mean over the budgets, or a number of
+            shots.
+        rows: the row at `main` of the policy that stands for the run, for each run.
+        differences: those at `main`.
+        by_place: the differences at every place.
+        by_policy: the differences at `main` for every other policy that both runs trained
+            (selectors).
+        comparable: the indices of the first run and of those judged like it (see `judged_alike`):
+            only these have a highest.
+        notes: sentences on everything that was left out or restricted.
 
-    @property
-    def problem(self) -> Problem:
-        return self.reference.problem
+    Raises:
+        InputError: if folders hold no runs, fewer than two runs are finished, or runs are about
+            different problems.
+    """
 
-    @property
-    def unit(self) -> str:
-        return unit_of(self.reference.results)
+    def __init__(self, folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> None:
+        self.runs, self.notes = _read(folders)
+        reference = self.reference = self.runs[0]
+        self.problem = reference.problem
+        self.unit = unit_of(reference.results)
+        self.settings = differing([run.settings for run in self.runs])
+        places = self.places = _places(reference, budgets_ms)
+        main = self.main = place_of(self.problem.main_place(reference.results))
+        self.rows = [row_over(run, run.policy, places, main) for run in self.runs]
+        every = []
+        by_policy = []
+        # every run against the first one
+        for run in self.runs[1:]:
+            tested, note = differences(reference, run, (reference.policy, run.policy), places)
+            every += tested
+            if note and f"{note}." not in self.notes:
+                self.notes.append(f"{note}.")
+            if main is not None and tested:
+                # stages that both runs went through
+                for name in reference.trained:
+                    if name in run.trained and (name, name) != (reference.policy, run.policy):
+                        by_policy += differences(reference, run, (name, name), [main])[0]
+        self.differences = holm([difference for difference in every if difference.place == main])
+        self.by_place = holm([difference for difference in every if difference.place is not None])
+        self.by_policy = holm(by_policy)
+        # a highest needs means over the same samples
+        judged = places if main is None else [main]
+        self.comparable = [0]
+        for i, run in enumerate(self.runs[1:], 1):
+            if judged_alike(reference, run, judged):
+                self.comparable.append(i)
+        elsewhere = [run.label for run in self.runs if not set(run.places) & set(places)]
+        if main is None and elsewhere:
+            self.notes.append(
+                f"{', '.join(elsewhere)}: means are over budgets that {reference.label} was not "
+                "judged at."
+            )
+        self.notes += _before_grpo(self.runs)
 
     def ranking(self) -> list[int]:
         """Return the indices of the comparable runs, the highest score first."""
@@ -71,57 +96,6 @@ class Comparison:
         names = (self.problem.low, self.problem.high)
         rows = [row_over(self.reference, name, self.places, None) for name in names]
         return list(filter(None, rows))
-
-
-def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> Comparison:
-    """Read and compare runs.
-
-    Args:
-        folders: of runs, or with runs in them.
-        budgets_ms: only these of the budgets that the first run was judged at; None for all.
-
-    Raises:
-        InputError: if folders hold no runs, fewer than two runs are finished, or runs are about
-            different problems.
-    """
-    runs, notes = _read(folders)
-    reference = runs[0]
-    places = _places(reference, budgets_ms)
-    main = place_of(reference.problem.main_place(reference.results))
-    every: list[Difference] = []
-    by_policy: list[Difference] = []
-    # every run against the first one
-    for run in runs[1:]:
-        tested, note = differences(reference, run, (reference.policy, run.policy), places)
-        every += tested
-        if note and f"{note}." not in notes:
-            notes.append(f"{note}.")
-        if main is not None and tested:
-            # stages that both runs went through
-            for name in reference.trained:
-                if name in run.trained and (name, name) != (reference.policy, run.policy):
-                    by_policy += differences(reference, run, (name, name), [main])[0]
-    # a highest needs means over the same samples
-    judged = places if main is None else [main]
-    alike = [i for i, run in enumerate(runs) if i and judged_alike(reference, run, judged)]
-    elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
-    if main is None and elsewhere:
-        notes.append(
-            f"{', '.join(elsewhere)}: means are over budgets that {reference.label} was not "
-            "judged at."
-        )
-    return Comparison(
-        runs=runs,
-        settings=differing([run.settings for run in runs]),
-        places=places,
-        main=main,
-        rows=[row_over(run, run.policy, places, main) for run in runs],
-        differences=holm([difference for difference in every if difference.place == main]),
-        by_place=holm([difference for difference in every if difference.place is not None]),
-        by_policy=holm(by_policy),
-        comparable=[0, *alike],
-        notes=notes + _before_grpo(runs),
-    )
 
 
 def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:

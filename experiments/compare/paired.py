@@ -1,8 +1,6 @@
 """Differences between two runs on the same samples and at the same places, which are budgets or
 numbers of shots."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -98,7 +96,7 @@ def differences(
     both = pl.col("sample").is_in(samples) & pl.col("place").is_in(common)
     pair = [side.filter(both) for side in sides]
     same_seeds = all(set(side["seed"]) == seeds for side in sides)
-    scores = _scores(reference, pair, len(common))
+    scores = _scores(reference, pair)
     columns: list[float | None] = list(common)
     if run.problem.averaged:
         scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
@@ -157,30 +155,30 @@ def _clusters(run: ComparedRun, samples: set[str]) -> np.ndarray:
     return np.unique(rows["cluster"].to_numpy(), return_inverse=True)[1]
 
 
-def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -> list[np.ndarray]:
+def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame]) -> list[np.ndarray]:
     """Return the numbers of both that are compared, float64 [S, n, P], NaN where unknown: the
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
     latency that was spent."""
     hull = reference.results.get("static_hull")
     if hull is None:
-        return [_cube(side, "score", places) for side in pair]
+        return [_cube(side, "score") for side in pair]
     costs = np.maximum.accumulate([corner["latency_ms"] for corner in hull])
     gains = [corner["accuracy"] for corner in hull]
-    latency = [_cube(side, "latency_ms", places) for side in pair]
+    latency = [_cube(side, "latency_ms") for side in pair]
     spent = [cost.mean((0, 1)) for cost in latency]
     more = np.diff([np.interp(cost, costs, gains) for cost in spent], axis=0)[0]
     further = spent[1] - spent[0]
     same = np.abs(further) < 1e-9
     # the slope of the static mix, accuracy per ms, between the latencies that the two spent
     price = np.where(same, 0.0, more / np.where(same, 1.0, further))
-    accuracy = [_cube(side, "accuracy", places) for side in pair]
+    accuracy = [_cube(side, "accuracy") for side in pair]
     return [right - price * cost for right, cost in zip(accuracy, latency, strict=True)]
 
 
-def _cube(decisions: pl.DataFrame, column: str, places: int) -> np.ndarray:
+def _cube(decisions: pl.DataFrame, column: str) -> np.ndarray:
     """Return a column as float64 [S, n, P], NaN where it is unknown."""
     values = decisions[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
-    return values.reshape(decisions["seed"].n_unique(), -1, places)
+    return values.reshape(decisions["seed"].n_unique(), -1, decisions["place"].n_unique())
 
 
 def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:

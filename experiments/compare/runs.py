@@ -1,12 +1,9 @@
 """Find finished runs to compare and read their files."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from knobwise.common.errors import InputError
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import FILE, read_decisions
-from knobwise.experiments.results.problem import Problem, Row, problem_of
+from knobwise.experiments.results.problem import Row, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
@@ -29,30 +26,34 @@ UNKNOWN = "–"
 """The value of a setting that a run does not have."""
 
 
-@dataclass(frozen=True)
 class ComparedRun:
-    """A finished run, read from its folder."""
+    """A finished run, read from its folder.
 
-    folder: Path
-    label: str
-    """See `labels_of`; different from that of every other run."""
-    problem: Problem
-    results: dict[str, Any]
-    settings: dict[str, Any]
-    """From `config.yaml`, by dotted key; empty without that file."""
-    decisions: pl.DataFrame | None
-    missing: str = ""
-    """Why there are no decisions."""
+    Attributes:
+        label: see `labels_of`; different from that of every other run.
+        experiment: its name; without settings that of the folder above.
+        settings: from `config.yaml`, by dotted key; empty without that file.
+        places: the budgets in ms, or the numbers of shots, that the run was judged at.
+        missing: why there are no decisions.
 
-    @property
-    def experiment(self) -> str:
-        """The experiment's name; without settings that of the folder above."""
-        return str(self.settings.get("experiment", self.folder.resolve().parent.name))
+    Raises:
+        InputError: if files cannot be read.
+    """
 
-    @property
-    def places(self) -> list[float]:
-        """The budgets in ms, or the numbers of shots, that the run was judged at."""
-        return self.problem.judged_at(self.results)
+    def __init__(self, folder: Path, label: str) -> None:
+        self.folder = folder
+        self.label = label
+        self.results = read_results(folder)
+        self.problem = problem_of(self.results)
+        self.settings = read_settings_of(folder)
+        self.experiment = str(self.settings.get("experiment", folder.resolve().parent.name))
+        self.places = self.problem.judged_at(self.results)
+        self.decisions: pl.DataFrame | None = None
+        self.missing = ""
+        try:
+            self.decisions = read_decisions(folder)
+        except InputError as error:
+            self.missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
 
     @property
     def policy(self) -> str:
@@ -99,7 +100,7 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
         InputError: if there is no such folder, or no run in it.
     """
     finished: dict[Path, Path] = {}
-    unfinished: list[str] = []
+    unfinished = []
     for name in folders:
         folder = Path(name)
         if not folder.is_dir():
@@ -155,24 +156,15 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     Raises:
         InputError: if files cannot be read, or the runs are about different problems.
     """
-    runs: list[ComparedRun] = []
-    for folder, label in zip(folders, labels_of(folders), strict=True):
-        results = read_results(folder)
-        problem = problem_of(results)
-        kind = runs[0].problem if runs else problem
-        if problem is not kind:
+    runs = list(map(ComparedRun, folders, labels_of(folders)))
+    first = runs[0]
+    for run in runs:
+        if run.problem is not first.problem:
             raise InputError(
-                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; "
-                "their numbers mean different things; compare runs of one kind"
+                f"{run.folder}: is a run of {run.problem.agents}, {first.folder} one of "
+                f"{first.problem.agents}; their numbers mean different things; compare runs of "
+                "one kind"
             )
-        decisions = None
-        missing = ""
-        try:
-            decisions = read_decisions(folder)
-        except InputError as error:
-            missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
-        settings = read_settings_of(folder)
-        runs.append(ComparedRun(folder, label, problem, results, settings, decisions, missing))
     return runs
 
 
@@ -196,7 +188,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
 
 def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     """Return nested settings by dotted key; an empty group stays a value."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             for name, leaf in dotted(value).items():

@@ -1,7 +1,5 @@
 """The tables and sentences of `knobwise compare`, for terminal and page alike."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,9 +12,8 @@ from knobwise.experiments.report.words import (
     cell,
     difference_cell,
     number,
+    place_words,
     policy_name,
-    quantity,
-    shots_words,
 )
 from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
@@ -31,9 +28,7 @@ def place_name(comparison: Comparison, place: float | None) -> str:
     """Return a budget or a number of shots in words, or the mean over the budgets (None)."""
     if place is None:
         return f"mean over {len(comparison.places)} budgets"
-    if comparison.problem.averaged:
-        return quantity(place, comparison.unit)
-    return shots_words(int(place))
+    return place_words(comparison.reference.results, place)
 
 
 # -- in sentences ----------------------------------------------------------------------------------
@@ -199,8 +194,7 @@ def settings_cells(comparison: Comparison) -> Table:
 def scores_by_place(comparison: Comparison) -> Table:
     """Return the score of every run at every place with its interval; below it the difference to
     the first run, p, and its interval."""
-    score = comparison.problem.score
-    metric = next(metric for metric in _metrics(comparison) if metric.key == score)
+    metric = comparison.problem.metrics[0]
     # (run, place) → difference
     tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
     rows = []

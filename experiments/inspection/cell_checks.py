@@ -1,7 +1,5 @@
 """Checks of outcomes: units, samples that occur twice, times and machines."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -69,7 +67,7 @@ def same_samples(measured: Measured) -> Faults:
     """Notice samples that occur under several ids and that a split may part: with equal features
     and outcomes, or with equal features and accuracies, and latencies that hardly differ."""
     table = measured.table
-    features = torch.cat([torch.zeros(len(measured.ids), 0), *measured.blocks], 1)
+    features = measured.features
     cells = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
     advice = (
         "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, and "

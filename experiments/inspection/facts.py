@@ -5,8 +5,6 @@ is chosen on the samples that it is judged on) and the oracle knows the outcomes
 upper bound on what a policy could gain. `attainable` is what quick policies gain out of fold.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
 from knobwise.experiments.results.attainable import attainable, oracle_of_halves
+from knobwise.experiments.results.explanation import difficulty_of
 from knobwise.experiments.results.statistics import pareto_front
 
 Facts = Mapping[str, Any]
@@ -56,8 +55,8 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     whole = table
     table = whole.without_first_look
     # NaN where a cell was not profiled
-    accuracy = table.accuracy.double().where(table.mask, torch.nan)
-    latency = table.latency_ms.double().where(table.mask, torch.nan)
+    accuracy = table.accuracy.double()
+    latency = table.latency_ms.double()
     means = {"accuracy": accuracy.nanmean(0), "latency_ms": latency.nanmean(0)}
     front = pareto_front(*(values.numpy() for values in means.values()))
     lowest, highest = _range(accuracy.T)
@@ -143,8 +142,7 @@ def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
 
     A sample is harder if its fastest right answer takes longer.
     """
-    # inf where no configuration is right
-    needed = table.latency_ms.where((accuracy >= 0.5) & table.mask, torch.inf).amin(1)
+    needed = difficulty_of(accuracy, table.latency_ms)
     known = needed.argsort()[: int(needed.isfinite().sum())].numpy()
     spaced = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int)
     return [
@@ -180,22 +178,22 @@ def _headroom(
     choices = []
     feasible = []
     for budget in budgets_ms.tolist():
-        # [N, C], NaN where a cell was not profiled
-        in_time = (latency <= budget).double().where(table.mask, torch.nan)
+        # [N, C]; utility is NaN where a cell was not profiled
+        in_time = (latency <= budget).double()
         utility = accuracy * in_time
         means = utility.nanmean(0)
         best = int(means.argmax())
         headroom["budgets_ms"].append(budget)
         headroom["budget_aware_static"].append(float(means[best]))
         headroom["oracle"].append(float(utility.nan_to_num().amax(1).mean()))
-        feasible.append(float(in_time.nan_to_num().amax(1).mean()))
+        feasible.append(float(in_time.amax(1).mean()))
         choices.append(
             {
                 "budget_ms": budget,
                 "label": table.label(best),
                 "knobs": table.configuration(best),
                 "utility": float(means[best]),
-                "satisfaction": float(in_time[:, best].nanmean()),
+                "satisfaction": float(in_time[table.mask[:, best], best].mean()),
                 "samples": int(table.mask[:, best].sum()),
             }
         )

@@ -8,8 +8,6 @@ A profile does not hold when and where a cell was measured. So drift is seen in 
 and of repeats alone, and another machine only where knobs cannot explain a configuration's time.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from knobwise.experiments.inspection.measured import Fault, Faults, Measured
 
 def faults_by_check(table: ProfileTable) -> dict[str, list[Fault]]:
     """Return what each check notices, by its name."""
-    measured = Measured.from_table(table)
+    measured = Measured(table)
     # columns without any value have no mean
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         return {check.__name__: list(check(measured)) for check in CHECKS}

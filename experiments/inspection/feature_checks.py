@@ -1,7 +1,5 @@
 """Checks of features: those that hold an outcome, are in a wrong order, or tell nothing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -39,12 +37,13 @@ def copied_outcomes(measured: Measured) -> Faults:
     targets, names = _outcomes(measured)
     if not measured.names or not names:
         return
-    ranks = rankdata(filled(measured.raw), axis=0)
+    features = measured.features[measured.few].double().numpy()
+    ranks = rankdata(filled(features), axis=0)
     ordered = rankdata(targets, axis=0, nan_policy="omit")
-    likeness = np.fmax(correlations(measured.raw, targets), correlations(ranks, ordered))
+    likeness = np.fmax(correlations(features, targets), correlations(ranks, ordered))
     for column in np.flatnonzero(likeness.max(1) > 0.9999)[:MOST_LEAKS]:
         target = int(likeness[column].argmax())
-        values = measured.raw[:, column]
+        values = features[:, column]
         # a measured time has many values; 1e-6 is the precision of float32
         equal = np.abs(values - targets[:, target]) <= 1e-6 * values
         timed = names[target].startswith("latency") and len(np.unique(values)) > 10

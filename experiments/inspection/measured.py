@@ -1,10 +1,8 @@
 """What a check for faults takes and yields, `Measured` and `Fault`, and the arithmetic that checks
 share."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +21,10 @@ PENALTIES = (1e-4, 1e-2, 1.0)
 """Of the regressions, as shares of the number of samples."""
 
 
-class Measured(NamedTuple):
+class Measured:
     """What the checks look at: n samples, C configurations, d features.
+
+    Of a larger table these are at most `MOST_SAMPLES`, in their order.
 
     Attributes:
         table: the whole profile.
@@ -34,51 +34,29 @@ class Measured(NamedTuple):
         u, s: float64 [m, k] and [k], of the singular value decomposition of their features,
             normalised.
         names: of the d features.
-        raw: float64 [m, d], the features as they are.
+        features: float32 [n, d], as they are.
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
-        blocks: float32 [n, *], the features of all samples.
     """
 
-    table: ProfileTable
-    accuracy: np.ndarray
-    log_ms: np.ndarray
-    repeats_ms: np.ndarray
-    few: np.ndarray
-    u: np.ndarray
-    s: np.ndarray
-    names: list[str]
-    raw: np.ndarray
-    ids: np.ndarray
-    datasets: np.ndarray
-    split_keys: np.ndarray
-    blocks: list[Tensor]
-
-    @classmethod
-    def from_table(cls, table: ProfileTable) -> Measured:
-        """Look up at most `MOST_SAMPLES`, in their order."""
+    def __init__(self, table: ProfileTable) -> None:
         rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
         few = thinned(torch.arange(len(rows)), MOST_FITTED)
-        names = []
-        for name, block in table.features.items():
-            names += [f"{name}[{column}]" for column in range(block.shape[1])]
-        raw = torch.cat([torch.zeros(len(few), 0), *table.blocks(rows[few]).values()], 1)
+        self.table = table
+        self.accuracy = table.accuracy[rows].double().numpy()
+        self.log_ms = log_measured(table.latency_ms[rows].double()).numpy()
+        self.repeats_ms = table.measurements_ms[rows].double().numpy()
+        self.few = few.numpy()
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
-        u, s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
-        return cls(
-            table,
-            table.accuracy[rows].double().numpy(),
-            log_measured(table.latency_ms[rows].double()).numpy(),
-            table.measurements_ms[rows].double().numpy(),
-            few.numpy(),
-            u,
-            s,
-            names,
-            raw.double().numpy(),
-            np.array(table.sample_ids)[rows.numpy()],
-            np.unique(table.dataset_names, return_inverse=True)[1][rows.numpy()],
-            _numbered(table.split_keys)[rows.numpy()],
-            list(table.blocks(rows).values()),
-        )
+        self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
+        self.names = []
+        for name, block in table.features.items():
+            self.names += [f"{name}[{column}]" for column in range(block.shape[1])]
+        self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
+        samples = rows.numpy()  # numpy takes a tensor of one number as a number
+        self.ids = np.array(table.sample_ids)[samples]
+        self.datasets = np.unique(table.dataset_names, return_inverse=True)[1][samples]
+        keys = np.unique(table.split_keys, axis=0, return_inverse=True)[1]
+        self.split_keys = keys.reshape(-1)[samples]
 
 
 class Fault(NamedTuple):
@@ -98,12 +76,6 @@ class Fault(NamedTuple):
 
 
 Faults = Iterator[Fault]
-
-
-def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
-    """Return a number for each key, int64 [n]; equal keys have equal numbers."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Show the facts about a profile: in sentences, on the terminal and as a page with charts."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools
@@ -67,11 +65,11 @@ def _sentences(facts: Facts) -> list[str]:
     # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
     if jitter is not None:
-        spread = number(facts["latency_spread_between_configurations"], ".0%")
         lines.append(
             "Measurements of the same sample and configuration vary by "
-            f"{number(jitter, '.1%')}, the configurations of a sample by {spread} "
-            "(standard deviation of ln latency, median)."
+            f"{number(jitter, '.1%')}, the configurations of a sample by "
+            f"{number(facts['latency_spread_between_configurations'], '.0%')} (standard deviation "
+            "of ln latency, median)."
         )
     static, oracle = mean_headroom(facts)
     lines.append(
@@ -191,10 +189,10 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
-    keys = ["budget_aware_static", "oracle"]
-    names = list(map(policy_name, keys))
-    headroom = pl.DataFrame(facts["headroom"]).rename(dict(zip(keys, names, strict=True)))
-    utility = headroom.rename({"budgets_ms": "budget_ms"}).unpivot(
+    names = [policy_name("budget_aware_static"), policy_name("oracle")]
+    headroom = pl.DataFrame(facts["headroom"])
+    headroom.columns = ["budget_ms", *names]
+    utility = headroom.unpivot(
         names, index="budget_ms", variable_name="policy", value_name="utility"
     )
     utility = utility.with_columns(name="policy").unique(maintain_order=True)

@@ -6,8 +6,6 @@ A chart is as wide as its place on the page. Its colours come from
 Altair would look up each string in its schema, which takes longer than all the rest.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from knobwise.experiments.report.words import policy_name, quantity
 from knobwise.experiments.results.problem import Results, Row
 from knobwise.experiments.results.statistics import pareto_front
 
-DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
+DASHED = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
 """The style of lines that mark a reference."""
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
@@ -65,11 +63,11 @@ def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") 
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
-def _tooltip(rows: pl.DataFrame, columns: Sequence[str] = ()) -> list[alt.Tooltip]:
-    """Show these columns, or all, beside the pointer."""
+def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
+    """Show all columns beside the pointer."""
     tooltip = []
-    for name in columns or rows.columns:
-        if rows[name].dtype.is_float():
+    for name, kind in rows.schema.items():
+        if kind.is_float():
             tooltip.append(alt.Tooltip(f"{name}:Q", format=".4~r"))
         else:
             tooltip.append(alt.Tooltip(f"{name}:N"))
@@ -109,9 +107,8 @@ def lines(
     """
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
     base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
-    channels = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
-    tooltip = _tooltip(rows, [*dict.fromkeys((colour, line)), *channels])
-    drawn = base.encode(y, *order, tooltip=tooltip)
+    columns = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
+    drawn = base.encode(y, *order, tooltip=_tooltip(rows.select(colour, line, *columns)))
     # what has no colour of its own stays in the background
     has_colour = alt.datum[colour] != OTHER
     thick = drawn.transform_filter(has_colour)
@@ -365,12 +362,12 @@ def knob_usage(
     for label, policy, results in runs:
         for row in results.get("knob_usage", []):
             if row["policy"] in (policy, outlined):
-                cell = {"run": label, "budget": quantity(row["budget_ms"], "").strip()}
+                cell = {"run": label, "budget": quantity(row["budget_ms"], "")}
                 cell |= {"outlined": row["policy"] == outlined, "value": str(row["value"])}
                 shares.append(row | cell)
-    figure: list[alt.LayerChart] = []
     if not shares:
-        return figure
+        return []
+    figure = []
     frame = pl.DataFrame(shares, infer_schema_length=None)
     for (knob,), rows in frame.group_by("knob", maintain_order=True):
         usage = _most_used(rows)

@@ -1,7 +1,5 @@
 """Show the results of a live run on the terminal and as a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +15,7 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
+    cell,
     difference_words,
     interval,
     interval_words,
@@ -27,18 +26,22 @@ from knobwise.experiments.report.words import (
     sign_of,
 )
 from knobwise.experiments.results.problem import (
+    ACCURACY,
+    FEASIBLE,
+    ON_TIME,
+    UTILITY,
+    Metric,
     Results,
 )
 
-COLUMNS = {
-    "on time": ("satisfaction", ".1%"),
-    "on time (feasible)": ("satisfaction_feasible", ".1%"),
-    "accuracy": ("accuracy", ".3f"),
-    "utility": ("utility", ".3f"),
-    "mean ms": ("latency_ms", ".2f"),
-    "p95 ms": ("latency_ms_p95", ".2f"),
-}
-"""Heading → key and format of a column."""
+COLUMNS = (
+    ON_TIME,
+    FEASIBLE,
+    ACCURACY,
+    UTILITY,
+    Metric("latency_ms", "mean ms", ".2f"),
+    Metric("latency_ms_p95", "p95 ms", ".2f"),
+)
 REPLAYED = {"replay: on time": ("satisfaction", ".1%"), "replay: ms": ("latency_ms", ".2f")}
 """Heading → key and format of a column of the replay."""
 METRICS = {
@@ -58,9 +61,9 @@ def policies(results: Results) -> Table:
     lines = []
     for row in ranked(results):
         line = {"policy": name_of(results, row["policy"])}
-        for heading, (key, how) in COLUMNS.items():
-            if key in row:  # a stream without a profile has no feasible requests
-                line[heading] = number(row[key], how) + interval(row.get(f"{key}_ci95"), how)
+        for metric in COLUMNS:
+            if metric.key in row:  # a stream without a profile has no feasible requests
+                line[metric.name] = cell(row, metric)
         for heading, (key, how) in REPLAYED.items():
             if replay:
                 line[heading] = number(replay[row["policy"], key], how)
@@ -91,7 +94,7 @@ def verdict(results: Results) -> list[str]:
     # the controller first
     learned, *others = sorted(results["rows"], key=lambda row: row["policy"] != LEARNED)
     best = max(others, key=lambda row: row["utility"])
-    budgets = ", ".join(number(budget, ".2f") for budget in results["budgets_ms"])
+    budgets = ", ".join(f"{budget:.2f}" for budget in results["budgets_ms"])
     clock = {"wall": "wall time", "cpu": "CPU time of the thread"}[results["clock"]]
     overhead = results["overhead"]
     gap = {"difference": best["behind"], "ci95": best["behind_ci95"]}
@@ -121,7 +124,7 @@ def _on_replay(results: Results) -> list[str]:
     """Say whether a replay on the profile decides and fares as the live run did."""
     during = results["speed"]["during"]
     same, whole = (
-        number(results["decisions"][f"as_replayed_at_the_{limits}"], ".1%")
+        f"{results['decisions'][f'as_replayed_at_the_{limits}']:.1%}"
         for limits in ("same_limit", "whole_budget")
     )
     slow = " The machine is slow: other work on it also lengthens what the controller adds."
@@ -209,7 +212,7 @@ def _tables(results: Results) -> list[Folded]:
     """Return the tables of the page, folded."""
     # what the tracker believed when the run ended
     parts = results["tracker"].items()
-    tracker = [{"part": part, "factor": number(factor, ".3f")} for part, factor in parts]
+    tracker = [{"part": part, "factor": f"{factor:.3f}"} for part, factor in parts]
     tables = [
         Folded("Every policy", [policies(results)]),
         Folded("Run by run", ["Utility of each run of the same requests.", _by_run(results)]),
@@ -236,7 +239,6 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
     """Return the numbers to be seen first."""
     rows = {row["policy"]: row for row in results["rows"]}
     static = rows[STATIC]
-    shares = [number(row["satisfaction"], ".1%") for row in (rows[LEARNED], static)]
     overhead = results["overhead"]
     return [
         (
@@ -244,11 +246,15 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
             "of utility against static with the same tracker",
             interval_words(static["behind_ci95"]),
         ),
-        (shares[0], "on time", f"static: {shares[1]}"),
         (
-            number(overhead["overhead_us"], ".0f", " µs"),
+            f"{rows[LEARNED]['satisfaction']:.1%}",
+            "on time",
+            f"static: {static['satisfaction']:.1%}",
+        ),
+        (
+            f"{overhead['overhead_us']:.0f} µs",
             "added to each request",
-            number(overhead["share"], ".1%", " of the model's time"),
+            f"{overhead['share']:.1%} of the model's time",
         ),
     ]
 
@@ -259,7 +265,7 @@ def _by_run(results: Results) -> Table:
     for run in range(results["repeats"]):
         line = {"run": str(run + 1)}
         for row in results["rows"]:
-            line[policy_name(row["policy"])] = number(row["utility_per_run"][run], ".3f")
+            line[policy_name(row["policy"])] = f"{row['utility_per_run'][run]:.3f}"
         lines.append(line)
     return table_of(lines)
 
@@ -269,7 +275,7 @@ def _replay(results: Results) -> Table:
     lines = []
     for row in results["agreement"]:
         line = {"policy": name_of(results, row["policy"]), "metric": METRICS[row["what"]]}
-        line |= {side: number(row[side], ".3f") for side in ("live", "replay")}
+        line |= {side: f"{row[side]:.3f}" for side in ("live", "replay")}
         line["difference"] = number(row["difference"], "+.4f") + interval(row["ci95"], "+.4f")
         lines.append(line | {"agree": "yes" if row["agrees"] else "no"})
     return table_of(lines)

@@ -5,8 +5,6 @@ A report is made from the files in the run's folder alone (`results.json`, `metr
 sentences, tables and charts are made in the modules beside it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +149,7 @@ def _facts(results: Results) -> str:
 
 
 def _budgets(results: Results, budgets: list[float]) -> str:
-    return ", ".join(quantity(budget, words.unit_of(results)) for budget in budgets)
+    return ", ".join(words.place_words(results, budget) for budget in budgets)
 
 
 def _tiles(results: Results) -> Tiles:
@@ -168,14 +166,14 @@ def _tiles(results: Results) -> Tiles:
         over_mix = "of accuracy over the static mix of equal mean latency"
         tiles = [
             _gap(learned, "over_static_mix", over_mix),
-            (number(learned["accuracy"], ".1%"), "accuracy", f"{latency} mean latency"),
+            (f"{learned['accuracy']:.1%}", "accuracy", f"{latency} mean latency"),
         ]
     else:
         static = words.rows_at(results, None).get(STATIC, {})
-        learner, reference = (number(row.get(FEASIBLE.key), ".1%") for row in (learned, static))
+        reference = f"budget-aware static: {words.cell(static, FEASIBLE)}"
         tiles = [
             _gap(learned, "over_static", "of utility against budget-aware static"),
-            (learner, "on time, where that is possible", f"budget-aware static: {reference}"),
+            (words.cell(learned, FEASIBLE), "on time, where that is possible", reference),
         ]
     added = results.get("grpo_gain") or {}
     if "test" in added:
@@ -207,7 +205,7 @@ def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
     """Return the tiles of the policy that stands for the run, with its row."""
     interval = words.interval_words(row.get("accuracy_ci95"), ".1%")
     meaning = f"of the answers are right, with {policy_name(policy, results)}"
-    tiles = [(number(row["accuracy"], ".1%"), meaning, interval)]
+    tiles = [(f"{row['accuracy']:.1%}", meaning, interval)]
     # (policy, against) → difference
     over = words.differences_at(results, shown_at(results))
     # the strongest simple baseline, and where training began
@@ -221,9 +219,9 @@ def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
 # -- sections --------------------------------------------------------------------------------------
 
 DATASETS = {
-    DEADLINE.name: "The oracle gap is between the static configuration of all data sets and the "
+    "deadline": "The oracle gap is between the static configuration of all data sets and the "
     "oracle, within each data set.",
-    MEAN_BUDGET.name: "A budget limits the mean over all data sets; the policy decides how much of "
+    "mean": "A budget limits the mean over all data sets; the policy decides how much of "
     "it to spend on each. Every policy is compared at what it spent on a data set: with the static "
     "mix of all data sets, the best single configuration and, for the gap, the oracle, each "
     "spending as much there.",
@@ -262,8 +260,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         {
             "if": condition(rule["when"], unit),
             "then": setting(rule["then"]),
-            "share of decisions": number(rule["share"], ".0%"),
-            "agreement": number(rule["alike"], ".0%"),
+            "share of decisions": f"{rule['share']:.0%}",
+            "agreement": f"{rule['alike']:.0%}",
         }
         for rule in why["tree"]["rules"]
     ]
@@ -342,7 +340,7 @@ def _decisions(title: str, decisions: list[Row], unit: str) -> Folded | None:
             outcome = f"{number(side['accuracy'], '.2f')} accurate"
             latency = quantity(side["latency_ms"], unit)
             line[name] = f"{setting(side['configuration'])}\n{outcome}, {latency}"
-        lines.append(line | {"gain": number(row["gain"], "+.2f")})
+        lines.append(line | {"gain": f"{row['gain']:+.2f}"})
     if not lines:
         return None
     return Folded(title, [table_of(lines, wordy=[0, 2, 3])])
@@ -366,7 +364,7 @@ def _guarantees(results: Results) -> list[Any]:
 # -- tables ----------------------------------------------------------------------------------------
 
 GLOSSARY = {
-    DEADLINE.name: {
+    "deadline": {
         "utility": "the accuracy of an answer that is on time, 0 for one that is late; what "
         "policies are judged on. The learned controller is charged its own cost: the time of its "
         "decision, and of the features if it reads them. All others are not charged, which favours "
@@ -387,7 +385,7 @@ GLOSSARY = {
         "by NumPy, in the quickest of three rounds, right after a small transformer has run: in "
         "front of a model caches are cold",
     },
-    MEAN_BUDGET.name: {
+    "mean": {
         "mean budget": "the limit on the average latency over all requests; easy requests pay for "
         "hard ones",
         "over static mix, over best single": "difference in accuracy to that policy at equal mean "
@@ -400,7 +398,7 @@ GLOSSARY = {
         "brackets": "95% bootstrap interval over the test samples and seeds; intervals of "
         "differences are paired",
     },
-    DEMONSTRATIONS.name: {
+    "selector": {
         "accuracy": "share of held-out queries answered correctly with the demonstrations that a "
         "policy chose",
         "shots": "number of demonstrations shown; selectors are trained for one number and used "
@@ -421,12 +419,11 @@ def _glossary(results: Results) -> Folded:
     terms = dict(GLOSSARY[problem.name])
     if "split_seeds" in results:
         terms["brackets"] += " and the splits; a sample that several splits test counts as one"
-    hidden = words.listed(results.get("hidden") or ["information"])
     # only policies of the project have a description
     for row in problem.rows(results):
         if about := words.POLICIES.get(row["policy"]):
             name = policy_name(row["policy"], results)
-            terms[name] = about["description"].format(hidden=hidden)
+            terms[name] = about["description"].format(hidden=words.hidden_words(results))
     return Folded("What the words mean", [terms])
 
 
@@ -460,7 +457,6 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
     """Return the further tables of selectors, which may be empty: title → sentence and table."""
     trained = DEMONSTRATIONS.trained
     controls = DEMONSTRATIONS.controls
-    hidden = words.listed(results.get("hidden") or ["information"])
     paired = (
         "In points, on the same queries and seed by seed; the last column says what the interval "
         f"shows with {shots_words(shown_at(results))}."
@@ -478,7 +474,7 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
         ],
         "Controls": [
             "They should gain nothing: GRPO on rewards shuffled within each group, and selectors "
-            f"that do not see the {hidden}.",
+            f"that do not see the {words.hidden_words(results)}.",
             tables.by_place(results, "controls"),
         ],
         "Differences of the controls": [

@@ -1,7 +1,5 @@
 """The figures of a run's results, for its report and, as pictures, for W&B."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -114,7 +112,7 @@ def _over_budgets(results: Results) -> Figures:
     candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
     judged = words.rows_at(results, None)
     policies = {name: policy_name(name) for name in candidates if name in judged}
-    drawn: Figures = {}
+    drawn = {}
     if problem.judged_at(results):
         draw = _mean_budgets if problem.equal_latency else _deadlines
         drawn = draw(results, policies)
@@ -168,7 +166,7 @@ def _mean_budgets(results: Results, policies: Mapping[str, str]) -> Figures:
     # the static mix is at 0, and has its own line in the plane
     others, _ = _frame(results, {key: policies[key] for key in policies if key != MIX})
     learners = others.filter(pl.col("policy") != policy_name(ORACLE))
-    drawn: Figures = {}
+    drawn = {}
     if len(learners):
         labels = [name for key, name in policies.items() if key not in (MIX, ORACLE)]
         key = problem_of(results).ranked_by
@@ -343,7 +341,7 @@ def _over_shots(results: Results) -> Figures:
 def _learned_rewards(results: Results) -> Figures:
     """Draw accuracy against true calls, and how well learned rewards predict right answers."""
     judged = rows_at(results, shown_at(results))
-    drawn: Figures = {}
+    drawn = {}
     spent = []
     for row in results.get("true_calls", []):
         if row["policy"] in judged:

@@ -1,7 +1,5 @@
 """The tables of a run that the terminal and the report share, and how a terminal prints them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -135,7 +133,9 @@ def by_place(results: Results, rows: str = "rows") -> Table:
     if timed:
         header.append(DECISION.name)
     lines = []
-    for policy in words.ranked_policies(results, rows):
+    # policies that were not judged at the main place come last
+    every = (*words.ranked(results, rows), *results.get(rows, []))
+    for policy in dict.fromkeys(row["policy"] for row in every):
         line = [policy_name(policy, results)]
         for at_place in rows_at.values():
             row = at_place.get(policy, {})
@@ -161,12 +161,13 @@ def by_place(results: Results, rows: str = "rows") -> Table:
 
 def _places(results: Results) -> dict[float, str]:
     """Return the budgets or numbers of shots → headings of their columns."""
-    if problem_of(results).averaged:
-        unit = words.unit_of(results)
-        budgets = dict.fromkeys(row["budget_ms"] for row in results["rows"])
-        return {budget: quantity(budget, unit) for budget in sorted(budgets.keys() - {None})}
-    trained = {results["trained_shots"]: " (trained)"}
-    return {shots: shots_words(shots) + trained.get(shots, "") for shots in results["shots"]}
+    key = problem_of(results).place
+    places = {row[key] for row in results["rows"]} - {None}
+    trained = {results.get("trained_shots"): " (trained)"}
+    return {
+        place: words.place_words(results, place) + trained.get(place, "")
+        for place in sorted(places)
+    }
 
 
 def differences(results: Results, policies: Collection[str], against: Collection[str]) -> Table:
@@ -236,9 +237,7 @@ def chosen(results: Results) -> Table:
     for name in seeds[0]["weights"]:
         values = [str(seed["settings"][name]) for seed in seeds if name in seed["settings"]]
         line = {"member": policy_name(name)}
-        line["weight, in each seed"] = ", ".join(
-            number(seed["weights"][name], ".1%") for seed in seeds
-        )
+        line["weight, in each seed"] = ", ".join(f"{seed['weights'][name]:.1%}" for seed in seeds)
         line["settings"] = SETTINGS.get(name, "")
         line["values, in each seed"] = "\n".join(dict.fromkeys(values))
         lines.append(line)
@@ -262,7 +261,7 @@ def print_table(console: Console, table: Table, few: Collection[int] = ()) -> No
     header = titles
     columns = set(every)
     left_out = []
-    if console.is_terminal and _width([titles, *cells], every) > console.width:
+    if console.is_terminal:
         if _width([titles, *cells], few) > console.width:
             cells = []
             for row in table.rows:

@@ -1,7 +1,5 @@
 """Names and numbers in words, for the sentences and tables of all pages; reading `results.json`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -12,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import (
@@ -39,10 +37,14 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 def policy_name(policy: str, results: Results | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
     results."""
-    hidden = listed((results or {}).get("hidden") or ["information"])
     if policy in POLICIES:
-        return POLICIES[policy]["name"].format(hidden=hidden)
+        return POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
     return policy.replace("_", " ")
+
+
+def hidden_words(results: Results) -> str:
+    """Name the blocks of the embeddings that the controls did not see."""
+    return listed(results.get("hidden") or ["information"])
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -55,23 +57,24 @@ def known(value: Any) -> TypeGuard[float]:
 def quantity(value: float | None, unit: str = "ms") -> str:
     """Format a number and its unit, with three significant figures, or with all digits before the
     point from 100 on."""
-    if value is None or not math.isfinite(value):
+    if not known(value):
         return "–"
-    if abs(value) >= 100:
-        return f"{value:,.0f} {unit}"
     # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
     # from every file
     rounded = float(f"{value:.6g}")
     # "#" keeps trailing zeros, and also a point at the end
-    return f"{rounded:#.3g}".rstrip(".") + f" {unit}"
+    figures = f"{rounded:#.3g}".rstrip(".")
+    if abs(value) >= 100:
+        figures = f"{value:,.0f}"
+    return f"{figures} {unit}".rstrip()
 
 
-def number(value: Any, how: str, unit: str = "") -> str:
+def number(value: Any, how: str) -> str:
     """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
     if not known(value):
         return "–"
     sign = "+" if how.startswith("+") else ""
-    return f"{value:{sign}z{how.removeprefix('+')}}{unit}"  # z: no −0.0
+    return f"{value:{sign}z{how.removeprefix('+')}}"  # z: no −0.0
 
 
 def interval(ci95: Any, how: str) -> str:
@@ -87,19 +90,13 @@ def interval(ci95: Any, how: str) -> str:
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
-    # latencies and costs have no sign and no interval
+    # latencies and costs have no interval
     if metric.unit == "ms":
-        return quantity(value, unit).rstrip()
-    if metric.unit == "µs":
-        return quantity(value, "µs")
-    how = ".3f"
-    if metric.key == "gap_closed":
-        how = ".0%"
-    elif metric.unit == "%":
-        how = ".1%"
-    # differences have a sign
-    sign = "+" * metric.key.startswith("over_")
-    return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)
+        return quantity(value, unit)
+    if metric.unit:
+        return quantity(value, metric.unit)
+    ci95 = row.get(f"{metric.key}_ci95")
+    return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
 
 
 def points(share: Any, how: str = "+.1f") -> str:
@@ -174,7 +171,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
     written before."""
     results = results | {"sha256": _digests(folder, results)}
-    write_text(folder / "results.json", json.dumps(results, indent=1))
+    write_json(folder / "results.json", results)
 
 
 def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
@@ -229,6 +226,13 @@ def unit_of(results: Results) -> str:
     return str(results.get("unit", "ms"))
 
 
+def place_words(results: Results, place: float) -> str:
+    """Return a budget or a number of shots in words."""
+    if problem_of(results).averaged:
+        return quantity(place, unit_of(results))
+    return shots_words(int(place))
+
+
 def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[str, Row]:
     """Return policy → its row at a budget or a number of shots, or with the means over the budgets
     (None)."""
@@ -236,20 +240,11 @@ def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[s
     return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
 
 
-def ranked(results: Results) -> list[Row]:
+def ranked(results: Results, rows: str = "rows") -> list[Row]:
     """Return the rows at the place that the results are about, best first."""
-    rows = rows_at(results, problem_of(results).main_place(results))
-    return [rows[policy] for policy in ranked_policies(results) if policy in rows]
-
-
-def ranked_policies(results: Results, rows: str = "rows") -> list[str]:
-    """Return all policies, the best at the place that the results are about first, and those that
-    were not judged there last."""
     problem = problem_of(results)
-    scores = dict.fromkeys((row["policy"] for row in results.get(rows, [])), -math.inf)
-    for policy, row in rows_at(results, problem.main_place(results), rows).items():
-        scores[policy] = value_of(row, problem.ranked_by)
-    return sorted(scores, key=lambda policy: -scores[policy])
+    judged = rows_at(results, problem.main_place(results), rows).values()
+    return sorted(judged, key=lambda row: -value_of(row, problem.ranked_by))
 
 
 def value_of(row: Row, metric: str = "utility") -> float:
@@ -261,7 +256,7 @@ def value_of(row: Row, metric: str = "utility") -> float:
 
 def guarantees(results: Results) -> list[list[Row]]:
     """Return the guard's results: for each budget a row for each seed. [] without a guard."""
-    at: dict[float, list[Row]] = {}
+    at = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
         at[rows[0]["budget_ms"]] = list(rows)
     return list(at.values())

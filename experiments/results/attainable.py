@@ -15,8 +15,6 @@ mean, so the paired bootstrap over samples is an interval for it (Bayle et al. 2
 by the policy that gained most in the other folds, so no sample chooses the policy that it judges.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -85,7 +83,10 @@ def attainable_by(
         held = np.take_along_axis(gains[:, hold], best[None, None], 0)
         kept[hold] = held[0].mean(1)
         policies.append([POLICIES[policy] for policy in best])
-    drawn = resampled_means([kept], splits=_clusters(table, experts.measured.rows))
+    # samples of one image or cluster are drawn together
+    keys = np.array(table.split_keys)[experts.measured.rows.numpy()]
+    clusters = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    drawn = resampled_means([kept], splits=np.stack([np.zeros_like(clusters), clusters]))
     return {
         "gain": float(kept.mean()),
         "gain_ci95": ends_of(drawn)[0],
@@ -160,7 +161,7 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     utilities = []
     for budget in budgets_ms:
         for known, hidden in ((first, second), (second, first)):
-            score = expected_utility(table.accuracy, known, budget).nan_to_num(-1.0)
+            score = expected_utility(table.accuracy, known, budget)
             chosen = pick(score, median_of(known), table.mask).unsqueeze(1)
             utility = expected_utility(table.accuracy, hidden, budget)
             utilities.append(float(utility.gather(1, chosen).double().mean()))
@@ -176,12 +177,3 @@ def add_shares(results: dict[str, Any]) -> None:
             row["attained"] = None
             if estimate["gain_ci95"][0] > 0:
                 row["attained"] = row["over_static"] / estimate["gain"]
-
-
-def _clusters(table: ProfileTable, rows: Tensor) -> np.ndarray:
-    """Return the number of each row's image, cluster or sample, as `resampled_means` takes it: int
-    [2, n]."""
-    keys = table.split_keys
-    texts = ["\n".join(keys[row]) for row in rows.tolist()]
-    numbers = np.unique(texts, return_inverse=True)[1].reshape(-1)
-    return np.stack([np.zeros_like(numbers), numbers])

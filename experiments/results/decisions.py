@@ -5,8 +5,6 @@ Writing and summarising 10^7 decisions takes less than 4 GiB of memory. This mod
 torch, which is slow to load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,25 +21,25 @@ from knobwise.common.parquet import read_parquet
 FILE = "decisions.parquet"
 SAMPLE = ("split", "dataset", "sample_id")
 """The columns that tell samples apart; a sample is judged once in each split that tests it."""
-SCHEMA: dict[str, pl.DataType] = {
-    "policy": pl.String(),
-    "split": pl.Int64(),
-    "seed": pl.Int64(),
-    "dataset": pl.String(),
-    "sample_id": pl.String(),
-    "cluster": pl.String(),
-    "place": pl.Float64(),
-    "choice": pl.String(),
-    "accuracy": pl.Float32(),
-    "latency_ms": pl.Float32(),
-    "in_time": pl.Float32(),
-    "expected_in_time": pl.Float32(),
-    "feasible": pl.Boolean(),
-    "reward": pl.Float32(),
-    "score": pl.Float32(),
-    "score_free": pl.Float32(),
-    "vote": pl.Float32(),
-    "decision_us": pl.Float32(),
+SCHEMA: dict[str, type[pl.DataType]] = {
+    "policy": pl.String,
+    "split": pl.Int64,
+    "seed": pl.Int64,
+    "dataset": pl.String,
+    "sample_id": pl.String,
+    "cluster": pl.String,
+    "place": pl.Float64,
+    "choice": pl.String,
+    "accuracy": pl.Float32,
+    "latency_ms": pl.Float32,
+    "in_time": pl.Float32,
+    "expected_in_time": pl.Float32,
+    "feasible": pl.Boolean,
+    "reward": pl.Float32,
+    "score": pl.Float32,
+    "score_free": pl.Float32,
+    "vote": pl.Float32,
+    "decision_us": pl.Float32,
 }
 """The columns of `decisions.parquet`, with a row for each policy, seed, sample and place. A column
 is null where it is unknown or means nothing:
@@ -88,8 +86,8 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     path = Path(folder) / FILE
     try:
         frame = read_parquet(path)
-        later = {"cluster"} - set(frame.columns)
-        decisions = _complete(frame.select(name for name in SCHEMA if name not in later))
+        # files of earlier versions have no clusters
+        decisions = _complete(frame.select(*SCHEMA.keys() - {"cluster"}, "^cluster$"))
     except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
     # unknown values are null, and pass
@@ -120,7 +118,7 @@ def decision_rows(
     """
     rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
     # values count samples first, then places
-    known: dict[str, Any] = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
+    known = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
     for name, value in columns.items():
         if value is not None and not isinstance(value, pl.Series):
             value = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())

@@ -3,8 +3,6 @@
 Decisions are explained as if they took no time, so that the numbers are the same on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -183,10 +181,10 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     static = latency_ms.gather(1, explained.static)[known].numpy()
     setting = cost_ms[explained.chosen[known]].numpy()
 
-    at: Rows = []
+    at = []
     drawn: dict[str, Any] = {"groups": [], "points": [], "budget_ms": None}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
-        row: dict[str, Any] = {"budget_ms": budget}
+        row = {"budget_ms": budget}
         row["correlation"], row["ci95"] = rank_correlation(x, policy[:, b])
         row["static"], _ = rank_correlation(x, static[:, b])
         row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
@@ -279,22 +277,21 @@ def importance(explained: Explained) -> Rows:
             losses += intact - explained.worth(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
-    blocks: list[tuple[str, int | str | None, slice]] = []
-    single_columns: list[tuple[str, int | str | None, slice]] = []
+    blocks = []
+    single_columns = []
     for name in explained.features:
         blocks.append((name, None, slice(None)))
         columns = explained.table.columns_of_block(name)
-        if not 1 < len(columns) <= NARROW:
-            continue
         start = 0
         for i, column in enumerate(columns):
             stop = start + len(column.labels)
             known = column.name if explained.table.columns else i
-            single_columns.append((name, known, slice(start, stop)))
+            if 1 < len(columns) <= NARROW:
+                single_columns.append((name, known, slice(start, stop)))
             start = stop
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
-    rows: Rows = []
+    rows = []
     for name, key, places in blocks + single_columns[:TOP]:
         loss = lost(name, places)
         row = {"name": name, "column": key, "lost": float(loss.mean())}

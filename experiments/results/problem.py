@@ -4,8 +4,6 @@
 This module imports no torch, which is slow to load.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,21 +53,22 @@ class Metric:
     `{key}_per_seed`."""
     name: str
     """The name in tables."""
+    how: str = ".3f"
+    """The format of a score, a share or a difference; a quantity has a unit instead."""
     unit: str = ""
-    """`%` for a share, `ms`, `µs`; empty for a score. Costs that are no times have the unit of
-    `results["unit"]`."""
+    """`ms` or `µs`. Costs that are no times have the unit of `results["unit"]`."""
 
 
 UTILITY = Metric("utility", "utility")
 ACCURACY = Metric("accuracy", "accuracy")
 FREE = Metric("utility_free", "if free")
-GAP = Metric("gap_closed", "oracle gap closed", "%")
-LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
-ON_TIME = Metric("satisfaction", "on time", "%")
-FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
-OVER_MIX = Metric("over_static_mix", "over static mix")
-OVER_SINGLE = Metric("over_best_single", "over best single")
-DECISION = Metric("decision_us_p50", "decision time", "µs")
+GAP = Metric("gap_closed", "oracle gap closed", ".0%")
+LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms")
+ON_TIME = Metric("satisfaction", "on time", ".1%")
+FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", ".1%")
+OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f")
+OVER_SINGLE = Metric("over_best_single", "over best single", "+.3f")
+DECISION = Metric("decision_us_p50", "decision time", unit="µs")
 
 
 @dataclass(frozen=True)
@@ -82,26 +81,26 @@ class Problem:
     name: str
     agents: str
     """Plural of the agents that these runs train, in words."""
-    place: str
-    """Key of the place in a row of `results.json`; also the column of tables and the axis in
-    W&B."""
     place_words: tuple[str, str]
     """Singular and plural of the place, in words."""
-    samples: str
-    """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
-    their number in `results.json`."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
     """Key of the number that policies are ranked by."""
     metrics: tuple[Metric, ...]
     """The columns of the table of policies."""
-    low: str
-    high: str
-    """The reference policies that the oracle gap lies between; of demonstrations nothing but the
-    ends of the scale."""
     trained: tuple[str, ...]
     """Policies that training made; a run is represented by the first one that it has."""
+    low: str
+    high: str = "oracle"
+    """The reference policies that the oracle gap lies between; of demonstrations nothing but the
+    ends of the scale."""
+    place: str = "budget_ms"
+    """Key of the place in a row of `results.json`; also the column of tables and the axis in
+    W&B."""
+    samples: str = "samples"
+    """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
+    their number in `results.json`."""
     validation: str = "Val/Utility"
     """The logged name of the score on validation."""
     compared: tuple[str, ...] = ()
@@ -147,14 +146,11 @@ class Problem:
 DEADLINE = Problem(
     name="deadline",
     agents="controllers under deadlines",
-    place="budget_ms",
     place_words=("budget", "budgets"),
-    samples="samples",
     score="utility",
     ranked_by="utility",
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     low="budget_aware_static",
-    high="oracle",
     trained=("controller", "teacher"),
     compared=("over_static",),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
@@ -162,9 +158,7 @@ DEADLINE = Problem(
 MEAN_BUDGET = Problem(
     name="mean",
     agents="controllers under mean budgets",
-    place="budget_ms",
     place_words=("mean budget", "mean budgets"),
-    samples="samples",
     score="accuracy",
     ranked_by="over_static_mix",
     validation="Val/Reward_Mean",
@@ -172,7 +166,6 @@ MEAN_BUDGET = Problem(
     equal_latency=True,
     metrics=(ACCURACY, LATENCY, OVER_MIX, OVER_SINGLE, GAP, DECISION),
     low="static_mix",
-    high="oracle",
     trained=("controller",),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
@@ -186,7 +179,6 @@ DEMONSTRATIONS = Problem(
     ranked_by="accuracy",
     metrics=(ACCURACY, DECISION),
     low="random",
-    high="oracle",
     trained=LEARNED,
     averaged=False,
     controls=CONTROLS,

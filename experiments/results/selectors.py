@@ -1,7 +1,5 @@
 """Summarise the decisions of selectors: decisions.parquet of a run, and results.json."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -114,8 +112,8 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
     Args:
         column: of the decisions, 1 where the answer, or the vote, was right.
     """
-    rows: Rows = []
-    differences: Rows = []
+    rows = []
+    differences = []
     known = pl.col(column).is_not_null()
     ordered = decisions.sort("place", maintain_order=True)
     for part in ordered.partition_by("place", maintain_order=True):

@@ -14,7 +14,7 @@ from run_folders import write_run, write_selector_run
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.compare import numbers, write_comparison
-from knobwise.experiments.compare.comparison import comparison_of
+from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.words import (
     method,
     print_comparison,
@@ -43,7 +43,7 @@ def sweep(folder, count):
 
 def compared(folder, runs, write=write_run):
     """Runs in folders of these names, written with these settings."""
-    return comparison_of([str(write(folder / name, **settings)) for name, settings in runs.items()])
+    return Comparison([str(write(folder / name, **settings)) for name, settings in runs.items()])
 
 
 def change_results(run, **changes):
@@ -64,7 +64,7 @@ def test_the_share_of_what_looked_attainable_is_a_column_where_it_is_known(tmp_p
         if row["budget_ms"] is None:
             row["attained"] = 0.71
     change_results(tmp_path / "b", rows=rows)
-    comparison = comparison_of([str(tmp_path / name) for name in PAIR])
+    comparison = Comparison([str(tmp_path / name) for name in PAIR])
     cells = {row["run"]: row["of attainable"] for row in rows_of(comparison)}
     assert cells["b"] == "71%"
     assert cells["a"] == "–"
@@ -95,7 +95,7 @@ def test_two_runs_and_what_differs(tmp_path):
 
 
 def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
-    comparison = comparison_of([str(sweep(tmp_path, 10))])
+    comparison = Comparison([str(sweep(tmp_path, 10))])
     signs = [one.sign for one in comparison.differences]
     better = signs.count(1)
     assert signs == [0] * (9 - better) + [1] * better
@@ -108,7 +108,7 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
     assert table.header == ["run", "loss.group_size"]
     assert table.rows[3] == ["size-3", "3"]
     # more comparisons, more caution
-    alone = comparison_of([str(tmp_path / f"size-{size}") for size in (0, 9)]).differences[0]
+    alone = Comparison([str(tmp_path / f"size-{size}") for size in (0, 9)]).differences[0]
     assert comparison.differences[-1].p == alone.p
     assert comparison.differences[-1].p_holm == pytest.approx(9 * alone.p)
 
@@ -125,7 +125,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
     compared(tmp_path, {"a": {}, "b": {"gain": 0.4, "decisions": False}})
     stopped = write_run(tmp_path / "c")
     (stopped / UNFINISHED).touch()
-    comparison = comparison_of([str(tmp_path)])
+    comparison = Comparison([str(tmp_path)])
     assert [run.label for run in comparison.runs] == ["a", "b"]
     assert (comparison.differences, comparison.comparable) == ([], [0])
     left_out, untested = comparison.notes
@@ -137,7 +137,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
 
 def test_some_of_the_budgets(tmp_path):
     folders = [str(run.folder) for run in compared(tmp_path, PAIR).runs]
-    comparison = comparison_of(folders, [20.0])
+    comparison = Comparison(folders, [20.0])
     assert comparison.places == [20.0]
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
         at = run.row("controller", 20.0)
@@ -162,7 +162,7 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     names = [line["policy"] for line in rows_of(comparison)]
     assert names == ["GRPO on recorded groups", "GRPO on live draws"]
     with pytest.raises(InputError, match="budgets_ms: selectors"):
-        comparison_of([str(tmp_path)], [1.0])
+        Comparison([str(tmp_path)], [1.0])
 
 
 # -- through the command line ----------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_the_verb_prints_and_writes_page_and_numbers(folder, capsys):
     assert odd.name in text
     assert "page: comparison.html" in text
     assert Path("comparison.html").stat().st_size > 500_000
-    comparison, content = comparison_of(["runs/lean"]), json.loads(Path("numbers.json").read_text())
+    comparison, content = Comparison(["runs/lean"]), json.loads(Path("numbers.json").read_text())
     labels = [odd.name, "size-0", "size-1"]
     assert (content["kind"], content["reference"]) == ("deadline", odd.name)
     assert [run["label"] for run in content["runs"]] == labels
@@ -228,7 +228,7 @@ def test_steps_that_are_no_numbers_are_left_out(tmp_path, step):
     with (runs[1] / "metrics.csv").open("a") as file:
         file.write(f"0,{step},0.9,2.0,\n")
     change_results(runs[0], profile=None, chosen=[{}, {}])
-    page = write_comparison(comparison_of([str(tmp_path)]), tmp_path / "page.html").read_text()
+    page = write_comparison(Comparison([str(tmp_path)]), tmp_path / "page.html").read_text()
     assert "<h2>Training" in page
 
 
@@ -271,15 +271,15 @@ def test_of_runs_judged_on_different_data_none_is_called_the_highest(tmp_path, w
     better = {"wrong": 0.1} if write is write_selector_run else {"gain": 0.5}
     runs = {"a": both, "b": both | second | better, "c": both | better}
     folders = [str(run.folder) for run in compared(tmp_path, runs, write).runs]
-    comparison = comparison_of(folders[:2])
+    comparison = Comparison(folders[:2])
     assert (comparison.comparable, comparison.ranking()) == ([0], [0])
     assert verdict(comparison)[0].startswith("No run is called the highest")
     # at the budgets of the first run alone the other one may be judged alike
     alike = [0, 1] if second.get("budgets") == (10.0,) else [0]
-    assert comparison_of(folders[1::-1]).comparable == alike
+    assert Comparison(folders[1::-1]).comparable == alike
     if write is write_run and not both:
-        assert comparison_of(folders[:2], [10.0]).ranking() == alike[::-1]
-    three = comparison_of(folders)
+        assert Comparison(folders[:2], [10.0]).ranking() == alike[::-1]
+    three = Comparison(folders)
     assert three.ranking() == [2, 0]
     assert verdict(three)[0].startswith("Of the 2 runs")
     assert numbers(three)["comparable"] == ["a", "c"]
@@ -290,7 +290,7 @@ def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):
     compared(tmp_path, runs, write_selector_run)
     for best, stands in (("own_only", "own_only"), (None, "sft"), ("gone", "sft")):
         change_results(tmp_path / "b", best_policy=best)
-        comparison = comparison_of([str(tmp_path)])
+        comparison = Comparison([str(tmp_path)])
         assert [run.policy for run in comparison.runs] == ["grpo_recorded", stands]
     assert "not judged at 1 of" in comparison.notes[-1]
 
@@ -301,5 +301,5 @@ def test_where_grpo_added_nothing_is_said(tmp_path):
     for name, iterations in kept.items():  # the last one has no GRPO
         chosen = [{"iteration": iteration} for iteration in iterations]
         change_results(write_run(tmp_path / name), chosen=chosen, **(stages if name != "d" else {}))
-    (note,) = comparison_of([str(tmp_path)]).notes
+    (note,) = Comparison([str(tmp_path)]).notes
     assert note.endswith(": a in 2 of 2 seeds, b in 1 of 2 seeds.")

@@ -16,7 +16,7 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.charts import COLOURED, comparison_charts, forest, order
 from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import comparison_of
+from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.compare.words import results_cells
@@ -144,7 +144,7 @@ def test_decisions_with_numbers_that_are_not_possible_are_refused(tmp_path, colu
     whole.with_columns(changed.cast(whole.schema[column])).write_parquet(file)
     with pytest.raises(InputError, match="1 rows"):
         read_decisions(folders[1])
-    comparison = comparison_of(folders)
+    comparison = Comparison(folders)
     assert not comparison.differences
     assert "decisions.parquet" in " ".join(comparison.notes)
 
@@ -155,7 +155,7 @@ def test_a_name_with_brackets_is_no_pattern(tmp_path):
     metrics = "seed,step,Val/Utility\n0,0,{0}\n1,0,{0}\n"
     for folder, utility in zip(folders, (0.4, 0.6), strict=True):
         (folder / "metrics.csv").write_text(metrics.format(utility))
-    comparison = comparison_of(list(map(str, folders)))
+    comparison = Comparison(list(map(str, folders)))
     assert [run.label for run in comparison.runs] == ["a1", "a[1]"]
     assert comparison.differences[0].difference > 0.1
     curves = drawn(comparison)["Training, on validation samples"]
@@ -181,7 +181,7 @@ def drawn(comparison):
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """Three runs under deadlines."""
-    return comparison_of(runs(tmp_path_factory.mktemp("three"), 3))
+    return Comparison(runs(tmp_path_factory.mktemp("three"), 3))
 
 
 def test_the_page_holds_every_number(tmp_path, three):
@@ -232,7 +232,7 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
     with (Path(folders[0]) / "metrics.csv").open("a") as file:
         file.write("0,30,0.9,2.0,\n")  # one seed that went on is no mean over seeds
     Path(folders[1], "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
-    curves = drawn(comparison_of(folders))["Training, on validation samples"]
+    curves = drawn(Comparison(folders))["Training, on validation samples"]
     points = [point for point in points_of(*curves) if "panel" in point]
     first = [p for p in points if p["name"] == "size-0"]
     assert {(p["step"], p["value"], p["low"], p["high"]) for p in first} == {
@@ -247,7 +247,7 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
 
 
 def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path):
-    comparison = comparison_of(runs(tmp_path, 12))
+    comparison = Comparison(runs(tmp_path, 12))
     named = order(comparison)
     assert named == ["size-0", "size-9", "size-10", "size-11", charts.OTHER]
     assert len(named) == COLOURED + 1
@@ -268,7 +268,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
     folders = runs(tmp_path, 2)
     for folder in folders:
         Path(folder, missing).unlink()
-    text = write_comparison(comparison_of(folders), tmp_path / "page.html").read_text()
+    text = write_comparison(Comparison(folders), tmp_path / "page.html").read_text()
     assert ("<h2>Training" in text) == (missing != "metrics.csv")
     assert ("Nothing that is known" in text) == (missing == "config.yaml")
     assert "The settings are the same" not in text
@@ -276,7 +276,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
 
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
-    mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
+    mean = Comparison(runs(tmp_path / "m", 2, sense="mean"))
     table = results_cells(mean)
     assert [line[0] for line in table.rows] == [
         *("size-0", "size-1", "static mix", "oracle (upper bound)")
@@ -288,7 +288,7 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     ]
     wrong = {"a": 0.6, "b": 0.3}
     folders = [write_selector_run(tmp_path / name, wrong=share) for name, share in wrong.items()]
-    comparison = comparison_of(list(map(str, folders)))
+    comparison = Comparison(list(map(str, folders)))
     specs = drawn(comparison)
     scores, training = specs.values()
     svg_of(*scores, *training)

@@ -116,7 +116,7 @@ def test_left_out_residuals_are_those_of_fits_without_the_sample():
     from sklearn.linear_model import Ridge
 
     table = small_table(30)
-    measured = Measured.from_table(table)
+    measured = Measured(table)
     x = measured.u * measured.s
     y = np.random.default_rng(0).normal(size=(30, 1))
     wanted = []
