@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -100,55 +100,6 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
         else:
             raise ValueError(f"features: {name!r} must be text, not {value!r}")
     return np.array(block, np.float32)
-
-
-def numbers(name: str, value: Any) -> Array:
-    """Return a copy as float32. Raises a ValueError if these are no numbers."""
-    try:
-        # a tensor may be on a GPU, with gradients
-        if hasattr(value, "detach") and not value.is_complex():
-            value = value.detach().float().cpu().numpy()
-        if np.iscomplexobj(value):
-            raise TypeError("complex numbers")
-        # what is too large becomes infinite, which the caller refuses by the name of the field
-        with np.errstate(over="ignore"):
-            return np.array(value, np.float32)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: not an array of numbers ({error})") from error
-
-
-def blocks_of(
-    features: Any, sizes: Mapping[str, int], columns: Sequence[Any] = ()
-) -> dict[str, Array]:
-    """Return features as people give them as float32 blocks [d] or [n, d] by name.
-
-    `sizes` are the widths of the blocks that are read; `columns` those of the block `features`, see
-    `encoded`. A policy that reads one block takes it without its name. Raises a ValueError if a
-    block is absent, unknown, infinite or of another shape."""
-    if features is not None and not isinstance(features, Mapping):
-        name = next(iter(sizes)) if len(sizes) == 1 else "without a name"
-        features = {name: features}
-    features = features or {}
-    if columns and "features" not in features:
-        # values by name, of which only those of known blocks and columns count
-        named = {"features": encoded(columns, features)}
-        features = {name: features[name] for name in sizes if name in features} | named
-    blocks = {}
-    for name, values in features.items():
-        blocks[name] = numbers(f"features: {name}", values)
-        if np.isinf(blocks[name]).any():
-            raise ValueError(
-                f"features: {name} hold infinite values; write NaN for what is missing"
-            )
-    widths = {name: block.shape[-1] for name, block in blocks.items() if block.ndim in (1, 2)}
-    if widths != sizes or len(blocks) > len(widths):
-        wanted = [f"{name} [{width}] or [n, {width}]" for name, width in sizes.items()]
-        got = [f"{name} {list(block.shape)}" for name, block in blocks.items()]
-        raise ValueError(
-            f"features: this policy reads {', '.join(wanted) or 'none'}; "
-            f"got {', '.join(got) or 'none'}"
-        )
-    return blocks
 
 
 def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:

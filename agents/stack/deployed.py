@@ -17,7 +17,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.judging.policy import Guarded
 from knobwise.agents.policy.arrays import Array, digest_of
-from knobwise.agents.policy.controller import FORMAT, NumpyController
+from knobwise.agents.policy.controller import FORMAT, Drift, NumpyController
 from knobwise.agents.policy.guard import Guard
 from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
@@ -110,15 +110,17 @@ class DeployedController(nn.Module):
         self.__dict__.pop("decider", None)
         return super().load_state_dict(*arguments, **options)
 
-    def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Any], limits: Any, mask: Any = None, drift: Drift = None
+    ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
         Raises:
             InputError: the features are not those that it reads, as with a checkpoint of another
-                profile.
+                profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask)
+            return self.decider.choose(features, limits, mask, drift)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error

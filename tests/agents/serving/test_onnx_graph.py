@@ -10,8 +10,7 @@ from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.serving.export import agreement
-from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
+from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
