@@ -102,22 +102,16 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     return np.array(block, np.float32)
 
 
-def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
-    """Return the values of each configuration by knob. `knobs` holds the values of each knob, and
-    `configurations`, int64 [C, K], indices into them."""
-    named = []
-    for row in configurations.tolist():
-        pairs = zip(knobs.items(), row, strict=True)
-        named.append({name: values[index] for (name, values), index in pairs})
-    return named
-
-
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """Return the values that each of a controller's or a table's configurations gives the knobs."""
     knobs = controller.knobs
     if not isinstance(knobs, Mapping):
         knobs = {knob.name: knob.values for knob in knobs}
-    return named_values(knobs, controller.configurations)
+    named = []
+    for row in controller.configurations.tolist():
+        pairs = zip(knobs.items(), row, strict=True)
+        named.append({name: values[index] for (name, values), index in pairs})
+    return named
 
 
 def log_ms(limits: Array) -> Array:

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Array, Arrays, below, checked, encoded, log_softmax, named_values, read_arrays
+from .arrays import (
+    Array,
+    Arrays,
+    below,
+    checked,
+    configurations_of,
+    encoded,
+    log_softmax,
+    read_arrays,
+)
 from .guard import Guard
 from .mean_budgets import MeanBudgets
 from .network import Heads, LatencyModel, Normaliser
@@ -65,7 +74,7 @@ class NumpyController:
         self.feature_sizes: dict[str, int] = self.header["features"]
         self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
-        self._named = named_values(self.knobs, self.configurations)
+        self._named = configurations_of(self)
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
@@ -76,8 +85,8 @@ class NumpyController:
         self._latency = LatencyModel(below(arrays, "latency."))
         # what was calibrated on held-out samples
         if self.header["guard"]:
-            self.guard = Guard(below(arrays, "guard."))
             self.static = Static.restored(below(arrays, "static."))
+            self.guard = Guard(below(arrays, "guard."), self.static)
         if self.header["limit"] == "mean":
             self.mean = MeanBudgets(below(arrays, "mean."))
         self.calibrated = self.mean or self.guard
@@ -170,25 +179,17 @@ class NumpyController:
         """Return a configuration with the latency that static expects of it."""
         if self.static is None:
             return index, math.nan, math.nan
-        return index, float(self.static.log_latency[index]), float(self.static.spread[index])
+        return self.static.expected(index)
 
     def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
         that the network reads: the part of a budget that is planned with, or a worth."""
         if not 0 < budget_ms < MOST_MS:
             raise _refused(budget_ms)
-        factor = self.factor(drift)
-        if self.mean is not None:
-            return self.mean.single(budget_ms)
-        limit = budget_ms * factor
-        if self.guard is None:
+        limit = budget_ms * self.factor(drift)
+        if self.calibrated is None:
             return None, limit
-        # the guard shortens the budget, or static takes the whole of it
-        margin, deployed = self.guard.single(limit)
-        if deployed:
-            return None, limit * margin
-        assert self.static is not None
-        return self.static.single(limit), limit
+        return self.calibrated.single(limit)
 
     def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""
@@ -240,11 +241,8 @@ class NumpyController:
                 allowed = mask[part]
                 scores = np.where(allowed, scores, -np.inf)
             best = scores.argmax(1)
-            if self.mean is not None:
-                best = self.mean.or_mix(best, self.mean.groups(planned), allowed)
-            elif self.static is not None:
-                static = self.static.choose({}, planned, allowed)
-                best = np.where(self.reads_features(planned), best, static)
+            if self.calibrated is not None:
+                best = self.calibrated.settled(best, planned, allowed)
             chosen[part] = best
         return chosen
 
@@ -262,18 +260,16 @@ class NumpyController:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
 
-    def _by_value(self, drift: Drift) -> Array | None:
+    def _by_value(self, drift: Drift) -> Array | float:
         """Return the drift of each knob value beyond the level, as the heads read it."""
         if drift is None or self._values is None or not getattr(drift[0], "ndim", 0):
-            return None
+            return 0.0
         return self._values.dot(drift[0])
 
     def _scores(self, raw: Array, limits: Array, drift: Drift) -> Array:
         """Return scores [n, C] for requests that were checked."""
-        if self.mean is not None:
-            limits = self.mean.worths[self.mean.groups(limits)]
-        elif self.guard is not None:
-            limits = limits * self.guard.margin[self.guard.groups(limits)]
+        if self.calibrated is not None:
+            limits = self.calibrated.planned(limits)
         return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
 
     def _checked(

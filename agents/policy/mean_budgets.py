@@ -60,16 +60,21 @@ class MeanBudgets:
         side = "second" if turn < self.mix["share"][group] else "first"
         return int(self.mix[side][group]), worth
 
-    def or_mix(self, chosen: Array, group: Array, mask: Array | None) -> Array:
+    def planned(self, limits: Array) -> Array:
+        """Return the worths of a right answer under budgets [n]."""
+        return self.worths[self.groups(limits)]
+
+    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where the static mix decides; its two sides take turns.
 
         If the mask forbids a side, the other takes its turns. If it forbids both, the best single
         configuration that the budget affords does.
         """
-        if not self.mix or self.deployed[group].all():
+        group = self.groups(limits)
+        mixed = ~self.deployed[group]
+        if not self.mix or not mixed.any():
             return chosen
         # only requests that the mix decides use up turns
-        mixed = ~self.deployed[group]
         turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
         turn[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1

@@ -165,11 +165,9 @@ class Heads:
         if header["heads"] == "knobs":
             self.places = places_of(configurations)
 
-    def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
+    def scores(self, x: Array, limits: Array, by_value: Array | float) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""
-        drift = np.zeros((len(x), self.values), np.float32)
-        if by_value is not None:
-            drift += by_value
+        drift = np.broadcast_to(by_value, (len(x), self.values))
         # the inputs of the first layer, then one layer after the other
         out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
         for weight in self.layers[:-1]:
@@ -189,7 +187,7 @@ class Heads:
         return scores
 
     def single(
-        self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
+        self, raw: Array, limit: float, by_value: Array | float, kept: Array | None = None
     ) -> int:
         """Return the best configuration for raw features [d] of one request, under a limit in ms
         and a drift of knob values [V]. `kept` [width] gets a copy of the normalised features."""
@@ -207,7 +205,7 @@ class Heads:
             kept[:] = x
         z, encoded[:] = self.encoding.single(limit)
         if self.values:
-            drift[:] = 0.0 if by_value is None else by_value
+            drift[:] = by_value
         # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
         for i, state in enumerate(states):
             half = np.dot(inputs[i], self.layers[i], out=outputs[i])

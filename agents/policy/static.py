@@ -56,6 +56,10 @@ class Static:
         """Return the configuration for one limit in ms."""
         return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
 
+    def expected(self, index: int) -> tuple[int, float, float]:
+        """Return a configuration with mean and standard deviation of its ln ms."""
+        return index, float(self.log_latency[index]), float(self.spread[index])
+
     def choose(
         self, features: Mapping[str, Array], limits: Array, mask: Array | None = None
     ) -> Array:

@@ -293,6 +293,4 @@ class TrackedStatic:
 
     def update(self, configuration: int, measured_ms: float) -> None:
         """Learn from the time of an answer."""
-        mean = float(self.static.log_latency[configuration])
-        spread = float(self.static.spread[configuration])
-        self.tracker.update(configuration, mean, spread, measured_ms)
+        self.tracker.update(*self.static.expected(configuration), measured_ms)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.judging.policy import Guarded
 from knobwise.agents.policy.arrays import Array, digest_of
 from knobwise.agents.policy.controller import FORMAT, Drift, NumpyController
@@ -54,6 +55,11 @@ class Settled:
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
 
+    def scale_static(self, times: Array, accuracies: Array | None = None) -> None:
+        """Multiply times and accuracies that static knows by factors [C] of the configurations."""
+        if self.static:
+            self.static = FittedStatic.restored(self.static).scaled(times, accuracies).arrays()
+
 
 class DeployedController(nn.Module):
     """A controller, the teacher of it, and what was settled on held-out samples.
@@ -69,7 +75,8 @@ class DeployedController(nn.Module):
         self.controller = controller
         self.knobs = controller.knobs
         self.sense = controller.sense
-        self.teacher = teacher
+        self.teacher: Any = teacher
+        """A `Teacher`, or None."""
         self.settled = settled or Settled()
 
     @property
@@ -84,8 +91,8 @@ class DeployedController(nn.Module):
         rows = self.settled.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        guard = Guard(guards.arrays_of(rows))
-        return Guarded(self.teacher, guard, Static.restored(self.settled.static))
+        guard = Guard(guards.arrays_of(rows), Static.restored(self.settled.static))
+        return Guarded(self.teacher, guard)
 
     @property
     def configurations(self) -> Tensor:
