@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.policy import Array, Baseline
 from knobwise.agents.policy.arrays import Arrays, pick
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Static
 from knobwise.agents.predictors.experts import Expert, Experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction

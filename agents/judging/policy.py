@@ -10,7 +10,7 @@ from torch import Tensor
 
 from knobwise.agents.policy.arrays import Array as Array
 from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.calibrated import Guard
 from knobwise.envs.tables.profile_table import ProfileTable
 
 

@@ -121,7 +121,7 @@ def update(
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
     learned = learn(agent, logged)
     best, trials = _held_out(agent, logged, learned.after)
-    names = configurations_of(agent.controller)
+    names = configurations_of(agent.decider)
     accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice).double()
     # for a step that only times may judge, each answer is as accurate as the profile expects
     times_alone = logged.clone()

@@ -89,29 +89,22 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             if not gaps:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
             value = math.nan if texts is None else ""
+        # a number as it is, a text as a 1 among its places
         if texts is None:
-            is_number = isinstance(value, (Real, np.bool_))
-            if not is_number or abs(value) > MOST:
+            if not isinstance(value, (Real, np.bool_)) or abs(value) > MOST:
                 raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
             block.append(value)
-        elif isinstance(value, str):
+        else:
+            if not isinstance(value, str):
+                raise ValueError(f"features: {name!r} must be text, not {value!r}")
             block += [value == text for text in texts]
             block.append(value not in texts)
-        else:
-            raise ValueError(f"features: {name!r} must be text, not {value!r}")
     return np.array(block, np.float32)
 
 
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """Return the values that each of a controller's or a table's configurations gives the knobs."""
-    knobs = controller.knobs
-    if not isinstance(knobs, Mapping):
-        knobs = {knob.name: knob.values for knob in knobs}
-    named = []
-    for row in controller.configurations.tolist():
-        pairs = zip(knobs.items(), row, strict=True)
-        named.append({name: values[index] for (name, values), index in pairs})
-    return named
+    return [controller.configuration(i) for i in range(len(controller.configurations))]
 
 
 def log_ms(limits: Array) -> Array:

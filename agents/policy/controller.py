@@ -15,20 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import (
-    Array,
-    Arrays,
-    below,
-    checked,
-    configurations_of,
-    encoded,
-    log_softmax,
-    read_arrays,
-)
-from .guard import Guard
-from .mean_budgets import MeanBudgets
-from .network import Heads, LatencyModel, Normaliser
-from .static import Static
+from .arrays import Array, Arrays, below, checked, encoded, log_softmax, read_arrays
+from .calibrated import Guard, MeanBudgets, Static
+from .network import Heads, LatencyModel, Normaliser, places_of
 
 FORMAT = "knobwise.NumpyController/3"
 AT_ONCE = 2048
@@ -74,19 +63,26 @@ class NumpyController:
         self.feature_sizes: dict[str, int] = self.header["features"]
         self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
-        self._named = configurations_of(self)
+        self._named: list[Knobs] = []
+        for row in self.configurations.tolist():
+            pairs = zip(self.knobs.items(), row, strict=True)
+            self._named.append({name: values[index] for (name, values), index in pairs})
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
+        places = None
+        if self.header["heads"] == "knobs":
+            places = places_of(self.configurations)
         network = below(arrays, "network.")
-        self._heads = Heads(network, self.header, self._normaliser, self.configurations)
+        self._heads = Heads(network, self.header, self._normaliser, places)
         self._values = arrays.get("values")
         self._latency = LatencyModel(below(arrays, "latency."))
         # what was calibrated on held-out samples
         if self.header["guard"]:
             self.static = Static.restored(below(arrays, "static."))
             self.guard = Guard(below(arrays, "guard."), self.static)
+        self._deadlines = self.header["limit"] == "budget_ms"
         if self.header["limit"] == "mean":
             self.mean = MeanBudgets(below(arrays, "mean."))
         self.calibrated = self.mean or self.guard
@@ -109,19 +105,16 @@ class NumpyController:
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
-        limit = self.header["limit"]
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
-        drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
+        drift = (np.zeros(len(self._named)), 1.0) if self._deadlines else None
         for index in range(len(self._named)):
             self._latency.single(np.zeros(self._heads.width), index)
         # all features 0, then all missing (NaN), which takes another way through the heads
-        for value in (0.0, np.nan):
+        for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
             request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
-            many = {name: np.tile(block, (len(budgets), 1)) for name, block in request.items()}
-            for index in self.choose(many, budgets, None, drift):
-                self.configuration(index)
-            for budget in budgets.tolist():
-                self.decide(request, budget, drift)
+            self.decide(request, budget, drift)
+            many = {name: block[None] for name, block in request.items()}
+            self.choose(many, np.array([budget]), None, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
@@ -153,7 +146,7 @@ class NumpyController:
     def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
-        if self.header["limit"] != "budget_ms":
+        if not self._deadlines:
             raise ValueError("a controller for mean budgets expects no latency of single answers")
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
@@ -173,7 +166,9 @@ class NumpyController:
         """Return the decision where the guard falls back to static or to the static mix, which need
         no features; else None."""
         fixed, _ = self._planned(budget_ms, drift)
-        return None if fixed is None else self._by_static(fixed)
+        if fixed is None:
+            return None
+        return self._by_static(fixed)
 
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with the latency that static expects of it."""
@@ -201,8 +196,7 @@ class NumpyController:
             mean = float(offset)
         elif offset.shape == self._even.shape:
             mean = float(offset.dot(self._even))
-        deadlines = self.header["limit"] == "budget_ms"
-        if not (deadlines and math.isfinite(mean) and 0 < scale < math.inf):
+        if not (self._deadlines and math.isfinite(mean) and 0 < scale < math.inf):
             raise ValueError(
                 f"a drift of {drift}: must be a finite offset, a number or [{len(self._named)}], "
                 "and a scale above 0, for a controller under deadlines"

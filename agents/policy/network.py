@@ -105,9 +105,8 @@ class Scratch(threading.local):
         inputs = [np.ones(len(weight), np.float32) for weight in layers]
         outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
         # the outputs of a layer fill the beginning of the next one's inputs
-        states = [
-            values[: weight.shape[1]] for weight, values in zip(layers, inputs[1:], strict=False)
-        ]
+        pairs = zip(outputs, inputs[1:], strict=False)
+        states = [following[: len(values)] for values, following in pairs]
         x, limit, drift, _ = np.split(inputs[0], bounds)
         self.arrays = x, limit, drift, inputs, outputs, states
         both = outputs[-1][logits:]
@@ -127,20 +126,17 @@ class Heads:
     makes few calls of few kinds, and writes into arrays that exist already, see `Scratch`.
 
     Args:
-        arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
-            heads are the last layer; perhaps `utility.weight`, `.bias` and `.slope`; and
-            `encoding.…`.
+        arrays: `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads are
+            the last; perhaps `utility.weight`, `.bias` and `.slope`; and `encoding.…`.
         header: settings, by name.
-        configurations: int64 [C, K].
+        places: which knob values a configuration has, see `places_of`; None for one head over the
+            configurations.
     """
 
     def __init__(
-        self,
-        arrays: Arrays,
-        header: Mapping[str, Any],
-        normaliser: Normaliser,
-        configurations: Array,
+        self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, places: Any
     ) -> None:
+        self.places = places
         self.normaliser = normaliser
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
         self.values = header["drift_values"]
@@ -150,20 +146,16 @@ class Heads:
             weight = np.vstack([arrays[f"layers.{i}.weight"], arrays[f"layers.{i}.bias"]])
             half = 0.5 if i < header["layers"] else 1.0
             self.layers.append((weight * half).astype(np.float32))
-        logits = self.layers[-1].shape[1]
+        self.logits = self.layers[-1].shape[1]
         self.utility: Utility | None = None
         if "utility.weight" in arrays:
             self.utility = Utility(below(arrays, "utility."), header["sharpness"])
             self.layers[-1] = self.utility.appended_to(self.layers[-1])
-        self.logits = logits
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
         self._scales = 1 / normaliser.scale
-        self._scratch = Scratch(self.layers, [self.width, inputs - self.values, inputs], logits)
-        # which knob values a configuration has; None for one head over the configurations
-        self.places: Array | None = None
-        if header["heads"] == "knobs":
-            self.places = places_of(configurations)
+        bounds = [self.width, inputs - self.values, inputs]
+        self._scratch = Scratch(self.layers, bounds, self.logits)
 
     def scores(self, x: Array, limits: Array, by_value: Array | float) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""

@@ -82,7 +82,7 @@ class KnobPolicy:
         self.columns = network.normaliser.columns
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
-        self.configurations = configurations_of(network)
+        self.configurations = configurations_of(self.agent.decider)
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ class Deployed(nn.Module):
             )
         self.controller = agent.controller.alone()
         self.sizes = agent.controller.normaliser.sizes
-        self.configurations = configurations_of(agent)
+        self.configurations = configurations_of(agent.decider)
         decider = agent.decider
         self.guard = decider.guard
         if decider.guard is not None and decider.static is not None:
@@ -77,12 +77,12 @@ class Deployed(nn.Module):
         x = self.controller.normaliser(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
         if self.guard is None:
             return self.controller(x, limits).argmax(1)
-        # as `policy.guard` has it: the calibrated budget nearest in ln ms
+        # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
         logs = limits.double().clamp_min(LEAST_LATENCY_MS).log()
         group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
         planned = (limits * self.margin[group]).float()
         chosen = self.controller(x, planned).argmax(1)
-        # as `policy.static` has it: the last step that begins at or below the budget
+        # as `Static` there has it: the last step that begins at or below the budget
         static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
         return torch.where(self.deploy[group], chosen, static)
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Static
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"

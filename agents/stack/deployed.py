@@ -18,9 +18,8 @@ from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.judging.policy import Guarded
 from knobwise.agents.policy.arrays import Array, digest_of
+from knobwise.agents.policy.calibrated import Guard, Static
 from knobwise.agents.policy.controller import FORMAT, Drift, NumpyController
-from knobwise.agents.policy.guard import Guard
-from knobwise.agents.policy.static import Static
 from knobwise.agents.stack import guard as guards
 from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.stack.teacher import Teacher
@@ -45,7 +44,7 @@ class Settled:
         guard_of_teacher: the rows of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
         latency: the latency that the tracker expects, see `policy.network.LatencyModel`.
-        mean: the mean budgets, see `policy.mean_budgets.MeanBudgets`.
+        mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
     """
 
     guard: list[dict[str, Any]] = field(default_factory=list)

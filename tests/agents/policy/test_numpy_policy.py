@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.policy.arrays import pick
-from knobwise.agents.policy.mean_budgets import MeanBudgets
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import MeanBudgets, Static
 
 # -- small functions -------------------------------------------------------------------------------
 

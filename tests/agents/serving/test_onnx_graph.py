@@ -43,7 +43,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
             assert graph.decide_index(request, budget) == light.decide_index(request, budget)
     session = onnxruntime.InferenceSession(path)
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["configurations"]) == configurations_of(agent)
+    assert json.loads(about["configurations"]) == configurations_of(agent.decider)
     assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
     # it holds the deployed network alone
     weights = onnx.load(path).graph.initializer

@@ -9,7 +9,7 @@ from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.calibrated import Guard
 from knobwise.agents.stack.guard import MARGINS, GuardSettings, arrays_of, calibrate
 
 NAN = math.nan
