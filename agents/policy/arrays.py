@@ -112,10 +112,8 @@ def log_ms(limits: Array) -> Array:
     return np.log(np.maximum(limits, limits.dtype.type(LEAST_MS)))
 
 
-def log_softmax(scores: Array, mask: Array | None = None) -> Array:
-    """Return log-probabilities [*, C] of scores [*, C]; −inf where the mask is False."""
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
+def log_softmax(scores: Array) -> Array:
+    """Return log-probabilities [*, C] of scores [*, C]."""
     # the largest score becomes 0, so that no exponential overflows
     shifted = scores - scores.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

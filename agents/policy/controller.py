@@ -24,7 +24,6 @@ AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
 MOST_MS = 1e30
 """Upper bound that budgets must stay below."""
-Knobs = dict[str, Any]
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
 Expected = tuple[int, float, float]
@@ -44,8 +43,7 @@ class NumpyController:
         columns: of the block `features` if they have names, else []: the name of each, its texts
             (None for a number), and whether it may be missing.
         datasets: the columns of the block `dataset` if that is an input, else [].
-        guard, static: per budget what the policy does, and what it falls back to; or None.
-        mean: the calibrated mean budgets, or None under deadlines.
+        guard, static, mean: what was calibrated, each None where there is none.
         calibrated: `mean` or `guard`, or None.
 
     Raises:
@@ -63,7 +61,7 @@ class NumpyController:
         self.feature_sizes: dict[str, int] = self.header["features"]
         self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
-        self._named: list[Knobs] = []
+        self._named: list[dict[str, Any]] = []
         for row in self.configurations.tolist():
             pairs = zip(self.knobs.items(), row, strict=True)
             self._named.append({name: values[index] for (name, values), index in pairs})
@@ -125,7 +123,7 @@ class NumpyController:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Knobs:
+    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms. The values of
         `columns` may be given by name instead of the block `features`, see `encoded`.
 
@@ -228,15 +226,10 @@ class NumpyController:
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            planned = limits[part]
-            scores = self._scores(raw[part], planned, drift)
-            allowed = None
-            if mask is not None:
-                allowed = mask[part]
-                scores = np.where(allowed, scores, -np.inf)
-            best = scores.argmax(1)
+            allowed = None if mask is None else mask[part]
+            best = self._scores(raw[part], limits[part], allowed, drift).argmax(1)
             if self.calibrated is not None:
-                best = self.calibrated.settled(best, planned, allowed)
+                best = self.calibrated.settled(best, limits[part], allowed)
             chosen[part] = best
         return chosen
 
@@ -245,8 +238,7 @@ class NumpyController:
     ) -> Array:
         """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
         falls back. Arguments and errors as in `choose`."""
-        raw, limits, mask = self._checked(features, limits, mask, drift)
-        return log_softmax(self._scores(raw, limits, drift), mask)
+        return log_softmax(self._scores(*self._checked(features, limits, mask, drift), drift))
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""
@@ -260,11 +252,12 @@ class NumpyController:
             return 0.0
         return self._values.dot(drift[0])
 
-    def _scores(self, raw: Array, limits: Array, drift: Drift) -> Array:
-        """Return scores [n, C] for requests that were checked."""
+    def _scores(self, raw: Array, limits: Array, mask: Array | None, drift: Drift) -> Array:
+        """Return scores [n, C] for requests that were checked, −inf outside the mask."""
         if self.calibrated is not None:
             limits = self.calibrated.planned(limits)
-        return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
+        scores = self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
+        return scores if mask is None else np.where(mask, scores, -np.inf)
 
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift

@@ -53,7 +53,7 @@ class Normaliser:
 
 class Encoding:
     """The standardised logarithm z of a limit, with sines and cosines of it; an even width leaves z
-    itself out. [n] → float32 [n, width]."""
+    itself out."""
 
     def __init__(self, arrays: Arrays, width: int) -> None:
         self.mean = arrays["mean"].item()
@@ -70,17 +70,13 @@ class Encoding:
         angles = [z * frequency for frequency in self._few]
         return z, [z, *map(math.sin, angles), *map(math.cos, angles)][-self.width :]
 
-    def standardised(self, limits: Array) -> Array:
-        """Return z of many limits, [n, 1]."""
+    def many(self, limits: Array) -> tuple[Array, Array]:
+        """Return z [n, 1] and the encoding [n, width] of many limits."""
         logs = log_ms(limits.astype(np.float64))
-        return ((logs - self.mean) / self.scale).clip(-4, 4)[:, None]
-
-    def __call__(self, limits: Array) -> Array:
-        """Encode many limits."""
-        z = self.standardised(limits)
+        z = ((logs - self.mean) / self.scale).clip(-4, 4)[:, None]
         angle = z * self.frequencies
         encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
-        return encoded[:, -self.width :]
+        return z, encoded[:, -self.width :]
 
 
 def places_of(configurations: Array) -> Array:
@@ -160,15 +156,16 @@ class Heads:
     def scores(self, x: Array, limits: Array, by_value: Array | float) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""
         drift = np.broadcast_to(by_value, (len(x), self.values))
+        z, encoded = self.encoding.many(limits)
         # the inputs of the first layer, then one layer after the other
-        out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
+        out = np.concatenate([x, encoded, drift], 1, dtype=np.float32)
         for weight in self.layers[:-1]:
             out = out @ weight[:-1] + weight[-1]
             gate = np.tanh(out)
             gate += _UNIT
             out *= gate
         if self.utility is not None:
-            out = np.concatenate([out, self.encoding.standardised(limits)], 1, dtype=np.float32)
+            out = np.concatenate([out, z], 1, dtype=np.float32)
         last = self.layers[-1]
         out = out @ last[:-1] + last[-1]
         scores = out[:, : self.logits]

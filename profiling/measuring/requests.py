@@ -6,7 +6,7 @@ import itertools
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
@@ -17,26 +17,36 @@ from knobwise.profiling.measuring.questions import VQAItem
 PROMPT = "{question}{choices}"
 
 
-class Requests(Protocol):
+class Requests:
     """Requests whose answers can be scored: a file of questions, or a generator of them, which has
     no end."""
 
+    prompt = PROMPT
+    """How a question is put."""
+
     def ids(self) -> Iterator[str]:
         """Return the ids of the samples, in an order that does not change."""
-        ...
+        raise NotImplementedError
 
-    def __contains__(self, sample_id: object) -> bool: ...
+    def __contains__(self, sample_id: object) -> bool:
+        raise NotImplementedError
+
+    def item(self, sample_id: str) -> VQAItem:
+        """Return the item of a sample."""
+        raise NotImplementedError
 
     def request(self, sample_id: str) -> Request:
         """Return the request of a sample."""
-        ...
+        item = self.item(sample_id)
+        return Request(item.picture(), question_text(item, self.prompt))
 
     def score(self, sample_id: str, answer: str) -> float:
         """Score an answer in [0, 1]."""
-        ...
+        item = self.item(sample_id)
+        return answer_accuracy(metric_of(item), answer, item.answers, item.choices)
 
 
-class Questions:
+class Questions(Requests):
     """Questions with known answers.
 
     Args:
@@ -55,7 +65,7 @@ class Questions:
         self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = PROMPT
     ) -> None:
         self._items = {item.id: item for item in items}
-        self._prompt = prompt
+        self.prompt = prompt
         self._key = f"knobs.metric={metric}"
         self._function = None
         if ":" in metric:
@@ -72,12 +82,11 @@ class Questions:
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._items
 
-    def request(self, sample_id: str) -> Request:
-        item = self._items[sample_id]
-        return Request(item.picture(), question_text(item, self._prompt))
+    def item(self, sample_id: str) -> VQAItem:
+        return self._items[sample_id]
 
     def score(self, sample_id: str, answer: str) -> float:
-        item = self._items[sample_id]
+        item = self.item(sample_id)
         sample = f"sample {sample_id!r}"
         if self._function is None:
             try:
@@ -94,9 +103,9 @@ class Questions:
         return accuracy
 
 
-class DrawnQuestions(Sequence[VQAItem]):
-    """Questions without end, each drawn by its number, which is its id: `Requests`, and the
-    sequence of the first `length` items, which are measured."""
+class DrawnQuestions(Requests, Sequence[VQAItem]):
+    """Questions without end, each drawn by its number, which is its id; and the sequence of the
+    first `length` items, which are measured."""
 
     length = 2000
 
@@ -126,14 +135,6 @@ class DrawnQuestions(Sequence[VQAItem]):
 
     def __contains__(self, sample_id: object) -> bool:
         return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
-
-    def request(self, sample_id: str) -> Request:
-        item = self.item(sample_id)
-        return Request(item.picture(), item.question)
-
-    def score(self, sample_id: str, answer: str) -> float:
-        item = self.item(sample_id)
-        return answer_accuracy(metric_of(item), answer, item.answers)
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:
