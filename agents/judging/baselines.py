@@ -73,7 +73,8 @@ class FittedStatic(Static):
             order = np.argsort(measured, kind="stable")
             sorted_ms[c] = measured[order]
             running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
-        return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
+        latency_ms = np.where(count_of > 0, mean_ms, slowest_ms)
+        return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that a file keeps."""
@@ -88,7 +89,11 @@ class FittedStatic(Static):
         running = self.running
         if accuracies is not None:
             running = running * accuracies[:, None]
-        return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
+        times = {
+            "latency_ms": self.latency_ms * factors,
+            "sorted_ms": self.sorted_ms * factors[:, None],
+        }
+        return type(self)(times | {"running": running})
 
 
 def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:

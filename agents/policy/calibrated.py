@@ -6,16 +6,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping
-from typing import Self
 
 import numpy as np
 
 from .arrays import Array, Arrays, below, log_ms, pick
 
 GOLDEN = 0.6180339887498949
-"""(√5 − 1)/2, the golden ratio minus 1. Its multiples modulo 1 decide which side of a static mix
-takes a request. They are spread evenly, so that any stretch of requests keeps the shares
-(Niederreiter 1992, "Random Number Generation and Quasi-Monte Carlo Methods", chapter 3)."""
+"""(√5 − 1)/2. Its multiples modulo 1 decide which side of a static mix takes a request. They are
+spread evenly, so that any stretch of requests keeps the shares (Niederreiter 1992, "Random Number
+Generation and Quasi-Monte Carlo Methods", chapter 3)."""
 
 
 class Static:
@@ -29,26 +28,20 @@ class Static:
         sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none.
         running: [C, n + 1], the mean utility under a budget between two of these.
         starts, choices: [s] each: from `starts[i]` ms on, `choices[i]` is best of all.
-        log_latency, spread: float64 [C], mean and standard deviation of ln ms; 0 without any
-            measurement.
+        log_latency, spread: [C], mean and standard deviation of ln ms; 0 without measurements.
     """
 
     name = "budget_aware_static"
 
-    def __init__(self, latency_ms: Array, sorted_ms: Array, running: Array) -> None:
-        self.latency_ms = latency_ms
-        self.sorted_ms = sorted_ms
-        self.running = running
-        logs = np.ma.masked_invalid(log_ms(sorted_ms))
+    def __init__(self, arrays: Arrays) -> None:
+        self.latency_ms = arrays["latency_ms"]
+        self.sorted_ms = arrays["sorted_ms"].astype(np.float64)
+        self.running = arrays["running"]
+        logs = np.ma.masked_invalid(log_ms(self.sorted_ms))
         self.log_latency = logs.mean(1).filled(0.0)
         self.spread = logs.std(1).filled(0.0)
         self.starts, self.choices = self._steps()
         self._few = self.starts.tolist()
-
-    @classmethod
-    def restored(cls, arrays: Arrays) -> Self:
-        """Return static from the arrays of a file, see `FittedStatic.arrays`."""
-        return cls(arrays["latency_ms"], arrays["sorted_ms"].astype(np.float64), arrays["running"])
 
     def mean_utility(self, limits: Array) -> Array:
         """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""

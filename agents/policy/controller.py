@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .arrays import Array, Arrays, below, checked, encoded, log_softmax, read_arrays
 from .calibrated import Guard, MeanBudgets, Static
-from .network import Heads, LatencyModel, Normaliser, places_of
+from .network import Heads, Normaliser, places_of
 
 FORMAT = "knobwise.NumpyController/3"
 AT_ONCE = 2048
@@ -75,10 +75,17 @@ class NumpyController:
         network = below(arrays, "network.")
         self._heads = Heads(network, self.header, self._normaliser, places)
         self._values = arrays.get("values")
-        self._latency = LatencyModel(below(arrays, "latency."))
+        # the latency that the tracker compares with what answers take; no decision reads it
+        latency = below(arrays, "latency.")
+        self._bias = latency["bias"]
+        self._spread = latency["spread"]
+        self._slopes: Array | None = None
+        if "weight" in latency:
+            # one row for each configuration
+            self._slopes = np.ascontiguousarray(latency["weight"].T)
         # what was calibrated on held-out samples
         if self.header["guard"]:
-            self.static = Static.restored(below(arrays, "static."))
+            self.static = Static(below(arrays, "static."))
             self.guard = Guard(below(arrays, "guard."), self.static)
         self._deadlines = self.header["limit"] == "budget_ms"
         if self.header["limit"] == "mean":
@@ -92,21 +99,20 @@ class NumpyController:
         `knobwise export`, an OSError if it cannot be read."""
         try:
             return cls(read_arrays(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
         except Exception as error:
             # errors of zipfile name no file
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            reason = f"is damaged ({error!r})"
-            if isinstance(error, ValueError):
-                reason = " ".join(str(error).split())
-            raise ValueError(f"{path}: {reason}") from error
+            raise ValueError(f"{path}: is damaged ({error!r})") from error
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
         drift = (np.zeros(len(self._named)), 1.0) if self._deadlines else None
         for index in range(len(self._named)):
-            self._latency.single(np.zeros(self._heads.width), index)
+            self._expected(index, np.zeros(self._heads.width))
         # all features 0, then all missing (NaN), which takes another way through the heads
         for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
             request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
@@ -116,8 +122,6 @@ class NumpyController:
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
-
-    # -- one request -------------------------------------------------------------------------------
 
     def configuration(self, index: int) -> dict[str, Any]:
         """Return the knob values of configuration `index`, by knob name."""
@@ -151,14 +155,13 @@ class NumpyController:
             return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
         index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
-        return index, *self._latency.single(x, index)
+        return self._expected(index, x)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        x = self._normaliser(self._joined(features)[None])[0]
-        return index, *self._latency.single(x, index)
+        return self._expected(index, self._normaliser(self._joined(features)[None])[0])
 
     def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, which need
@@ -167,6 +170,13 @@ class NumpyController:
         if fixed is None:
             return None
         return self._by_static(fixed)
+
+    def _expected(self, index: int, x: Array) -> Expected:
+        """Return a configuration with its latency, linear in normalised features [width]."""
+        mean = self._bias.item(index)
+        if self._slopes is not None:
+            mean += float(self._slopes[index].dot(x))
+        return index, mean, self._spread.item(index)
 
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with the latency that static expects of it."""
@@ -212,8 +222,6 @@ class NumpyController:
         # a request that does not fit is refused in words, as one of many
         many = {name: np.asarray(block)[None] for name, block in features.items()}
         return self._checked(many, np.ones(1), None, None)[0][0]
-
-    # -- many requests -----------------------------------------------------------------------------
 
     def choose(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None

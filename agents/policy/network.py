@@ -125,8 +125,7 @@ class Heads:
         arrays: `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads are
             the last; perhaps `utility.weight`, `.bias` and `.slope`; and `encoding.…`.
         header: settings, by name.
-        places: which knob values a configuration has, see `places_of`; None for one head over the
-            configurations.
+        places: see `places_of`; None for one head over the configurations.
     """
 
     def __init__(
@@ -255,25 +254,3 @@ class Utility:
         """Return the scores [n, C] with what its outputs [n, 2C] add."""
         parts = np.tanh(outputs) + _UNIT
         return self._factor * (scores + parts[:, : self.count] * parts[:, self.count :])
-
-
-class LatencyModel:
-    """The expected ln ms of a configuration, linear in the normalised features.
-
-    The tracker compares it with what answers take. It plays no part in decisions. Its arrays are
-    `bias` [C]; `spread` [C], of the residuals; and perhaps `weight` [width, C]."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.bias = arrays["bias"]
-        self.spread = arrays["spread"]
-        self.weight = arrays.get("weight")
-        if self.weight is not None:
-            # one row for each configuration
-            self.weight = np.ascontiguousarray(self.weight.T)
-
-    def single(self, x: Array, choice: int) -> tuple[float, float]:
-        """Return mean and standard deviation of ln ms for normalised features [width]."""
-        mean = self.bias.item(choice)
-        if self.weight is not None:
-            mean += float(self.weight[choice].dot(x))
-        return mean, self.spread.item(choice)

@@ -43,7 +43,8 @@ class Settled:
         guard_if_free: the rows if decisions and features cost nothing, for comparison.
         guard_of_teacher: the rows of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
-        latency: the latency that the tracker expects, see `policy.network.LatencyModel`.
+        latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
+            [width, C].
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
     """
 
@@ -57,7 +58,7 @@ class Settled:
     def scale_static(self, times: Array, accuracies: Array | None = None) -> None:
         """Multiply times and accuracies that static knows by factors [C] of the configurations."""
         if self.static:
-            self.static = FittedStatic.restored(self.static).scaled(times, accuracies).arrays()
+            self.static = FittedStatic(self.static).scaled(times, accuracies).arrays()
 
 
 class DeployedController(nn.Module):
@@ -90,7 +91,7 @@ class DeployedController(nn.Module):
         rows = self.settled.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        guard = Guard(guards.arrays_of(rows), Static.restored(self.settled.static))
+        guard = Guard(guards.arrays_of(rows), Static(self.settled.static))
         return Guarded(self.teacher, guard)
 
     @property

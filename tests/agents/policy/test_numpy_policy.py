@@ -92,7 +92,7 @@ def test_static_on_a_slower_machine_and_with_other_accuracies():
     assert slower.mean_utility(budgets)[2].tolist() == [0.25, 0.5, 1.0]
     chosen = slower.choose({}, budgets).tolist()
     assert chosen == [2, 0, 2]
-    assert Static.restored(slower.arrays()).choose({}, budgets).tolist() == chosen
+    assert Static(slower.arrays()).choose({}, budgets).tolist() == chosen
     worse = static.scaled(np.ones(3), np.array([1.0, 1.0, 0.5]))
     assert worse.mean_utility(budgets[2:]).tolist() == [[0.25, 0.75, 0.5]]
     # in single precision where nothing is lost
