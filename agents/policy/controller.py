@@ -69,9 +69,8 @@ class NumpyController:
         self._widths = tuple(self.feature_sizes.values())
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
-        places = None
-        if self.header["heads"] == "knobs":
-            places = places_of(self.configurations)
+        by_knobs = self.header["heads"] == "knobs"
+        places = places_of(self.configurations) if by_knobs else None
         network = below(arrays, "network.")
         self._heads = Heads(network, self.header, self._normaliser, places)
         self._values = arrays.get("values")
@@ -79,10 +78,7 @@ class NumpyController:
         latency = below(arrays, "latency.")
         self._bias = latency["bias"]
         self._spread = latency["spread"]
-        self._slopes: Array | None = None
-        if "weight" in latency:
-            # one row for each configuration
-            self._slopes = np.ascontiguousarray(latency["weight"].T)
+        self._slopes = np.ascontiguousarray(latency["weight"].T) if "weight" in latency else None
         # what was calibrated on held-out samples
         if self.header["guard"]:
             self.static = Static(below(arrays, "static."))

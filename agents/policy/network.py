@@ -144,8 +144,9 @@ class Heads:
         self.logits = self.layers[-1].shape[1]
         self.utility: Utility | None = None
         if "utility.weight" in arrays:
-            self.utility = Utility(below(arrays, "utility."), header["sharpness"])
-            self.layers[-1] = self.utility.appended_to(self.layers[-1])
+            outcomes = below(arrays, "utility.")
+            self.utility = Utility(outcomes, header["sharpness"], self.layers[-1])
+            self.layers[-1] = self.utility.layer
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
         self._scales = 1 / normaliser.scale
@@ -231,24 +232,24 @@ class Utility:
 
     Args:
         arrays: `weight` [inputs, 2C] and `bias` [2C] of a and l, and `slope` [C].
+        sharpness: see above.
+        layer: the last one without this head.
+
+    Attributes:
+        layer: the last one with the outputs of both, float32 [inputs + 2, …].
     """
 
-    def __init__(self, arrays: Arrays, sharpness: float) -> None:
-        self.slope = arrays["slope"] / 2
-        self.count = len(self.slope)
-        factor = np.concatenate([np.full(self.count, 0.5), -self.slope])
-        self.weight = np.vstack([arrays["weight"], arrays["bias"]]) * factor
+    def __init__(self, arrays: Arrays, sharpness: float, layer: Array) -> None:
+        slope = arrays["slope"] / 2
+        self.count = len(slope)
         self._factor = np.array(sharpness / 4, np.float32)
-
-    def appended_to(self, layer: Array) -> Array:
-        """Return the last layer with its outputs after those of `layer`, float32 [inputs + 2, …].
-
-        The input before the bias is z, which the heads of the knobs do not read.
-        """
-        both = np.hstack([layer / self._factor, self.weight])
+        factors = np.concatenate([np.full(self.count, 0.5), -slope])
+        weight = np.vstack([arrays["weight"], arrays["bias"]]) * factors
+        both = np.hstack([layer / self._factor, weight])
+        # the input before the bias is z, which the heads of the knobs do not read
         from_z = np.zeros((1, both.shape[1]))
-        from_z[0, -self.count :] = self.slope
-        return np.vstack([both[:-1], from_z, both[-1:]]).astype(np.float32)
+        from_z[0, -self.count :] = slope
+        self.layer = np.vstack([both[:-1], from_z, both[-1:]]).astype(np.float32)
 
     def added(self, scores: Array, outputs: Array) -> Array:
         """Return the scores [n, C] with what its outputs [n, 2C] add."""
