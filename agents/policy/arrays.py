@@ -112,13 +112,6 @@ def log_ms(limits: Array) -> Array:
     return np.log(np.maximum(limits, limits.dtype.type(LEAST_MS)))
 
 
-def log_softmax(scores: Array) -> Array:
-    """Return log-probabilities [*, C] of scores [*, C]."""
-    # the largest score becomes 0, so that no exponential overflows
-    shifted = scores - scores.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
     """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n]. `slow`
     is [n, C] or [C], any monotone scale of latency, finite inside the mask. The mask is bool [n, C]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Array, Arrays, below, checked, encoded, log_softmax, read_arrays
+from .arrays import Array, Arrays, below, checked, encoded, read_arrays
 from .calibrated import Guard, MeanBudgets, Static
 from .network import Heads, Normaliser, places_of
 
@@ -242,7 +242,10 @@ class NumpyController:
     ) -> Array:
         """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
         falls back. Arguments and errors as in `choose`."""
-        return log_softmax(self._scores(*self._checked(features, limits, mask, drift), drift))
+        scores = self._scores(*self._checked(features, limits, mask, drift), drift)
+        # the largest score becomes 0, so that no exponential overflows
+        scores -= scores.max(1, keepdims=True)
+        return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""

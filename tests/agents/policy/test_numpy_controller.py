@@ -186,7 +186,7 @@ def test_more_requests_than_are_decided_at_once(monkeypatch):
 def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
     light = untrained(GAPPY).decider
     # so that what is expected depends on features
-    light._latency.weight = np.ones((12, 9), np.float32)
+    light._slopes = np.ones((12, 9), np.float32)
     blocks = arrays(GAPPY)
     copied = {name: block.copy() for name, block in blocks.items()}
     limits = np.linspace(5, 40, 90)
