@@ -54,9 +54,8 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
-    """Return the content of the array `header`, and the digest of all arrays.
-
-    Raises a ValueError if the header is not of this form, or arrays hold NaN or were changed."""
+    """Return the content of the array `header`, and the digest of all arrays. Raises a ValueError
+    if the header is not of this form, or arrays hold NaN or were changed."""
     header: dict[str, Any] = {}
     # whatever is wrong with the header, it is none
     with suppress(KeyError, TypeError, ValueError):

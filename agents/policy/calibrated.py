@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -60,9 +59,7 @@ class Static:
         """Return a configuration with mean and standard deviation of its ln ms."""
         return index, float(self.log_latency[index]), float(self.spread[index])
 
-    def choose(
-        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None
-    ) -> Array:
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Return configurations int64 [n] for limits [n] in ms, inside the mask bool [n, C]."""
         if mask is None:
             return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
@@ -103,8 +100,7 @@ class Guard:
 
     Attributes:
         static: decides where the policy does not.
-        budgets_ms: [B].
-        margin: [B], the share of its budget that the policy may plan with.
+        budgets_ms, margin: [B] each; the share of its budget that the policy may plan with.
         deployed: bool [B], False where budget-aware static decides.
     """
 
@@ -145,8 +141,7 @@ class MeanBudgets:
     """The worth for each calibrated mean budget, and the static mix that a policy may fall back to.
 
     Attributes:
-        budgets_ms: float64 [B].
-        worths: float64 [B], the worth of a right answer in ms, 1/λ.
+        budgets_ms, worths: float64 [B] each; the worth of a right answer in ms, 1/λ.
         deployed: bool [B], False where the static mix decides.
         mix: `first` and `second` int64 [B], the two configurations; `share` [B], how often the
             second is taken; `mean_accuracy` and `mean_cost` [C]. {} without a mix.
@@ -161,10 +156,8 @@ class MeanBudgets:
         self.turns = itertools.count(1)
 
     def groups(self, budgets_ms: Array) -> Array:
-        """Return the index of the calibrated budget that equals each of these [n], int64 [n].
-
-        Equal ones differ by at most 0.1 %. Raises a ValueError for any that was not calibrated.
-        """
+        """Return the index of the calibrated budget that equals each of these [n] to 0.1 %, int64
+        [n]. Raises a ValueError for any that was not calibrated."""
         group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
         if far.any():
@@ -192,11 +185,8 @@ class MeanBudgets:
         return self.worths[self.groups(limits)]
 
     def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
-        """Replace choices [n] where the static mix decides; its two sides take turns.
-
-        If the mask forbids a side, the other takes its turns. If it forbids both, the best single
-        configuration that the budget affords does.
-        """
+        """Replace choices [n] where the static mix decides; its two sides take turns. If the mask
+        forbids a side, the other takes its turns; if both, the best that the budget affords."""
         group = self.groups(limits)
         mixed = ~self.deployed[group]
         if not self.mix or not mixed.any():

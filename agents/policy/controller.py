@@ -33,6 +33,7 @@ drift; NaN where nothing is expected."""
 
 class NumpyController:
     """Decides for requests by the arrays of an exported file, whose `header` is JSON as bytes.
+    Raises a ValueError if `knobwise export` did not write them, or they have changed since.
 
     Attributes:
         header: the content of the JSON.
@@ -45,9 +46,6 @@ class NumpyController:
         datasets: the columns of the block `dataset` if that is an input, else [].
         guard, static, mean: what was calibrated, each None where there is none.
         calibrated: `mean` or `guard`, or None.
-
-    Raises:
-        ValueError: `knobwise export` did not write the arrays, or they have changed since.
     """
 
     guard: Guard | None = None
@@ -71,8 +69,7 @@ class NumpyController:
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         by_knobs = self.header["heads"] == "knobs"
         places = places_of(self.configurations) if by_knobs else None
-        network = below(arrays, "network.")
-        self._heads = Heads(network, self.header, self._normaliser, places)
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
         self._values = arrays.get("values")
         # the latency that the tracker compares with what answers take; no decision reads it
         latency = below(arrays, "latency.")
@@ -127,9 +124,8 @@ class NumpyController:
         """Return knob values by name for one request: blocks [d] and a budget in ms. The values of
         `columns` may be given by name instead of the block `features`, see `encoded`.
 
-        Raises a ValueError if a block that is read is missing or has another shape, the budget is
-        not positive and finite, a mean budget is not calibrated, the drift has another shape, is
-        not finite, or is for a mean budget."""
+        Raises a ValueError if a block is missing or has another shape, the budget is not positive
+        and finite, or as a mean not calibrated, or the drift is not finite or not allowed."""
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
     def decide_index(self, features: Arrays, budget_ms: float, drift: Drift = None) -> int:
@@ -163,9 +159,7 @@ class NumpyController:
         """Return the decision where the guard falls back to static or to the static mix, which need
         no features; else None."""
         fixed, _ = self._planned(budget_ms, drift)
-        if fixed is None:
-            return None
-        return self._by_static(fixed)
+        return None if fixed is None else self._by_static(fixed)
 
     def _expected(self, index: int, x: Array) -> Expected:
         """Return a configuration with its latency, linear in normalised features [width]."""

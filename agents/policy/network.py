@@ -52,8 +52,7 @@ class Normaliser:
 
 
 class Encoding:
-    """The standardised logarithm z of a limit, with sines and cosines of it; an even width leaves z
-    itself out."""
+    """The standardised logarithm z of a limit, sines and cosines of it; an even width has no z."""
 
     def __init__(self, arrays: Arrays, width: int) -> None:
         self.mean = arrays["mean"].item()
@@ -121,11 +120,9 @@ class Heads:
     and the first call of each kind costs several times as much. So the decision on one request
     makes few calls of few kinds, and writes into arrays that exist already, see `Scratch`.
 
-    Args:
-        arrays: `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads are
-            the last; perhaps `utility.weight`, `.bias` and `.slope`; and `encoding.…`.
-        header: settings, by name.
-        places: see `places_of`; None for one head over the configurations.
+    The arrays are `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads
+    are the last; `encoding.…`; and perhaps `utility.…`. Without `places` (see `places_of`) there is
+    one head over the configurations.
     """
 
     def __init__(
@@ -228,15 +225,8 @@ class Utility:
     It adds sharpness · σ(a) · σ(s·(z − l)) to the scores, for logits a of the accuracy, slopes s,
     standardised ln budgets z and ln latencies l. By σ(x) = (1 + tanh(x/2))/2 it takes a single tanh
     of all its outputs, so they are a/2 and s·(z − l)/2 at once. The layer leaves the factor
-    sharpness/4 out of all scores.
-
-    Args:
-        arrays: `weight` [inputs, 2C] and `bias` [2C] of a and l, and `slope` [C].
-        sharpness: see above.
-        layer: the last one without this head.
-
-    Attributes:
-        layer: the last one with the outputs of both, float32 [inputs + 2, …].
+    sharpness/4 out of all scores. The arrays are `weight` [inputs, 2C] and `bias` [2C] of a and l,
+    and `slope` [C]. `layer` becomes the last layer with the outputs of both, [inputs + 2, …].
     """
 
     def __init__(self, arrays: Arrays, sharpness: float, layer: Array) -> None:
