@@ -88,9 +88,9 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             if not gaps:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
             value = math.nan if texts is None else ""
-        # a number as it is, a text as a 1 among its places
         if texts is None:
-            if not isinstance(value, (Real, np.bool_)) or abs(value) > MOST:
+            is_number = isinstance(value, (Real, np.bool_))
+            if not is_number or abs(value) > MOST:
                 raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
             block.append(value)
         else:
