@@ -229,7 +229,7 @@ def _features(agent: DeployedController, logged: Logged) -> Tensor:
 
 def _predictions(agent: DeployedController, logged: Logged) -> Prediction:
     """Return the outcomes that a controller's teacher expects of every configuration."""
-    return agent.teacher.moments(_features(agent, logged))  # type: ignore[no-any-return]
+    return agent.teacher.moments(_features(agent, logged))
 
 
 @torch.no_grad()

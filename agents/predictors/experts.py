@@ -308,9 +308,9 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
     # an expert of all rows, and of each fold
     experts = []
     targets = [data.targets, *(targets for _, targets in data.folds)]
-    for fitted_on, *both in zip(targets, *regressors, strict=True):
-        experts.append(Expert(name, *both, fitted_on.centre[0], spread, ", ".join(words)))
-    return Fitted(experts[0], Prediction(*unseen, spread), experts[1:])
+    for known, right, fast in zip(targets, *regressors, strict=True):
+        experts.append(Expert(name, right, fast, known.centre[0], spread, ", ".join(words)))
+    return Fitted(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

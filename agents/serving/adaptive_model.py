@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.policy.controller import Expected
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
 from knobwise.agents.serving.request_log import Flight, RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -252,7 +253,8 @@ class AdaptiveModel(Front, FirstStages):
             uncounted_ms -= took_ms + flight.stage.extra_ms
             # a time that is not possible is counted in any case
             if self._tracks or math.isnan(took_ms):
-                self.tracker.update(*flight.expected, took_ms)
+                expected: Expected = flight.expected
+                self.tracker.update(*expected, took_ms)
             times.append(took_ms)
         done = self._now()
         # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
 from knobwise.agents.serving.inputs import blocks_of
@@ -118,7 +118,7 @@ class Front:
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self) -> tuple[NumpyController, Drift, bool, Overhead]:
         """Return the facts that a `Flight` begins with beside its budget; the lock must be held."""
         drift = self.tracker.drift
         return self.controller, drift, self._exploration.turn(), self._fallen_back
@@ -130,7 +130,7 @@ class Front:
             flight.expected = self._exploration.draw(flight)
         return flight.expected[0]
 
-    def _result(self, flight: Flight, answer: Any, decision_ms: float, **times: float) -> Result:
+    def _result(self, flight: Flight, answer: Any, decision_ms: float, **times: Any) -> Result:
         """Return the result of a request with its times in ms."""
         choice, mean, spread = flight.expected
         return Result(
@@ -237,7 +237,8 @@ class Steps(Front):
         _check_answer(answer)
         with self._lock:
             if self._tracks:
-                self.tracker.update(*flight.expected, answer_ms)
+                expected: Expected = flight.expected
+                self.tracker.update(*expected, answer_ms)
             total_ms = (time.perf_counter() - flight.begun) * 1e3
             overhead_ms = total_ms - answer_ms
             beyond_ms = overhead_ms - flight.before_ms - flight.decision_ms
