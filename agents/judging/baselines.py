@@ -73,8 +73,8 @@ class FittedStatic(Static):
             order = np.argsort(measured, kind="stable")
             sorted_ms[c] = measured[order]
             running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
-        mean_ms = np.where(count_of > 0, mean_ms, slowest_ms)
-        return cls({"latency_ms": mean_ms, "sorted_ms": sorted_ms, "running": running})
+        known_ms = np.where(count_of > 0, mean_ms, slowest_ms)
+        return cls({"latency_ms": known_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that a file keeps."""

@@ -80,9 +80,9 @@ class SelectorActor(TensorDictModuleBase):
         pool = self.pool[rows]
         return *self.embeddings.both(rows, pool), pool >= 0
 
-    def _distribution(self, *inputs: Tensor) -> SequenceDistribution:
+    def _distribution(self, query: Tensor, pool: Tensor, mask: Tensor) -> SequenceDistribution:
         settings = self.shots, self.group_size, self.temperature
-        return self.selector.distribution(*inputs, *settings)
+        return self.selector.distribution(query, pool, mask, *settings)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         # draw, or take the greedy sequence
