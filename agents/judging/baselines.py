@@ -73,13 +73,13 @@ class FittedStatic(Static):
             order = np.argsort(measured, kind="stable")
             sorted_ms[c] = measured[order]
             running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
-        known_ms = np.where(count_of > 0, mean_ms, slowest_ms)
-        return cls({"latency_ms": known_ms, "sorted_ms": sorted_ms, "running": running})
+        latency_ms = np.where(count_of > 0, mean_ms, slowest_ms)
+        return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that a file keeps."""
         # in float32 where nothing is lost
-        sorted_ms = self.sorted_ms.astype(np.float32)
+        sorted_ms: Array = self.sorted_ms.astype(np.float32)
         if not (sorted_ms == self.sorted_ms).all():
             sorted_ms = self.sorted_ms
         return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
