@@ -123,7 +123,7 @@ def update(
     best, trials = _held_out(agent, logged, learned.after)
     names = configurations_of(agent.decider)
     accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice).double()
-    # for a step that only times may judge, each answer is as accurate as the profile expects
+    # times alone judge the first step: each answer counts as accurate as the profile expects
     times_alone = logged.clone()
     times_alone.accuracy = accuracy
     steps: dict[str, Judgement] = {}
@@ -131,6 +131,7 @@ def update(
     against: list[str] = []
     serving = None
     for name, trial in trials.items():
+        # is it better than the best so far?
         if name == LATENCIES:
             steps[name] = trial.judged(times_alone, best)
         else:
