@@ -39,7 +39,8 @@ def blocks_of(
         columns: those of the block `features`, see `encoded`.
 
     Raises:
-        ValueError: a block is absent, unknown, infinite or of another shape.
+        InputError: a block is absent, unknown, infinite or of another shape, or a value by name
+            cannot be used.
     """
     if features is not None and not isinstance(features, Mapping):
         name = next(iter(sizes)) if len(sizes) == 1 else "without a name"
@@ -47,8 +48,11 @@ def blocks_of(
     features = features or {}
     if columns and "features" not in features:
         # values by name, of which only those of known blocks and columns count
-        named = {"features": encoded(columns, features)}
-        features = {name: features[name] for name in sizes if name in features} | named
+        known = {name: features[name] for name in sizes if name in features}
+        try:
+            features = known | {"features": encoded(columns, features)}
+        except ValueError as error:
+            raise InputError(str(error)) from error
     blocks = {}
     for name, values in features.items():
         blocks[name] = numbers(f"features: {name}", values)
