@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.policy import Array, Baseline
 from knobwise.agents.policy.arrays import Arrays, pick
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Static
 from knobwise.agents.predictors.experts import Expert, Experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction
@@ -73,12 +73,13 @@ class FittedStatic(Static):
             order = np.argsort(measured, kind="stable")
             sorted_ms[c] = measured[order]
             running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
-        return cls(np.where(count_of > 0, mean_ms, slowest_ms), sorted_ms, running)
+        latency_ms = np.where(count_of > 0, mean_ms, slowest_ms)
+        return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that a file keeps."""
         # in float32 where nothing is lost
-        sorted_ms = self.sorted_ms.astype(np.float32)
+        sorted_ms: Array = self.sorted_ms.astype(np.float32)
         if not (sorted_ms == self.sorted_ms).all():
             sorted_ms = self.sorted_ms
         return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
@@ -88,7 +89,11 @@ class FittedStatic(Static):
         running = self.running
         if accuracies is not None:
             running = running * accuracies[:, None]
-        return type(self)(self.latency_ms * factors, self.sorted_ms * factors[:, None], running)
+        times = {
+            "latency_ms": self.latency_ms * factors,
+            "sorted_ms": self.sorted_ms * factors[:, None],
+        }
+        return type(self)(times | {"running": running})
 
 
 def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:

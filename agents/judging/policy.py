@@ -10,8 +10,7 @@ from torch import Tensor
 
 from knobwise.agents.policy.arrays import Array as Array
 from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.guard import Guard
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Guard
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -47,15 +46,13 @@ class Guarded:
     The margins of the guard are not used.
     """
 
-    def __init__(self, policy: Policy, guard: Guard, static: Static) -> None:
+    def __init__(self, policy: Policy, guard: Guard) -> None:
         self.policy = policy
         self.guard = guard
-        self.static = static
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
-        chosen = self.policy.choose(features, limits, mask)
-        return np.where(self.reads_features(limits), chosen, self.static.choose({}, limits, mask))
+        return self.guard.settled(self.policy.choose(features, limits, mask), limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
         """Return where the policy itself decides, by limits [n]: bool [n]."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST, Teacher
@@ -195,7 +194,6 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     """
     agent = copied(agent)
     teacher = agent.teacher
-    assert teacher is not None
     before = copy.deepcopy(teacher)
     # an offset that all configurations share only moves the budgets, so nothing has to be taught
     overall = float(offsets.mean.mean())
@@ -209,9 +207,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     settled = agent.settled
     for row in (*settled.guard, *settled.guard_if_free):
         row["budget_ms"] *= math.exp(overall)
-    if settled.static:
-        static = FittedStatic.restored(settled.static).scaled(offsets.mean.exp().numpy())
-        settled.static = static.arrays()
+    settled.scale_static(offsets.mean.exp().numpy())
     # the latency model of the tracker
     latency = settled.latency
     bias = latency["bias"] + offsets.mean.numpy()
@@ -256,7 +252,6 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     """
     controller = agent.controller
     teacher = agent.teacher
-    assert teacher is not None
     generator = torch.Generator().manual_seed(0)
     encoding = controller.network.encoding
     low, high = (float(encoding.mean + z * encoding.scale) for z in (-2, 2))

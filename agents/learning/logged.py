@@ -62,12 +62,17 @@ class Logged(TensorClass):
     @property
     def probability(self) -> Tensor:
         """The probability of each choice, float64 [n], in (0, 1]."""
-        return self.propensity.gather(1, self.choice.unsqueeze(1)).squeeze(1)
+        return of_choices(self.propensity, self.choice)
 
     @property
     def labelled(self) -> Tensor:
         """True where the accuracy is known, bool [n]."""
         return ~self.accuracy.isnan()
+
+
+def of_choices(values: Tensor, choices: Tensor) -> Tensor:
+    """Return the values of choices int64 [n], [n, C] → [n]."""
+    return values.gather(1, choices.unsqueeze(1)).squeeze(1)
 
 
 class ReadLog(NamedTuple):
@@ -120,7 +125,7 @@ def read_log(
     # a label comes after its request; of several, the latest counts
     for label in _lines(folder, LABELS, aside):
         in_percent |= _is_above_one(label.get("accuracy"))
-        if not _in_unit(label.get("accuracy")):
+        if not _is_number(label.get("accuracy"), 0, 1):
             aside["a label outside [0, 1]"] += 1
         elif str(label.get("id")) not in rows:
             aside["a label of an unknown request"] += 1
@@ -219,7 +224,7 @@ def _faults(
     timed = all(_is_positive(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms"))
     if not (timed and _is_number(row["log_latency"])):
         yield "times that are not positive and finite"
-    if row.setdefault("accuracy", None) is not None and not _in_unit(row["accuracy"]):
+    if row.setdefault("accuracy", None) is not None and not _is_number(row["accuracy"], 0, 1):
         yield "an accuracy outside [0, 1]"
 
     # the arrays that the decision was made from
@@ -240,24 +245,19 @@ def _moment(row: Mapping[str, Any]) -> float:
     return float(moment) if _is_number(moment) else 0.0
 
 
-def _is_number(value: Any) -> bool:
-    """Return True for a finite number. A bool does not count as one."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_positive(value: Any) -> bool:
-    """Return True for a finite number above 0."""
-    return _is_number(value) and value > 0
-
-
-def _in_unit(value: Any) -> bool:
-    """Return True for a number from 0 to 1."""
-    return _is_number(value) and 0 <= value <= 1
+def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Return True for a finite number in [least, most]. A bool does not count as one."""
+    return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
 
 
 def _is_above_one(value: Any) -> bool:
     """Return True for a number above 1."""
-    return _is_number(value) and value > 1
+    return _is_number(value, 1) and value != 1
+
+
+def _is_positive(value: Any) -> bool:
+    """Return True for a finite number above 0."""
+    return _is_number(value, 0) and value != 0
 
 
 def _is_index(value: Any, count: float) -> bool:

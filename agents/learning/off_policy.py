@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.paired import lower_bound
-from knobwise.agents.learning.logged import Logged
+from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.losses.functional import doubly_robust
 
@@ -90,8 +90,8 @@ def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgeme
         new: int64 [n], the choices of the new controller.
     """
     # without evidence the new controller is taken to choose as the old one
-    rows = torch.arange(len(old))
-    supported = (logged.propensity[rows, old] > 0) & (logged.propensity[rows, new] > 0)
+    chances = of_choices(logged.propensity, old), of_choices(logged.propensity, new)
+    supported = torch.minimum(*chances) > 0
     unsupported = int(((old != new) & ~supported).sum())
     new = new.where(supported, old)
     differs = old != new
@@ -138,9 +138,8 @@ def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor
     """
     reward = logged.accuracy * logged.met
     estimate = doubly_robust(expected, logged.choice, reward, logged.probability, CLIP)
-    choice = choices.unsqueeze(1)
-    robust = estimate.gather(1, choice).squeeze(1)
-    model = expected.gather(1, choice).squeeze(1)
+    robust = of_choices(estimate, choices)
+    model = of_choices(expected, choices)
     # E ρ², shrunk, over the requests that drew this choice: first where the two policies agree,
     # then where they differ
     drawn = choices == logged.choice
@@ -148,7 +147,7 @@ def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor
     squares = groups @ (reward - model).square() + COUNTS * RESIDUAL_SQUARE
     squares /= groups.sum(1) + COUNTS
     # p·w², where p is the probability that the logging policy draws this choice
-    chance = logged.propensity.gather(1, choice).squeeze(1)
+    chance = of_choices(logged.propensity, choices)
     moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(CLIP).square()
     return torch.stack([robust, model, moment * squares[differs.long()]])
 

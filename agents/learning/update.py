@@ -17,14 +17,12 @@ comparisons, so a useless update takes over with at most twice the chance of a s
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     Offsets,
@@ -36,7 +34,7 @@ from knobwise.agents.learning.adaptation import (
     teach_again,
 )
 from knobwise.agents.learning.doubts import MOST_LOSS, doubted_labels, doubted_times
-from knobwise.agents.learning.logged import Logged
+from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.predictors.outcomes import Prediction
@@ -44,6 +42,8 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
+LATENCIES = "latencies"
+ACCURACIES = "accuracies"
 FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
 ACCURACY_SCALES = Scales(0.5, 0.3, 0.0)
@@ -76,6 +76,32 @@ class Update(NamedTuple):
     """The second step's offsets of the logit of each expected accuracy."""
 
 
+class Learned(NamedTuple):
+    """What a controller learned from a log."""
+
+    after: dict[str, DeployedController]
+    """The controller after each step that the log allows, by the step's name in order."""
+    offsets: Offsets
+    """Those of ln ms."""
+    logits: Tensor
+    """Those of the accuracies' logits, float64 [C]."""
+
+
+class Trial(NamedTuple):
+    """The controller after a step, on n requests that it did not learn from."""
+
+    agent: DeployedController
+    """The controller that learned from the whole log."""
+    choices: Tensor
+    """int64 [n]: the choices of those that learned without each request."""
+    expected: Tensor
+    """float [n, C]: the utility of every configuration that these expect."""
+
+    def judged(self, logged: Logged, old: Tensor, rows: Any = slice(None)) -> Judgement:
+        """Compare with the old choices [n] on some of the requests."""
+        return judge(logged[rows], self.expected[rows], old[rows], self.choices[rows])
+
+
 def update(
     agent: DeployedController, logged: Logged, accept: bool = False, loss: float = 0.0
 ) -> Update:
@@ -93,44 +119,52 @@ def update(
     n = len(logged)
     if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
-    after, offsets, logits = learn(agent, logged)
-    choices, expected = _held_out(agent, logged, list(after))
-    accuracy = _predictions(agent, logged).accuracy[torch.arange(n), logged.choice].double()
-    names = configurations_of(agent.controller)
-    best = choices[""]
-    serving = None
+    learned = learn(agent, logged)
+    best, trials = _held_out(agent, logged, learned.after)
+    names = configurations_of(agent.decider)
+    accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice).double()
+    # times alone judge the first step: each answer counts as accurate as the profile expects
+    times_alone = logged.clone()
+    times_alone.accuracy = accuracy
     steps: dict[str, Judgement] = {}
     doubts: dict[str, list[str]] = {}
     against: list[str] = []
-    for name, controller in after.items():
-        new = choices[name]
-        outcomes = logged.clone()
-        judged = logged.labelled
-        if name == "latencies":
-            # each answer counts as accurate as the profile expects
-            outcomes.accuracy = accuracy
-            judged = torch.ones_like(judged)
-        steps[name] = judge(outcomes[judged], expected[name][judged], best[judged], new[judged])
+    serving = None
+    for name, trial in trials.items():
+        # is it better than the best so far?
+        if name == LATENCIES:
+            steps[name] = trial.judged(times_alone, best)
+        else:
+            steps[name] = trial.judged(logged, best, logged.labelled)
         if not steps[name].better:
             continue
+        # what speaks against it; doubts about a step that did not take over hold for the next too
         total = loss
-        if name == "latencies":
-            late = slice(n // 2, None)
-            later = judge(outcomes[late], expected[name][late], best[late], new[late])
+        if name == LATENCIES:
+            later = trial.judged(times_alone, best, slice(n // 2, None))
             ratios = _ratios(agent, logged)
             against = doubted_times(names, agent.configurations, logged.choice, ratios, later)
         else:
-            total = max(0.0, loss + _loss(after["latencies"], logged, best, new))
-            against = against + doubted_labels(names, logged[judged], accuracy[judged], total)
+            total = max(0.0, loss + _loss(trials[LATENCIES].agent, logged, best, trial.choices))
+            labelled = logged.labelled
+            against = against + doubted_labels(names, logged[labelled], accuracy[labelled], total)
         doubts[name] = against
-        if accept or not against:
-            best = new
-            serving = controller
-            loss = 0.0 if total > MOST_LOSS else total
-            against = []
-    factors = offsets.mean.exp().tolist()
-    better = serving is not None
-    return Update(serving or controller, better, steps, doubts, loss, factors, logits.tolist())
+        if against and not accept:
+            continue
+        # it takes over
+        best = trial.choices
+        serving = trial.agent
+        loss = 0.0 if total > MOST_LOSS else total
+        against = []
+    return Update(
+        agent=serving or trial.agent,
+        better=serving is not None,
+        steps=steps,
+        doubts=doubts,
+        loss=loss,
+        factors=learned.offsets.mean.exp().tolist(),
+        logits=learned.logits.tolist(),
+    )
 
 
 @torch.no_grad()
@@ -138,59 +172,52 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
     """Return the utility lost by new choices [n] instead of old ones, at the accuracies of the
     profile."""
     profile = copied(agent)
-    assert profile.teacher is not None
     # without what labels have taught it
     profile.teacher.accuracy_logits.zero_()
     worth = _expected_utility(profile, logged)
-    lost = worth.gather(1, old.unsqueeze(1)) - worth.gather(1, new.unsqueeze(1))
-    return float(lost.double().mean())
+    return float((of_choices(worth, old) - of_choices(worth, new)).double().mean())
 
 
-def learn(
-    agent: DeployedController, logged: Logged
-) -> tuple[dict[str, DeployedController], Offsets, Tensor]:
-    """Let a controller learn from a log.
-
-    Returns:
-        The controller after each step that the log allows, by the step's name in order; the offsets
-        of ln ms; and those of the accuracies' logits, float64 [C].
-    """
+def learn(agent: DeployedController, logged: Logged) -> Learned:
+    """Let a controller learn from a log."""
     offsets = _latency_offsets(agent, logged)
     candidate = adapted(agent, offsets, _features(agent, logged))
-    after = {"latencies": candidate}
+    after = {LATENCIES: candidate}
     logits = torch.zeros(len(agent.configurations), dtype=torch.float64)
     lessons = logged[logged.seen & logged.labelled]
     if len(lessons):
         logits = _accuracy_offsets(candidate, lessons)
-        after["accuracies"] = _with_logits(candidate, logits, lessons)
-    return after, offsets, logits
+        after[ACCURACIES] = _with_logits(candidate, logits, lessons)
+    return Learned(after, offsets, logits)
 
 
 def _held_out(
-    agent: DeployedController, logged: Logged, names: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    agent: DeployedController, logged: Logged, after: dict[str, DeployedController]
+) -> tuple[Tensor, dict[str, Trial]]:
     """Let the controller learn without each fold in turn, and decide the fold's requests.
 
     Returns:
-        The choices int64 [n] of the old controller, under "", and of the controllers after each
-        step; and the utility of every configuration, float [n, C], that each of the latter expects.
+        The choices of the old controller, int64 [n], and the trial of each step.
     """
     n = len(logged)
-    choices = {name: torch.zeros_like(logged.choice) for name in ("", *names)}
-    expected = {name: torch.zeros(n, len(agent.configurations)) for name in names}
+    old = torch.zeros_like(logged.choice)
+    trials = {}
+    for name, controller in after.items():
+        expected = torch.zeros(n, len(agent.configurations))
+        trials[name] = Trial(controller, torch.zeros_like(old), expected)
     fold_of = torch.arange(n) % FOLDS
     for fold in range(FOLDS):
         rows = fold_of == fold
         test = logged[rows]
-        after, _, _ = learn(agent, logged[~rows])
-        choices[""][rows] = decisions(agent.decider, test)
+        in_fold = learn(agent, logged[~rows]).after
+        old[rows] = decisions(agent.decider, test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
-        for name in names:
-            last = after.get(name, last)
-            choices[name][rows] = decisions(last.decider, test)
-            expected[name][rows] = _expected_utility(last, test)
-    return choices, expected
+        for name, trial in trials.items():
+            last = in_fold.get(name, last)
+            trial.choices[rows] = decisions(last.decider, test)
+            trial.expected[rows] = _expected_utility(last, test)
+    return old, trials
 
 
 # -- the steps -------------------------------------------------------------------------------------
@@ -203,7 +230,6 @@ def _features(agent: DeployedController, logged: Logged) -> Tensor:
 
 def _predictions(agent: DeployedController, logged: Logged) -> Prediction:
     """Return the outcomes that a controller's teacher expects of every configuration."""
-    assert agent.teacher is not None
     return agent.teacher.moments(_features(agent, logged))
 
 
@@ -220,11 +246,10 @@ def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
 def _ratios(agent: DeployedController, logged: Logged) -> Tensor:
     """Return ln(time of the answer / time that the controller and the tracker expect), float64
     [n]."""
-    cell = torch.arange(len(logged)), logged.choice
     # where the features were not seen, the prediction is the logged one
-    predicted = _predictions(agent, logged).log_latency[cell].double()
+    predicted = of_choices(_predictions(agent, logged).log_latency, logged.choice).double()
     predicted = predicted.where(logged.seen, logged.log_latency)
-    return logged.answer_ms.log() - predicted - logged.offset[cell]
+    return logged.answer_ms.log() - predicted - of_choices(logged.offset, logged.choice)
 
 
 @torch.no_grad()
@@ -240,7 +265,7 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     spreads = _predictions(agent, logged).spread
     factor = torch.ones(())
     if logged.seen.any():
-        spread = spreads[torch.arange(len(logged)), logged.choice] * logged.scale.float()
+        spread = of_choices(spreads, logged.choice) * logged.scale.float()
         z = (ratios - offsets.mean[logged.choice]) / spread
         factor = 1.4826 * z[logged.seen].abs().median()
     missing = factor.clamp(*SPREADS).square() - 1
@@ -255,7 +280,7 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     for Bernoulli labels, by Fisher scoring: each round is a normal fit to δ + (label − p)/w, with
     the mean w of p(1 − p) as its precision.
     """
-    expected = _predictions(agent, logged).accuracy[torch.arange(len(logged)), logged.choice]
+    expected = of_choices(_predictions(agent, logged).accuracy, logged.choice)
     predicted = expected.double().clamp(0.01, 0.99).logit()
     offsets = torch.zeros(len(agent.configurations), dtype=torch.float64)
     for _ in range(ROUNDS):
@@ -275,14 +300,10 @@ def _with_logits(agent: DeployedController, logits: Tensor, logged: Logged) -> D
     mean effect on logged requests.
     """
     agent = copied(agent)
-    assert agent.teacher is not None
     x = _features(agent, logged)
     before = copy.deepcopy(agent.teacher)
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
-    if agent.settled.static:
-        static = FittedStatic.restored(agent.settled.static)
-        scaled = static.scaled(np.ones(len(logits)), effect.double().numpy())
-        agent.settled.static = scaled.arrays()
+    agent.settled.scale_static(np.ones(len(logits)), effect.double().numpy())
     teach_again(agent, before, x)
     return agent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -54,9 +54,8 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
-    """Return the content of the array `header`, and the digest of all arrays.
-
-    Raises a ValueError if the header is not of this form, or arrays hold NaN or were changed."""
+    """Return the content of the array `header`, and the digest of all arrays. Raises a ValueError
+    if the header is not of this form, or arrays hold NaN or were changed."""
     header: dict[str, Any] = {}
     # whatever is wrong with the header, it is none
     with suppress(KeyError, TypeError, ValueError):
@@ -94,93 +93,22 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             if not is_number or abs(value) > MOST:
                 raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
             block.append(value)
-        elif isinstance(value, str):
+        else:
+            if not isinstance(value, str):
+                raise ValueError(f"features: {name!r} must be text, not {value!r}")
             block += [value == text for text in texts]
             block.append(value not in texts)
-        else:
-            raise ValueError(f"features: {name!r} must be text, not {value!r}")
     return np.array(block, np.float32)
-
-
-def numbers(name: str, value: Any) -> Array:
-    """Return a copy as float32. Raises a ValueError if these are no numbers."""
-    try:
-        # a tensor may be on a GPU, with gradients
-        if hasattr(value, "detach") and not value.is_complex():
-            value = value.detach().float().cpu().numpy()
-        if np.iscomplexobj(value):
-            raise TypeError("complex numbers")
-        # what is too large becomes infinite, which the caller refuses by the name of the field
-        with np.errstate(over="ignore"):
-            return np.array(value, np.float32)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: not an array of numbers ({error})") from error
-
-
-def blocks_of(
-    features: Any, sizes: Mapping[str, int], columns: Sequence[Any] = ()
-) -> dict[str, Array]:
-    """Return features as people give them as float32 blocks [d] or [n, d] by name.
-
-    `sizes` are the widths of the blocks that are read; `columns` those of the block `features`, see
-    `encoded`. A policy that reads one block takes it without its name. Raises a ValueError if a
-    block is absent, unknown, infinite or of another shape."""
-    if features is not None and not isinstance(features, Mapping):
-        name = next(iter(sizes)) if len(sizes) == 1 else "without a name"
-        features = {name: features}
-    features = features or {}
-    if columns and "features" not in features:
-        # values by name, of which only those of known blocks and columns count
-        named = {"features": encoded(columns, features)}
-        features = {name: features[name] for name in sizes if name in features} | named
-    blocks = {}
-    for name, values in features.items():
-        blocks[name] = numbers(f"features: {name}", values)
-        if np.isinf(blocks[name]).any():
-            raise ValueError(
-                f"features: {name} hold infinite values; write NaN for what is missing"
-            )
-    widths = {name: block.shape[-1] for name, block in blocks.items() if block.ndim in (1, 2)}
-    if widths != sizes or len(blocks) > len(widths):
-        wanted = [f"{name} [{width}] or [n, {width}]" for name, width in sizes.items()]
-        got = [f"{name} {list(block.shape)}" for name, block in blocks.items()]
-        raise ValueError(
-            f"features: this policy reads {', '.join(wanted) or 'none'}; "
-            f"got {', '.join(got) or 'none'}"
-        )
-    return blocks
-
-
-def named_values(knobs: Mapping[str, Any], configurations: Any) -> list[dict[str, Any]]:
-    """Return the values of each configuration by knob. `knobs` holds the values of each knob, and
-    `configurations`, int64 [C, K], indices into them."""
-    named = []
-    for row in configurations.tolist():
-        pairs = zip(knobs.items(), row, strict=True)
-        named.append({name: values[index] for (name, values), index in pairs})
-    return named
 
 
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """Return the values that each of a controller's or a table's configurations gives the knobs."""
-    knobs = controller.knobs
-    if not isinstance(knobs, Mapping):
-        knobs = {knob.name: knob.values for knob in knobs}
-    return named_values(knobs, controller.configurations)
+    return [controller.configuration(i) for i in range(len(controller.configurations))]
 
 
 def log_ms(limits: Array) -> Array:
     """Return the natural logarithm of limits in ms, in their precision."""
     return np.log(np.maximum(limits, limits.dtype.type(LEAST_MS)))
-
-
-def log_softmax(scores: Array, mask: Array | None = None) -> Array:
-    """Return log-probabilities [*, C] of scores [*, C]; −inf where the mask is False."""
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
-    # the largest score becomes 0, so that no exponential overflows
-    shifted = scores - scores.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:

@@ -15,18 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Array, Arrays, below, checked, encoded, log_softmax, named_values, read_arrays
-from .guard import Guard
-from .mean_budgets import MeanBudgets
-from .network import Heads, LatencyModel, Normaliser
-from .static import Static
+from .arrays import Array, Arrays, below, checked, encoded, read_arrays
+from .calibrated import Guard, MeanBudgets, Static
+from .network import Heads, Normaliser, places_of
 
 FORMAT = "knobwise.NumpyController/3"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
 MOST_MS = 1e30
 """Upper bound that budgets must stay below."""
-Knobs = dict[str, Any]
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
 Expected = tuple[int, float, float]
@@ -36,6 +33,7 @@ drift; NaN where nothing is expected."""
 
 class NumpyController:
     """Decides for requests by the arrays of an exported file, whose `header` is JSON as bytes.
+    Raises a ValueError if `knobwise export` did not write them, or they have changed since.
 
     Attributes:
         header: the content of the JSON.
@@ -46,12 +44,8 @@ class NumpyController:
         columns: of the block `features` if they have names, else []: the name of each, its texts
             (None for a number), and whether it may be missing.
         datasets: the columns of the block `dataset` if that is an input, else [].
-        guard, static: per budget what the policy does, and what it falls back to; or None.
-        mean: the calibrated mean budgets, or None under deadlines.
+        guard, static, mean: what was calibrated, each None where there is none.
         calibrated: `mean` or `guard`, or None.
-
-    Raises:
-        ValueError: `knobwise export` did not write the arrays, or they have changed since.
     """
 
     guard: Guard | None = None
@@ -65,19 +59,28 @@ class NumpyController:
         self.feature_sizes: dict[str, int] = self.header["features"]
         self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
-        self._named = named_values(self.knobs, self.configurations)
+        self._named: list[dict[str, Any]] = []
+        for row in self.configurations.tolist():
+            pairs = zip(self.knobs.items(), row, strict=True)
+            self._named.append({name: values[index] for (name, values), index in pairs})
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
-        network = below(arrays, "network.")
-        self._heads = Heads(network, self.header, self._normaliser, self.configurations)
+        by_knobs = self.header["heads"] == "knobs"
+        places = places_of(self.configurations) if by_knobs else None
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
         self._values = arrays.get("values")
-        self._latency = LatencyModel(below(arrays, "latency."))
+        # the latency that the tracker compares with what answers take; no decision reads it
+        latency = below(arrays, "latency.")
+        self._bias = latency["bias"]
+        self._spread = latency["spread"]
+        self._slopes = np.ascontiguousarray(latency["weight"].T) if "weight" in latency else None
         # what was calibrated on held-out samples
         if self.header["guard"]:
-            self.guard = Guard(below(arrays, "guard."))
-            self.static = Static.restored(below(arrays, "static."))
+            self.static = Static(below(arrays, "static."))
+            self.guard = Guard(below(arrays, "guard."), self.static)
+        self._deadlines = self.header["limit"] == "budget_ms"
         if self.header["limit"] == "mean":
             self.mean = MeanBudgets(below(arrays, "mean."))
         self.calibrated = self.mean or self.guard
@@ -89,47 +92,40 @@ class NumpyController:
         `knobwise export`, an OSError if it cannot be read."""
         try:
             return cls(read_arrays(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
         except Exception as error:
             # errors of zipfile name no file
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            reason = f"is damaged ({error!r})"
-            if isinstance(error, ValueError):
-                reason = " ".join(str(error).split())
-            raise ValueError(f"{path}: {reason}") from error
+            raise ValueError(f"{path}: is damaged ({error!r})") from error
 
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
-        limit = self.header["limit"]
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
-        drift = (np.zeros(len(self._named)), 1.0) if limit == "budget_ms" else None
+        drift = (np.zeros(len(self._named)), 1.0) if self._deadlines else None
         for index in range(len(self._named)):
-            self._latency.single(np.zeros(self._heads.width), index)
+            self._expected(index, np.zeros(self._heads.width))
         # all features 0, then all missing (NaN), which takes another way through the heads
-        for value in (0.0, np.nan):
+        for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
             request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
-            many = {name: np.tile(block, (len(budgets), 1)) for name, block in request.items()}
-            for index in self.choose(many, budgets, None, drift):
-                self.configuration(index)
-            for budget in budgets.tolist():
-                self.decide(request, budget, drift)
+            self.decide(request, budget, drift)
+            many = {name: block[None] for name, block in request.items()}
+            self.choose(many, np.array([budget]), None, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
-
-    # -- one request -------------------------------------------------------------------------------
 
     def configuration(self, index: int) -> dict[str, Any]:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Knobs:
+    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms. The values of
         `columns` may be given by name instead of the block `features`, see `encoded`.
 
-        Raises a ValueError if a block that is read is missing or has another shape, the budget is
-        not positive and finite, a mean budget is not calibrated, the drift has another shape, is
-        not finite, or is for a mean budget."""
+        Raises a ValueError if a block is missing or has another shape, the budget is not positive
+        and finite, or as a mean not calibrated, or the drift is not finite or not allowed."""
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
     def decide_index(self, features: Arrays, budget_ms: float, drift: Drift = None) -> int:
@@ -144,21 +140,20 @@ class NumpyController:
     def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
-        if self.header["limit"] != "budget_ms":
+        if not self._deadlines:
             raise ValueError("a controller for mean budgets expects no latency of single answers")
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
         index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
-        return index, *self._latency.single(x, index)
+        return self._expected(index, x)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        x = self._normaliser(self._joined(features)[None])[0]
-        return index, *self._latency.single(x, index)
+        return self._expected(index, self._normaliser(self._joined(features)[None])[0])
 
     def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, which need
@@ -166,29 +161,28 @@ class NumpyController:
         fixed, _ = self._planned(budget_ms, drift)
         return None if fixed is None else self._by_static(fixed)
 
+    def _expected(self, index: int, x: Array) -> Expected:
+        """Return a configuration with its latency, linear in normalised features [width]."""
+        mean = self._bias.item(index)
+        if self._slopes is not None:
+            mean += float(self._slopes[index].dot(x))
+        return index, mean, self._spread.item(index)
+
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with the latency that static expects of it."""
         if self.static is None:
             return index, math.nan, math.nan
-        return index, float(self.static.log_latency[index]), float(self.static.spread[index])
+        return self.static.expected(index)
 
     def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
         that the network reads: the part of a budget that is planned with, or a worth."""
         if not 0 < budget_ms < MOST_MS:
             raise _refused(budget_ms)
-        factor = self.factor(drift)
-        if self.mean is not None:
-            return self.mean.single(budget_ms)
-        limit = budget_ms * factor
-        if self.guard is None:
+        limit = budget_ms * self.factor(drift)
+        if self.calibrated is None:
             return None, limit
-        # the guard shortens the budget, or static takes the whole of it
-        margin, deployed = self.guard.single(limit)
-        if deployed:
-            return None, limit * margin
-        assert self.static is not None
-        return self.static.single(limit), limit
+        return self.calibrated.single(limit)
 
     def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""
@@ -200,8 +194,7 @@ class NumpyController:
             mean = float(offset)
         elif offset.shape == self._even.shape:
             mean = float(offset.dot(self._even))
-        deadlines = self.header["limit"] == "budget_ms"
-        if not (deadlines and math.isfinite(mean) and 0 < scale < math.inf):
+        if not (self._deadlines and math.isfinite(mean) and 0 < scale < math.inf):
             raise ValueError(
                 f"a drift of {drift}: must be a finite offset, a number or [{len(self._named)}], "
                 "and a scale above 0, for a controller under deadlines"
@@ -220,8 +213,6 @@ class NumpyController:
         many = {name: np.asarray(block)[None] for name, block in features.items()}
         return self._checked(many, np.ones(1), None, None)[0][0]
 
-    # -- many requests -----------------------------------------------------------------------------
-
     def choose(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None
     ) -> NDArray[np.int64]:
@@ -233,18 +224,10 @@ class NumpyController:
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            planned = limits[part]
-            scores = self._scores(raw[part], planned, drift)
-            allowed = None
-            if mask is not None:
-                allowed = mask[part]
-                scores = np.where(allowed, scores, -np.inf)
-            best = scores.argmax(1)
-            if self.mean is not None:
-                best = self.mean.or_mix(best, self.mean.groups(planned), allowed)
-            elif self.static is not None:
-                static = self.static.choose({}, planned, allowed)
-                best = np.where(self.reads_features(planned), best, static)
+            allowed = None if mask is None else mask[part]
+            best = self._scores(raw[part], limits[part], allowed, drift).argmax(1)
+            if self.calibrated is not None:
+                best = self.calibrated.settled(best, limits[part], allowed)
             chosen[part] = best
         return chosen
 
@@ -253,8 +236,10 @@ class NumpyController:
     ) -> Array:
         """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
         falls back. Arguments and errors as in `choose`."""
-        raw, limits, mask = self._checked(features, limits, mask, drift)
-        return log_softmax(self._scores(raw, limits, drift), mask)
+        scores = self._scores(*self._checked(features, limits, mask, drift), drift)
+        # the largest score becomes 0, so that no exponential overflows
+        scores -= scores.max(1, keepdims=True)
+        return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""
@@ -262,19 +247,18 @@ class NumpyController:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
 
-    def _by_value(self, drift: Drift) -> Array | None:
+    def _by_value(self, drift: Drift) -> Array | float:
         """Return the drift of each knob value beyond the level, as the heads read it."""
         if drift is None or self._values is None or not getattr(drift[0], "ndim", 0):
-            return None
+            return 0.0
         return self._values.dot(drift[0])
 
-    def _scores(self, raw: Array, limits: Array, drift: Drift) -> Array:
-        """Return scores [n, C] for requests that were checked."""
-        if self.mean is not None:
-            limits = self.mean.worths[self.mean.groups(limits)]
-        elif self.guard is not None:
-            limits = limits * self.guard.margin[self.guard.groups(limits)]
-        return self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
+    def _scores(self, raw: Array, limits: Array, mask: Array | None, drift: Drift) -> Array:
+        """Return scores [n, C] for requests that were checked, −inf outside the mask."""
+        if self.calibrated is not None:
+            limits = self.calibrated.planned(limits)
+        scores = self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
+        return scores if mask is None else np.where(mask, scores, -np.inf)
 
     def _checked(
         self, features: Arrays, limits: Array, mask: Array | None, drift: Drift

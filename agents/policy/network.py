@@ -52,8 +52,7 @@ class Normaliser:
 
 
 class Encoding:
-    """The standardised logarithm z of a limit, with sines and cosines of it; an even width leaves z
-    itself out. [n] → float32 [n, width]."""
+    """The standardised logarithm z of a limit, sines and cosines of it; an even width has no z."""
 
     def __init__(self, arrays: Arrays, width: int) -> None:
         self.mean = arrays["mean"].item()
@@ -70,17 +69,13 @@ class Encoding:
         angles = [z * frequency for frequency in self._few]
         return z, [z, *map(math.sin, angles), *map(math.cos, angles)][-self.width :]
 
-    def standardised(self, limits: Array) -> Array:
-        """Return z of many limits, [n, 1]."""
+    def many(self, limits: Array) -> tuple[Array, Array]:
+        """Return z [n, 1] and the encoding [n, width] of many limits."""
         logs = log_ms(limits.astype(np.float64))
-        return ((logs - self.mean) / self.scale).clip(-4, 4)[:, None]
-
-    def __call__(self, limits: Array) -> Array:
-        """Encode many limits."""
-        z = self.standardised(limits)
+        z = ((logs - self.mean) / self.scale).clip(-4, 4)[:, None]
         angle = z * self.frequencies
         encoded = np.concatenate([z, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
-        return encoded[:, -self.width :]
+        return z, encoded[:, -self.width :]
 
 
 def places_of(configurations: Array) -> Array:
@@ -105,9 +100,8 @@ class Scratch(threading.local):
         inputs = [np.ones(len(weight), np.float32) for weight in layers]
         outputs = [np.empty(weight.shape[1], np.float32) for weight in layers]
         # the outputs of a layer fill the beginning of the next one's inputs
-        states = [
-            values[: weight.shape[1]] for weight, values in zip(layers, inputs[1:], strict=False)
-        ]
+        pairs = zip(outputs, inputs[1:], strict=False)
+        states = [following[: len(values)] for values, following in pairs]
         x, limit, drift, _ = np.split(inputs[0], bounds)
         self.arrays = x, limit, drift, inputs, outputs, states
         both = outputs[-1][logits:]
@@ -126,21 +120,15 @@ class Heads:
     and the first call of each kind costs several times as much. So the decision on one request
     makes few calls of few kinds, and writes into arrays that exist already, see `Scratch`.
 
-    Args:
-        arrays: `layers.<i>.weight` [inputs, outputs] and `layers.<i>.bias` [outputs], where the
-            heads are the last layer; perhaps `utility.weight`, `.bias` and `.slope`; and
-            `encoding.…`.
-        header: settings, by name.
-        configurations: int64 [C, K].
+    The arrays are `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads
+    are the last; `encoding.…`; and perhaps `utility.…`. Without `places` (see `places_of`) there is
+    one head over the configurations.
     """
 
     def __init__(
-        self,
-        arrays: Arrays,
-        header: Mapping[str, Any],
-        normaliser: Normaliser,
-        configurations: Array,
+        self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, places: Any
     ) -> None:
+        self.places = places
         self.normaliser = normaliser
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
         self.values = header["drift_values"]
@@ -150,35 +138,31 @@ class Heads:
             weight = np.vstack([arrays[f"layers.{i}.weight"], arrays[f"layers.{i}.bias"]])
             half = 0.5 if i < header["layers"] else 1.0
             self.layers.append((weight * half).astype(np.float32))
-        logits = self.layers[-1].shape[1]
+        self.logits = self.layers[-1].shape[1]
         self.utility: Utility | None = None
         if "utility.weight" in arrays:
-            self.utility = Utility(below(arrays, "utility."), header["sharpness"])
-            self.layers[-1] = self.utility.appended_to(self.layers[-1])
-        self.logits = logits
+            outcomes = below(arrays, "utility.")
+            self.utility = Utility(outcomes, header["sharpness"], self.layers[-1])
+            self.layers[-1] = self.utility.layer
         inputs = len(self.layers[0]) - 1
         self.width = inputs - self.encoding.width - self.values
         self._scales = 1 / normaliser.scale
-        self._scratch = Scratch(self.layers, [self.width, inputs - self.values, inputs], logits)
-        # which knob values a configuration has; None for one head over the configurations
-        self.places: Array | None = None
-        if header["heads"] == "knobs":
-            self.places = places_of(configurations)
+        bounds = [self.width, inputs - self.values, inputs]
+        self._scratch = Scratch(self.layers, bounds, self.logits)
 
-    def scores(self, x: Array, limits: Array, by_value: Array | None = None) -> Array:
+    def scores(self, x: Array, limits: Array, by_value: Array | float) -> Array:
         """Return scores [n, C] for normalised features [n, width], limits [n] and a drift [V]."""
-        drift = np.zeros((len(x), self.values), np.float32)
-        if by_value is not None:
-            drift += by_value
+        drift = np.broadcast_to(by_value, (len(x), self.values))
+        z, encoded = self.encoding.many(limits)
         # the inputs of the first layer, then one layer after the other
-        out = np.concatenate([x, self.encoding(limits), drift], 1, dtype=np.float32)
+        out = np.concatenate([x, encoded, drift], 1, dtype=np.float32)
         for weight in self.layers[:-1]:
             out = out @ weight[:-1] + weight[-1]
             gate = np.tanh(out)
             gate += _UNIT
             out *= gate
         if self.utility is not None:
-            out = np.concatenate([out, self.encoding.standardised(limits)], 1, dtype=np.float32)
+            out = np.concatenate([out, z], 1, dtype=np.float32)
         last = self.layers[-1]
         out = out @ last[:-1] + last[-1]
         scores = out[:, : self.logits]
@@ -189,7 +173,7 @@ class Heads:
         return scores
 
     def single(
-        self, raw: Array, limit: float, by_value: Array | None = None, kept: Array | None = None
+        self, raw: Array, limit: float, by_value: Array | float, kept: Array | None = None
     ) -> int:
         """Return the best configuration for raw features [d] of one request, under a limit in ms
         and a drift of knob values [V]. `kept` [width] gets a copy of the normalised features."""
@@ -207,7 +191,7 @@ class Heads:
             kept[:] = x
         z, encoded[:] = self.encoding.single(limit)
         if self.values:
-            drift[:] = 0.0 if by_value is None else by_value
+            drift[:] = by_value
         # hidden layers: `half` is x/2, and the next input is SiLU(x), see `__init__`
         for i, state in enumerate(states):
             half = np.dot(inputs[i], self.layers[i], out=outputs[i])
@@ -241,52 +225,23 @@ class Utility:
     It adds sharpness · σ(a) · σ(s·(z − l)) to the scores, for logits a of the accuracy, slopes s,
     standardised ln budgets z and ln latencies l. By σ(x) = (1 + tanh(x/2))/2 it takes a single tanh
     of all its outputs, so they are a/2 and s·(z − l)/2 at once. The layer leaves the factor
-    sharpness/4 out of all scores.
-
-    Args:
-        arrays: `weight` [inputs, 2C] and `bias` [2C] of a and l, and `slope` [C].
+    sharpness/4 out of all scores. The arrays are `weight` [inputs, 2C] and `bias` [2C] of a and l,
+    and `slope` [C]. `layer` becomes the last layer with the outputs of both, [inputs + 2, …].
     """
 
-    def __init__(self, arrays: Arrays, sharpness: float) -> None:
-        self.slope = arrays["slope"] / 2
-        self.count = len(self.slope)
-        factor = np.concatenate([np.full(self.count, 0.5), -self.slope])
-        self.weight = np.vstack([arrays["weight"], arrays["bias"]]) * factor
+    def __init__(self, arrays: Arrays, sharpness: float, layer: Array) -> None:
+        slope = arrays["slope"] / 2
+        self.count = len(slope)
         self._factor = np.array(sharpness / 4, np.float32)
-
-    def appended_to(self, layer: Array) -> Array:
-        """Return the last layer with its outputs after those of `layer`, float32 [inputs + 2, …].
-
-        The input before the bias is z, which the heads of the knobs do not read.
-        """
-        both = np.hstack([layer / self._factor, self.weight])
+        factors = np.concatenate([np.full(self.count, 0.5), -slope])
+        weight = np.vstack([arrays["weight"], arrays["bias"]]) * factors
+        both = np.hstack([layer / self._factor, weight])
+        # the input before the bias is z, which the heads of the knobs do not read
         from_z = np.zeros((1, both.shape[1]))
-        from_z[0, -self.count :] = self.slope
-        return np.vstack([both[:-1], from_z, both[-1:]]).astype(np.float32)
+        from_z[0, -self.count :] = slope
+        self.layer = np.vstack([both[:-1], from_z, both[-1:]]).astype(np.float32)
 
     def added(self, scores: Array, outputs: Array) -> Array:
         """Return the scores [n, C] with what its outputs [n, 2C] add."""
         parts = np.tanh(outputs) + _UNIT
         return self._factor * (scores + parts[:, : self.count] * parts[:, self.count :])
-
-
-class LatencyModel:
-    """The expected ln ms of a configuration, linear in the normalised features.
-
-    The tracker compares it with what answers take. It plays no part in decisions. Its arrays are
-    `bias` [C]; `spread` [C], of the residuals; and perhaps `weight` [width, C]."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.bias = arrays["bias"]
-        self.spread = arrays["spread"]
-        self.weight = arrays.get("weight")
-        if self.weight is not None:
-            # one row for each configuration
-            self.weight = np.ascontiguousarray(self.weight.T)
-
-    def single(self, x: Array, choice: int) -> tuple[float, float]:
-        """Return mean and standard deviation of ln ms for normalised features [width]."""
-        mean = self.bias.item(choice)
-        if self.weight is not None:
-            mean += float(self.weight[choice].dot(x))
-        return mean, self.spread.item(choice)

@@ -279,36 +279,38 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
         of_folds.append(models)
         tick(name)
 
-    def best(columns: slice, wanted: Tensor) -> tuple[Regressor, Tensor, Any, list[Regressor]]:
-        """Return the setting with the smallest error out of fold for some columns of the targets:
-        a regressor of all rows, its predictions out of fold, the setting, those of the folds."""
-        # error out of fold, profiled cells only
-        squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
-        first = int(squares.sum((1, 2)).argmin())
-        in_folds = [models[first].outputs(columns) for models in of_folds]
-        # trees are not refitted: their mean over the folds is better
-        if isinstance(in_folds[0], Trees):
-            regressor: Regressor = Trees.averaged(in_folds)
-        else:
-            # on all rows; where the first is 0 there is no setting but the constant
-            regressor = data.fitted(name, data.targets, settings[first - 1 : first], columns)[-1]
-        return regressor, held_out[first, :, columns], ("constant", *settings)[first], in_folds
-
     # the first C columns are accuracies, the others log-latencies
     count = measured.mask.shape[1]
     log_latency = log_measured(measured.latency_ms)
-    parts = [best(slice(count), measured.accuracy), best(slice(count, None), log_latency)]
-    regressors, (accuracy, latency), chosen, in_folds = zip(*parts, strict=True)
-    spread = _spread(measured, accuracy, latency)
+    parts = {
+        "accuracy": (slice(count), measured.accuracy),
+        "latency": (slice(count, None), log_latency),
+    }
+    unseen = []
+    regressors: list[list[Regressor]] = []
+    words = []
+    for part, (columns, wanted) in parts.items():
+        # the setting with the smallest error out of fold, profiled cells only
+        squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
+        best = int(squares.sum((1, 2)).argmin())
+        unseen.append(held_out[best, :, columns])
+        words.append(f"{part} {('constant', *settings)[best]}")
+        in_folds = [models[best].outputs(columns) for models in of_folds]
+        # trees are not refitted: their mean over the folds is better
+        if isinstance(in_folds[0], Trees):
+            of_all: Regressor = Trees.averaged(in_folds)
+        else:
+            # on all rows; where the first is best there is no setting but the constant
+            of_all = data.fitted(name, data.targets, settings[best - 1 : best], columns)[-1]
+        regressors.append([of_all, *in_folds])
+    spread = _spread(measured, *unseen)
     tick(name)
-
-    def expert(targets: Targets, of_accuracy: Regressor, of_latency: Regressor) -> Expert:
-        words = f"accuracy {chosen[0]}, latency {chosen[1]}"
-        return Expert(name, of_accuracy, of_latency, targets.centre[0], spread, words)
-
-    experts = list(map(expert, [targets for _, targets in data.folds], *in_folds))
-    out_of_fold = Prediction(accuracy, latency, spread)
-    return Fitted(expert(data.targets, *regressors), out_of_fold, experts)
+    # an expert of all rows, and of each fold
+    experts = []
+    targets = [data.targets, *(targets for _, targets in data.folds)]
+    for known, right, fast in zip(targets, *regressors, strict=True):
+        experts.append(Expert(name, right, fast, known.centre[0], spread, ", ".join(words)))
+    return Fitted(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
 
 
 def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:

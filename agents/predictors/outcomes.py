@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from knobwise.agents.policy import arrays
 from knobwise.envs.configurations.budgets import log_ms
 
 HOPELESS = 0.01
@@ -59,11 +60,6 @@ def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
     Raises:
         ValueError: a sample has no configuration to choose.
     """
-    if mask is None:
-        mask = torch.ones_like(scores, dtype=torch.bool)
-    if not bool(mask.any(1).all()):
-        raise ValueError("the mask leaves a sample without any configuration")
-    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
-    # bool [n, C]: more than one where scores are equal
-    best = mask & (scores == scores.amax(1, keepdim=True))
-    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
+    # by the rule that deployed controllers have in NumPy
+    allowed = None if mask is None else mask.numpy()
+    return torch.from_numpy(arrays.pick(scores.numpy(), latency_ms.numpy(), allowed))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
@@ -68,19 +68,21 @@ class SelectorActor(TensorDictModuleBase):
         Leading axes of what the environment shows are flattened to one.
         """
         # embeddings from the environment, or stored ones by row
-        if self.embeddings is None:
-            query, candidates, mask = (tensordict[key] for key in self.in_keys)
-            query = query.reshape(-1, query.shape[-1])
-            mask = mask.bool().reshape(-1, mask.shape[-1])
-            candidates = candidates.reshape(-1, *candidates.shape[-2:])
-        else:
-            rows = tensordict["row"]
-            pool = self.pool[rows]
-            query, candidates = self.embeddings.both(rows, pool)
-            mask = pool >= 0
-        return self.selector.distribution(
-            query, candidates, mask, self.shots, self.group_size, self.temperature
-        )
+        if self.embeddings is not None:
+            return self._distribution(*self.inputs(tensordict["row"]))
+        query, candidates, mask = (tensordict[key] for key in self.in_keys)
+        query = query.reshape(-1, query.shape[-1])
+        candidates = candidates.reshape(-1, *candidates.shape[-2:])
+        return self._distribution(query, candidates, mask.bool().reshape(-1, mask.shape[-1]))
+
+    def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return stored embeddings of queries int64 [P] and of their pools, and which are there."""
+        pool = self.pool[rows]
+        return *self.embeddings.both(rows, pool), pool >= 0
+
+    def _distribution(self, query: Tensor, pool: Tensor, mask: Tensor) -> SequenceDistribution:
+        settings = self.shots, self.group_size, self.temperature
+        return self.selector.distribution(query, pool, mask, *settings)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         # draw, or take the greedy sequence
@@ -109,11 +111,9 @@ class SelectorActor(TensorDictModuleBase):
             rows: int64 [n], the queries.
         """
         parts = []
-        device = self.pool.device
         for part in rows.split(BATCH):
-            queries = TensorDict({"row": part}, [len(part)], device=device)
-            sequences = table.sequences[part, :, : self.shots].to(device)
-            parts.append(self.get_dist(queries).log_prob(sequences).cpu())
+            sequences = table.sequences[part, :, : self.shots].to(self.pool.device)
+            parts.append(self._distribution(*self.inputs(part)).log_prob(sequences).cpu())
         return torch.cat(parts)
 
 

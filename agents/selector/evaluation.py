@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -136,15 +136,10 @@ def choose(actor: SelectorActor, rows: Tensor) -> Tensor:
     Returns:
         Places in the queries' pools, int64 [n, T], −1 after the end.
     """
-    greedy = actor.selector.choose
-    return torch.cat([greedy(*inputs, actor.shots).cpu() for inputs in _inputs(actor, rows)])
-
-
-def _inputs(actor: SelectorActor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield batches of queries, their candidates, and the mask of the candidates that exist."""
+    choices = []
     for part in rows.split(BATCH):
-        pool = actor.pool[part].cpu()
-        yield (*actor.embeddings.both(part, pool), pool >= 0)
+        choices.append(actor.selector.choose(*actor.inputs(part), actor.shots).cpu())
+    return torch.cat(choices)
 
 
 @torch.no_grad()
@@ -155,8 +150,8 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
         Places in the queries' pools, int64 [n, count, T], −1 after the end.
     """
     draws = []
-    for inputs in _inputs(actor, rows):
-        dist = actor.selector.distribution(*inputs, actor.shots, count)
+    for part in rows.split(BATCH):
+        dist = actor.selector.distribution(*actor.inputs(part), actor.shots, count)
         draws.append(dist.sample().cpu())
     return torch.cat(draws)
 
@@ -198,8 +193,7 @@ def decision_us(actor: SelectorActor, rows: Tensor) -> float:
     with one_thread():
         for i in range(REPEATS + 3):  # the first ones are slower
             row = rows[i % len(rows)].reshape(1)
-            (inputs,) = _inputs(actor, row)
-            query, pool, mask = (x.cpu() for x in inputs)
+            query, pool, mask = (x.cpu() for x in actor.inputs(row))
             start = time.perf_counter()
             selector.choose(query, pool, mask, actor.shots)
             times.append(time.perf_counter() - start)

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.policy.controller import Drift, Expected
-from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
-from knobwise.agents.serving.request_log import RequestLog, Result
+from knobwise.agents.policy.controller import Expected
+from knobwise.agents.serving.first_stages import FirstStages, Prepared
+from knobwise.agents.serving.request_log import Flight, RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.wrapper import Front
+from knobwise.agents.serving.wrapper import Front, check_budget, left_of
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, log_ms
+from knobwise.envs.configurations.budgets import log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
@@ -44,25 +44,21 @@ from knobwise.profiling.measuring.adaptive_model import (
 
 
 @dataclass(slots=True)
-class Decided:
-    """A request whose configuration is decided."""
+class Staged(Flight):
+    """A request that the model answers."""
 
-    prepared: Prepared
-    budget_ms: float
-    arrived: float | None
-    limit_ms: float
-    """The rest of the budget that the decision was made under."""
-    drift: Drift | None
-    best: int
-    """The choice of the controller."""
-    expected: Expected
-    """The configuration to answer with; not the best one if the request is explored."""
-    latest: Overhead
-    """The latest decisions of this kind."""
-    before_ms: float
+    arrived: float | None = None
+    prepared: Any = None
+    """The request after the first stage, as `Prepared`; None before."""
+    stage_ms: float = 0.0
     """The time of the first stage by the clock, however much of it the model says that it took."""
     result: Any = None
-    """The `Result`, once there is an answer."""
+    """The `Result`; None before the answer."""
+
+    @property
+    def stage(self) -> FirstStage:
+        """The first stage of the request."""
+        return self.prepared.stage
 
 
 class AdaptiveModel(Front, FirstStages):
@@ -171,80 +167,70 @@ class AdaptiveModel(Front, FirstStages):
     ) -> list[Result]:
         """Answer requests under their budgets, with their arrivals; one of them, or a batch."""
         for budget in budgets:
-            if not 0 < budget < math.inf:
-                raise InputError(f"runtime: budget_ms={budget}: must be positive, in ms")
+            check_budget(budget)
+        if self.clock == "cpu" and any(arrived is not None for arrived in moments):
+            raise InputError(
+                "runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting"
+            )
         prepared = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:
             self._follow()
-            decided, decision_ms = self._decisions(requests, prepared, budgets, moments)
+            flights = []
+            for budget, arrived in zip(budgets, moments, strict=True):
+                flights.append(Staged(budget, *self._state(), arrived=arrived))
+            decision_ms = self._decisions(flights, requests, prepared)
             begun = self._now()
             # the group with the least time left comes first
-            groups: dict[int, list[Decided]] = {}
-            for item in sorted(decided, key=lambda item: item.limit_ms):
-                groups.setdefault(item.expected[0], []).append(item)
+            groups: dict[int, list[Staged]] = {}
+            for flight in sorted(flights, key=lambda flight: flight.limit_ms):
+                groups.setdefault(flight.expected[0], []).append(flight)
             for group in groups.values():
                 self._finish(group, decision_ms, begun)
                 begun = self._now()
-            for item in decided:
-                result = item.result
+            for flight in flights:
+                result = flight.result
                 # nothing can be learned from a time that is not possible; the tracker counts it
                 if not math.isnan(result.total_ms):
-                    stage = item.prepared.stage
-                    answer_ms = result.answer.total_ms + stage.unused_ms(result.configuration)
-                    self._note(self.controller, stage.features, item.best, result, answer_ms)
-        return [item.result for item in decided]
+                    unused_ms = flight.stage.unused_ms(result.configuration)
+                    self._note(flight, result, result.answer.total_ms + unused_ms)
+        return [flight.result for flight in flights]
 
     def _decisions(
         self,
+        flights: Sequence[Staged],
         requests: Sequence[Request],
         prepared: Sequence[Prepared | None],
-        budgets: list[float],
-        moments: Sequence[float | None],
-    ) -> tuple[list[Decided], float]:
-        """Take requests through the first stage, and decide on them.
-
-        Returns:
-            the decisions, and the time that they took in ms.
-        """
+    ) -> float:
+        """Take requests through the first stage, and decide on them; return the time of the
+        decisions in ms."""
         # right after the model has run, every line costs microseconds: add none without need
         now = self._now
-        drift = self.tracker.drift
-        explores = [self._exploration.turn() for _ in requests]
-        alone = len(requests) == 1
-        expected = None
         begun = now()
+        alone = len(flights) == 1
         if alone:
             # where the guard falls back, the decision needs no features
-            limit = self._limit(self._fallen_back, 0.0, budgets[0], moments[0], begun)
-            expected = self.controller.fall_back(limit, drift)
+            flight = flights[0]
+            flight.limit_ms = self._left(flight, 0.0, begun)
+            flight.expected = self.controller.fall_back(flight.limit_ms, flight.drift)
         took = now() - begun
-        stages = []
-        for request, ahead, explored in zip(requests, prepared, explores, strict=True):
+        for flight, request, ahead in zip(flights, requests, prepared, strict=True):
             begun = now()
-            ready = ahead or self._take(request, expected is None or explored)
-            stages.append((ready, now() - begun))
+            flight.prepared = ahead or self._take(request, flight.looks)
+            flight.stage_ms = (now() - begun) * 1e3
 
         start = now()
-        decided = []
-        facts = zip(stages, budgets, moments, explores, strict=True)
-        for (ready, stage_s), budget, arrived, explored in facts:
-            latest = self._fallen_back
-            if expected is None or not alone:
-                latest = self._decided
+        for flight in flights:
+            flight.features = flight.stage.features
+            if flight.expected is None:
+                flight.overhead = self._decided
                 # as if it had come alone: it waited until its own first stage began
-                begun = start - stage_s
-                limit = self._limit(latest, ready.stage.extra_ms, budget, arrived, begun)
-                expected = self._decide(ready, budget, limit, drift, alone)
-            best = expected[0]
-            before_ms = stage_s * 1e3 + ready.before_ms
-            item = Decided(ready, budget, arrived, limit, drift, best, expected, latest, before_ms)
-            if explored:
-                context = self.controller, ready.stage.features, limit, drift
-                item.expected = self._exploration.draw(*context)
-            decided.append(item)
-        return decided, max(0.0, (took + now() - start) * 1e3)
+                begun = start - flight.stage_ms / 1e3
+                flight.limit_ms = self._left(flight, flight.stage.extra_ms, begun)
+                flight.expected = self._decide(flight, alone)
+            self._settle(flight)
+        return max(0.0, (took + now() - start) * 1e3)
 
-    def _finish(self, group: Sequence[Decided], decision_ms: float, begun: float) -> None:
+    def _finish(self, group: Sequence[Staged], decision_ms: float, begun: float) -> None:
         """Answer requests under one configuration, and learn from the times of the answers.
 
         Args:
@@ -252,49 +238,48 @@ class AdaptiveModel(Front, FirstStages):
             decision_ms: the time of the decision.
             begun: the reading of the clock from which all time is charged.
         """
-        choice = group[0].expected[0]
-        configuration = self.configurations[choice]
-        stages = [request.prepared.stage for request in group]
+        configuration = self.configurations[group[0].expected[0]]
         try:
-            answers = self._answers(stages, configuration)
+            answers = self._answers([flight.stage for flight in group], configuration)
         except Exception as error:
             self.tracker.ignore(f"the model raised {type(error).__name__}")
             raise
-        uncounted_ms = sum(request.before_ms for request in group)
-        pairs = zip(stages, answers, strict=True)
-        times = [_took_ms(stage, answer, configuration) for stage, answer in pairs]
-        for request, stage, took_ms in zip(group, stages, times, strict=True):
-            uncounted_ms -= took_ms + stage.extra_ms
+        # the time that no answer holds and nothing has counted yet
+        uncounted_ms = 0.0
+        times = []
+        for flight, answer in zip(group, answers, strict=True):
+            took_ms = _took_ms(flight.stage, answer, configuration)
+            uncounted_ms += flight.stage_ms + flight.prepared.before_ms
+            uncounted_ms -= took_ms + flight.stage.extra_ms
             # a time that is not possible is counted in any case
             if self._tracks or math.isnan(took_ms):
-                self.tracker.update(*request.expected, took_ms)
+                expected: Expected = flight.expected
+                self.tracker.update(*expected, took_ms)
+            times.append(took_ms)
         done = self._now()
-        # the time that no answer holds and nothing has counted: calls, clocks, setting knobs,
-        # tracking; 0 if a clock went back, or if the difference is NaN
+        # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is
+        # NaN
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
-        group[0].latest.add(decision_ms, beyond_ms)
+        group[0].overhead.add(decision_ms, beyond_ms)
 
-        for request, stage, answer, took_ms in zip(group, stages, answers, times, strict=True):
-            ahead_ms = request.prepared.ahead_ms
-            overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
+        for flight, answer, took_ms in zip(group, answers, times, strict=True):
+            extra_ms = flight.stage.extra_ms
+            ahead_ms = flight.prepared.ahead_ms
+            overhead = extra_ms + decision_ms + beyond_ms
+            overhead += flight.stage.unused_ms(configuration)
             total = overhead + answer.total_ms - ahead_ms
             if math.isnan(took_ms):
                 total = took_ms
             waited = 0.0
-            if request.arrived is not None:
-                waited = max(0.0, (done - request.arrived) * 1e3 - total)
-            request.result = Result(
+            if flight.arrived is not None:
+                waited = max(0.0, (done - flight.arrived) * 1e3 - total)
+            flight.result = self._result(
+                flight,
                 answer,
-                configuration,
-                choice,
-                request.budget_ms,
-                request.limit_ms,
-                request.drift,
-                request.expected[1:],
+                decision_ms,
                 total_ms=total + waited,
                 waited_ms=waited,
                 overhead_ms=overhead,
-                decision_us=decision_ms * 1e3,
                 prepared_ms=ahead_ms,
             )
 
@@ -312,26 +297,18 @@ class AdaptiveModel(Front, FirstStages):
             )
         return answers
 
-    def _limit(
-        self, latest: Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float
-    ) -> float:
+    def _left(self, flight: Staged, extra_ms: float, begun: float) -> float:
         """Return what is left of a budget for the answer, in ms.
 
         Args:
-            latest: the overhead of the latest decisions; this one is expected to cost as much.
+            flight: the request.
             extra_ms: what the first stage took for features; NaN counts as 0.
-            budget: in ms, from the arrival on.
-            arrived: when the request arrived; None if it did not wait.
-            begun: when its first stage began, which ended the wait.
+            begun: when the first stage began, which ended the wait.
         """
-        left = budget - max(0.0, extra_ms) - latest.decision_ms - latest.beyond_ms
-        if arrived is not None:
-            if self.clock == "cpu":
-                raise InputError(
-                    "runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting"
-                )
-            left -= (begun - arrived) * 1e3
-        return max(LEAST_LATENCY_MS, left)
+        left = flight.budget_ms - max(0.0, extra_ms)
+        if flight.arrived is not None:
+            left -= (begun - flight.arrived) * 1e3
+        return left_of(left, flight.overhead)
 
     def calibrate(
         self,

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import Expected
+from knobwise.agents.serving.request_log import Flight
 from knobwise.common import checks
 
 
@@ -39,57 +39,37 @@ class Exploration:
         """Draw whether the next request is explored; nothing is drawn where the share is 0."""
         return self.share > 0 and self._random.random() < self.share
 
-    def draw(
-        self, controller: NumpyController, features: Arrays, budget_ms: float, drift: Drift | None
-    ) -> Expected:
-        """Draw the configuration of a request that is explored, with its expected latency.
+    def draw(self, flight: Flight) -> Expected:
+        """Draw the configuration of a request that is explored, with its expected latency."""
+        choice = self._random.choice(near_best(flight, self.loss))
+        context = flight.features, flight.limit_ms, flight.drift
+        return flight.controller.expected_of(*context, choice)
 
-        Args:
-            controller: the one that decided.
-            features: blocks [d].
-        """
-        close = near_best(controller, features, budget_ms, self.loss, drift)
-        return controller.expected_of(features, budget_ms, drift, self._random.choice(close))
-
-    def chances(
-        self,
-        controller: NumpyController,
-        features: Arrays,
-        budget_ms: float,
-        drift: Drift | None,
-        best: int,
-    ) -> dict[int, float]:
-        """Return the probability of every configuration that a request could have got.
-
-        Arguments as in `draw`, and the choice of the controller.
-        """
+    def chances(self, flight: Flight) -> dict[int, float]:
+        """Return the probability of every configuration that a request could have got."""
         if not self.share:
-            return {best: 1.0}
-        close = near_best(controller, features, budget_ms, self.loss, drift)
+            return {flight.best: 1.0}
+        close = near_best(flight, self.loss)
         # the terms of the formula above: ε/|S|, then 1 − ε
         chances = dict.fromkeys(close, self.share / len(close))
-        chances[best] = chances.get(best, 0.0) + (1 - self.share)
+        chances[flight.best] = chances.get(flight.best, 0.0) + (1 - self.share)
         return {index: chance for index, chance in chances.items() if chance > 0}
 
 
-def near_best(
-    controller: NumpyController,
-    features: Arrays,
-    budget_ms: float,
-    loss: float,
-    drift: Drift | None = None,
-) -> list[int]:
+def near_best(flight: Flight, loss: float) -> list[int]:
     """Return the configurations that are expected to lose at most `loss` utility.
 
     The policy was taught softmax(sharpness · utility), so these are those whose log-probability is
     at most sharpness · loss below the highest; where the guard falls back, those that static knows.
     """
-    limits = np.array([budget_ms])
-    if controller.fall_back(budget_ms, drift) is not None:
+    controller = flight.controller
+    drift = flight.drift
+    limits = np.array([flight.limit_ms])
+    if controller.fall_back(flight.limit_ms, drift) is not None:
         assert controller.static is not None
         worth = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:
-        blocks = {name: np.asarray(block)[None] for name, block in features.items()}
+        blocks = {name: np.asarray(block)[None] for name, block in flight.features.items()}
         log_probs = controller.log_probs(blocks, limits, None, drift)[0]
         # log-probabilities in units of utility
         worth = log_probs / controller.header["sharpness"]

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import Expected, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
@@ -144,26 +144,27 @@ class FirstStages:
         self.cached_features.keep(content, stage.features, kept is not None, stage.extra_ms)
         return Prepared(stage, content)
 
-    def _decide(
-        self, prepared: Prepared, budget_ms: float, limit: float, drift: Drift | None, alone: bool
-    ) -> Expected:
+    def _decide(self, flight: Any, alone: bool) -> Expected:
         """Decide, or return the decision for an equal request if this one is alone.
 
         Its budget, controller and drift must be the same.
         """
-        controller = self.controller
-        if prepared.content is None or not alone:
-            return controller.decide_expected(prepared.stage.features, limit, drift)
+        controller = flight.controller
+        limit = flight.limit_ms
+        drift = flight.drift
+        content = flight.prepared.content
+        if content is None or not alone:
+            return controller.decide_expected(flight.features, limit, drift)
         start = clock_ms()
         # everything that the decision follows from
-        key = prepared.content, budget_ms, controller.digest
+        key = content, flight.budget_ms, controller.digest
         before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
         # a tracker replaces its drift with each answer that it learns from
         same = expected is not None and old_drift is drift
         hit = same and abs(before - limit) <= CLOSE * before
         if not hit:
             before = limit
-            expected = controller.decide_expected(prepared.stage.features, limit, drift)
+            expected = controller.decide_expected(flight.features, limit, drift)
         kept = before, drift, expected
         self.cached_decisions.keep(key, kept, hit, clock_ms() - start)
         return expected

@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.policy.arrays import Array, Arrays, blocks_of, configurations_of, numbers
+from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
 from knobwise.agents.policy.controller import Drift
+from knobwise.agents.serving.inputs import blocks_of, budgets_of
 from knobwise.common.errors import InputError
 
 Numbers = ArrayLike | Tensor
@@ -81,7 +82,7 @@ class KnobPolicy:
         self.columns = network.normaliser.columns
         self.datasets = network.normaliser.datasets
         self.knobs = {knob.name: knob.values for knob in network.knobs}
-        self.configurations = configurations_of(network)
+        self.configurations = configurations_of(self.agent.decider)
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:
@@ -125,8 +126,8 @@ class KnobPolicy:
             InputError: a block is missing, unknown, infinite or of another shape, a budget is not
                 positive, finite and calibrated, or the drift is that of another controller.
         """
-        arrays = self._blocks(features)
-        budgets = _budgets(budget_ms)
+        arrays = blocks_of(features, self.features, self.columns)
+        budgets = budgets_of(budget_ms)
         # without any size everything is for a single input
         sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
         if len(sizes) > 1:
@@ -141,7 +142,7 @@ class KnobPolicy:
         for name, block in arrays.items():
             blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
         limits = np.broadcast_to(budgets, n)
-        chosen = self._choose(blocks, limits, drift)
+        chosen = self.agent.choose(blocks, limits, None, drift)
         results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
         if explain:
             for i, choice in enumerate(chosen):
@@ -156,20 +157,6 @@ class KnobPolicy:
             InputError: it cannot be written.
         """
         self.loaded.save(path)
-
-    def _blocks(self, features: Any) -> dict[str, Array]:
-        """Return blocks [d] or [n, d] by name, checked."""
-        try:
-            return blocks_of(features, self.features, self.columns)
-        except ValueError as error:
-            raise InputError(f"decide: {error}") from error
-
-    def _choose(self, blocks: Arrays, limits: Array, drift: Drift | None) -> Array:
-        """Return configurations int64 [n]."""
-        try:
-            return self.agent.decider.choose(blocks, limits, None, drift)
-        except ValueError as error:
-            raise InputError(f"decide: {error}") from error
 
     def _explanation(
         self,
@@ -190,7 +177,8 @@ class KnobPolicy:
         expected.sort(key=lambda row: -row["probability"])
         without_drift = None
         if drift is not None:
-            without_drift = dict(self.configurations[self._choose(blocks, limits, None)[0]])
+            (still,) = self.agent.choose(blocks, limits)
+            without_drift = dict(self.configurations[still])
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
         guard = None
         decider = self.agent.decider
@@ -238,7 +226,7 @@ class KnobPolicy:
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
-        chosen = self._choose(repeated, budgets.astype(np.float32), drift)
+        chosen = self.agent.choose(repeated, budgets.astype(np.float32), None, drift)
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 
@@ -266,16 +254,3 @@ class KnobPolicy:
             moments = moved
         budgets = torch.tensor(limits)
         return numbers | {"on_time": moments.meets(budgets), "utility": moments.score(budgets)}
-
-
-def _budgets(budget_ms: Numbers) -> Array:
-    """Return a budget, or budgets [n], checked."""
-    try:
-        budgets = numbers("budget_ms", budget_ms)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    if budgets.ndim <= 1 and ((budgets > 0) & (budgets < np.inf)).all():
-        return budgets
-    raise InputError(
-        f"budget_ms={budget_ms!r}: must be a number or [n], all positive and finite, in ms"
-    )

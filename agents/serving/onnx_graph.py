@@ -1,4 +1,5 @@
-"""Export a controller for deadlines as an ONNX graph that decides alone, guard included.
+"""Export a controller for deadlines as an ONNX graph that decides alone, guard included; and
+compare the decisions of such another form with the controller's.
 
 Only `Deployed` depends on what kind of controller it is; everything else works for any torch module
 that turns feature blocks and budgets into configurations.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
+from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
+from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.profile_table import ProfileTable
+
+Decide = Callable[[Arrays, Array], Array]
+"""Blocks [n, d], budgets [n] in ms → configurations int64 [n], as `NumpyController.choose`."""
+TOLERANCE = 1e-4
+"""Configurations whose log-probabilities differ by at most this are equally good: rounding decides
+between them."""
 
 
 class Deployed(nn.Module):
@@ -49,7 +60,7 @@ class Deployed(nn.Module):
             )
         self.controller = agent.controller.alone()
         self.sizes = agent.controller.normaliser.sizes
-        self.configurations = configurations_of(agent)
+        self.configurations = configurations_of(agent.decider)
         decider = agent.decider
         self.guard = decider.guard
         if decider.guard is not None and decider.static is not None:
@@ -66,12 +77,12 @@ class Deployed(nn.Module):
         x = self.controller.normaliser(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
         if self.guard is None:
             return self.controller(x, limits).argmax(1)
-        # as `policy.guard` has it: the calibrated budget nearest in ln ms
+        # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
         logs = limits.double().clamp_min(LEAST_LATENCY_MS).log()
         group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
         planned = (limits * self.margin[group]).float()
         chosen = self.controller(x, planned).argmax(1)
-        # as `policy.static` has it: the last step that begins at or below the budget
+        # as `Static` there has it: the last step that begins at or below the budget
         static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
         return torch.where(self.deploy[group], chosen, static)
 
@@ -137,3 +148,43 @@ class OnnxController:
         """Return the configuration for one request: blocks [d]."""
         blocks = {name: block[None] for name, block in features.items()}
         return int(self.choose(blocks, np.array([budget_ms]))[0])
+
+
+def agreement(
+    controller: NumpyController,
+    decide: Decide,
+    table: ProfileTable,
+    budgets_ms: Tensor,
+    what: str,
+    exact: bool = True,
+) -> dict[str, int]:
+    """Compare the decisions of another form of a controller, over all samples × budgets [B] in ms.
+
+    Returns:
+        how many `contexts` there are, and in how many the decision is the `same`, or another one
+        that is as probable within `TOLERANCE` (`rounding`).
+
+    Raises:
+        InputError: a decision is different, unless `exact` is False.
+    """
+    counts = {"contexts": table.num_samples * len(budgets_ms), "same": 0, "rounding": 0}
+    blocks = {name: block.numpy() for name, block in table.features.items()}
+    rows = np.arange(table.num_samples)
+    with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
+        for done, budget in enumerate(budgets_ms.tolist(), 1):
+            limits = np.full(len(rows), budget, np.float32)
+            wanted = controller.choose(blocks, limits)
+            other = decide(blocks, limits)
+            # decisions that are equally probable may differ by rounding
+            log_probs = controller.log_probs(blocks, limits)
+            close = np.abs(log_probs[rows, wanted] - log_probs[rows, other]) <= TOLERANCE
+            counts["same"] += int((wanted == other).sum())
+            counts["rounding"] += int((close & (wanted != other)).sum())
+            tick(done, "budgets")
+    contexts, same, rounding = counts.values()
+    if exact and same + rounding < contexts:
+        raise InputError(
+            f"{what}: decides differently from the controller in {contexts - same - rounding} of "
+            f"{contexts} contexts of profile {table.name!r}; nothing was written"
+        )
+    return counts

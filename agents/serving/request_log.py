@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.controller import Drift
+from knobwise.agents.policy.controller import Drift, NumpyController
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
@@ -35,6 +35,33 @@ from knobwise.common.forks import FORKED
 FORMAT = "knobwise.RequestLog/1"
 REQUESTS = "requests"
 LABELS = "labels"
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request between its arrival and its answer."""
+
+    budget_ms: float
+    controller: NumpyController
+    """The controller that decides."""
+    drift: Drift
+    explored: bool
+    """True if the configuration is drawn."""
+    overhead: Any
+    """The `Overhead` of decisions of this kind."""
+    limit_ms: float = 0.0
+    """What was left of the budget for the answer, when the decision was made."""
+    features: Arrays = field(default_factory=dict)
+    """Blocks [d]; {} where the guard falls back before they are computed."""
+    best: int = 0
+    """The choice of the controller, before anything is drawn."""
+    expected: Any = None
+    """The configuration to answer with, as `Expected`; None before the decision."""
+
+    @property
+    def looks(self) -> bool:
+        """True if features are wanted."""
+        return self.expected is None or self.explored
 
 
 @dataclass(slots=True)
@@ -172,37 +199,30 @@ class RequestLog:
 
 
 def row_of(
-    controller: str,
-    features: Arrays,
-    chances: Mapping[int, float],
-    best: int,
-    result: Result,
-    answer_ms: float,
+    flight: Flight, chances: Mapping[int, float], result: Result, answer_ms: float
 ) -> dict[str, Any]:
     """Return a row of the log in plain values.
 
     Args:
-        controller: digest of the controller that decided.
-        features: blocks [d]; {} if the guard fell back before they were computed.
+        flight: the request.
         chances: configuration → probability, for all that could have been drawn.
-        best: what the controller chose before anything was drawn.
         result: the answer with its times.
         answer_ms: the time of the answer itself.
     """
     drift = None
-    if result.drift is not None:
-        drift = [packed(result.drift[0]), float(result.drift[1])]
+    if flight.drift is not None:
+        drift = [packed(flight.drift[0]), float(flight.drift[1])]
     return {
-        "controller": controller,
+        "controller": flight.controller.digest,
         "choice": result.choice,
         "knobs": dict(result.configuration),
         "probability": chances[result.choice],
         "among": list(chances),
         "chances": list(chances.values()),
-        "best": best,
-        "budget_ms": float(result.budget_ms),
-        "limit_ms": float(result.limit_ms),
-        "features": {name: packed(block) for name, block in features.items()} or None,
+        "best": flight.best,
+        "budget_ms": float(flight.budget_ms),
+        "limit_ms": float(flight.limit_ms),
+        "features": {name: packed(block) for name, block in flight.features.items()} or None,
         "log_latency": result.expected[0],
         "drift": drift,
         "answer_ms": answer_ms,

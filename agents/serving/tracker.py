@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Static
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"
@@ -293,6 +293,4 @@ class TrackedStatic:
 
     def update(self, configuration: int, measured_ms: float) -> None:
         """Learn from the time of an answer."""
-        mean = float(self.static.log_latency[configuration])
-        spread = float(self.static.spread[configuration])
-        self.tracker.update(configuration, mean, spread, measured_ms)
+        self.tracker.update(*self.static.expected(configuration), measured_ms)

@@ -13,15 +13,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knobwise.agents.policy.arrays import LEAST_MS, Array, Arrays, blocks_of, configurations_of
+from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
 from knobwise.agents.policy.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
-from knobwise.agents.serving.request_log import RequestLog, Result, row_of
+from knobwise.agents.serving.inputs import blocks_of
+from knobwise.agents.serving.request_log import Flight, RequestLog, Result, row_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
 from knobwise.common.errors import InputError
@@ -117,51 +118,51 @@ class Front:
             self.controller = self._watched.controller
             self.tracker.digest = self.controller.digest
 
-    def _note(
-        self,
-        controller: NumpyController,
-        features: Arrays,
-        best: int,
-        result: Result,
-        answer_ms: float,
-    ) -> None:
+    def _state(self) -> tuple[NumpyController, Drift, bool, Overhead]:
+        """Return the facts that a `Flight` begins with beside its budget; the lock must be held."""
+        drift = self.tracker.drift
+        return self.controller, drift, self._exploration.turn(), self._fallen_back
+
+    def _settle(self, flight: Flight) -> int:
+        """Draw the configuration of a decided request if it is explored; return its index."""
+        flight.best = flight.expected[0]
+        if flight.explored:
+            flight.expected = self._exploration.draw(flight)
+        return flight.expected[0]
+
+    def _result(self, flight: Flight, answer: Any, decision_ms: float, **times: Any) -> Result:
+        """Return the result of a request with its times in ms."""
+        choice, mean, spread = flight.expected
+        return Result(
+            answer,
+            dict(self.configurations[choice]),
+            choice,
+            flight.budget_ms,
+            flight.limit_ms,
+            flight.drift,
+            (mean, spread),
+            decision_us=decision_ms * 1e3,
+            **times,
+        )
+
+    def _note(self, flight: Flight, result: Result, answer_ms: float) -> None:
         """Log an answered request, see `row_of`. Its chances are computed only now, so that no
         answer waits for them."""
         if self.log is not None:
-            context = controller, features, result.limit_ms, result.drift
-            chances = self._exploration.chances(*context, best)
-            row = row_of(controller.digest, features, chances, best, result, answer_ms)
+            row = row_of(flight, self._exploration.chances(flight), result, answer_ms)
             result.request_id = self.log.add(row)
 
 
 @dataclass(slots=True)
-class Flight:
-    """A request between its arrival and its answer. Moments are readings of `perf_counter`."""
+class Timed(Flight):
+    """A request with its moments, which are readings of `perf_counter`."""
 
-    budget_ms: float
-    begun: float
-    controller: NumpyController
-    drift: Drift
-    explored: bool
-    limit_ms: float
-    """The rest of the budget for the answer."""
-    expected: Expected | None
-    """The decision with its expected latency; None until there is one."""
-    best: int = 0
-    """What the controller chose before anything was drawn."""
-    features: dict[str, Array] = field(default_factory=dict)
+    begun: float = 0.0
     before_ms: float = 0.0
     """The time until the decision began."""
     decision_ms: float = 0.0
-    overhead: Any = None
-    """The `Overhead` of decisions of this kind."""
     call_began: float = 0.0
     """When the call began."""
-
-    @property
-    def looks(self) -> bool:
-        """True if features are wanted."""
-        return self.expected is None or self.explored
 
 
 class Steps(Front):
@@ -170,15 +171,12 @@ class Steps(Front):
     def __init__(
         self,
         call: Callable[..., Any],
-        policy: Any,
         features: Callable[[Any], Any] | None,
-        tracker: bool | LatencyTracker,
         log: RequestLog | str | Path | None,
-        explore: float,
-        explore_loss: float,
-        seed: int | None,
+        *front: Any,
     ) -> None:
-        super().__init__(policy, tracker, explore, explore_loss, seed)
+        """Begin; `front` are the arguments of `Front`."""
+        super().__init__(*front)
         self._call = call
         self._features = features or _no_features
         if features is None and self.controller.feature_sizes:
@@ -195,44 +193,35 @@ class Steps(Front):
         """Begin with a lock that is free."""
         self._lock = threading.Lock()
 
-    def _begin(self, budget_ms: float) -> Flight:
+    def _begin(self, budget_ms: float) -> Timed:
         """Take a request in; decide where the guard falls back, which needs no features."""
         begun = time.perf_counter()
-        if not 0 < budget_ms < math.inf:
-            raise InputError(f"budget_ms={budget_ms}: must be positive, in ms")
+        check_budget(budget_ms)
         with self._lock:
             self._follow()
-            controller = self.controller
-            drift = self.tracker.drift
-            explored = self._exploration.turn()
-        limit = _limit(budget_ms, self._fallen_back)
-        expected = controller.fall_back(limit, drift)
-        return Flight(budget_ms, begun, controller, drift, explored, limit, expected)
+            flight = Timed(budget_ms, *self._state(), begun=begun)
+        flight.limit_ms = left_of(budget_ms, flight.overhead)
+        flight.expected = flight.controller.fall_back(flight.limit_ms, flight.drift)
+        return flight
 
-    def _decide(self, flight: Flight, features: Any) -> dict[str, Any]:
+    def _decide(self, flight: Timed, features: Any) -> dict[str, Any]:
         """Decide with what is left of the budget; return the values of the knobs."""
         controller = flight.controller
-        drift = flight.drift
-        flight.overhead = self._fallen_back
+        looks = flight.looks
         try:
-            if flight.looks:
+            if looks:
                 flight.features = blocks_of(features, controller.feature_sizes, controller.columns)
             start = time.perf_counter()
             flight.before_ms = (start - flight.begun) * 1e3
-            if flight.looks:
+            if looks:
                 flight.overhead = self._decided
-                flight.limit_ms = _limit(flight.budget_ms - flight.before_ms, flight.overhead)
+                flight.limit_ms = left_of(flight.budget_ms - flight.before_ms, flight.overhead)
                 flight.expected = controller.decide_expected(
-                    flight.features, flight.limit_ms, drift
+                    flight.features, flight.limit_ms, flight.drift
                 )
         except ValueError as error:
             raise InputError(f"wrap: {error}") from error
-        assert flight.expected is not None
-        flight.best = flight.expected[0]
-        if flight.explored:
-            context = controller, flight.features, flight.limit_ms, drift
-            flight.expected = self._exploration.draw(*context)
-        knobs = dict(self.configurations[flight.expected[0]])
+        knobs = dict(self.configurations[self._settle(flight)])
         flight.call_began = time.perf_counter()
         flight.decision_ms = (flight.call_began - start) * 1e3
         return knobs
@@ -242,33 +231,21 @@ class Steps(Front):
         with self._lock:
             self.tracker.ignore(f"the call raised {type(error).__name__}")
 
-    def _finish(self, flight: Flight, answer: Any) -> Result:
+    def _finish(self, flight: Timed, answer: Any) -> Result:
         """Learn from the time of an answer, and log the request."""
         answer_ms = (time.perf_counter() - flight.call_began) * 1e3
         _check_answer(answer)
-        expected = flight.expected
-        assert expected is not None
         with self._lock:
             if self._tracks:
+                expected: Expected = flight.expected
                 self.tracker.update(*expected, answer_ms)
             total_ms = (time.perf_counter() - flight.begun) * 1e3
             overhead_ms = total_ms - answer_ms
             beyond_ms = overhead_ms - flight.before_ms - flight.decision_ms
             flight.overhead.add(flight.decision_ms, beyond_ms)
-        result = Result(
-            answer,
-            dict(self.configurations[expected[0]]),
-            expected[0],
-            flight.budget_ms,
-            flight.limit_ms,
-            flight.drift,
-            expected[1:],
-            total_ms=total_ms,
-            waited_ms=0.0,
-            overhead_ms=overhead_ms,
-            decision_us=flight.decision_ms * 1e3,
-        )
-        self._note(flight.controller, flight.features, flight.best, result, answer_ms)
+        times = {"total_ms": total_ms, "waited_ms": 0.0, "overhead_ms": overhead_ms}
+        result = self._result(flight, answer, flight.decision_ms, **times)
+        self._note(flight, result, answer_ms)
         return result
 
 
@@ -364,16 +341,22 @@ def wrap(
     if not awaits and inspect.iscoroutinefunction(features):
         raise InputError("wrap: features is a coroutine function, but call is not; make both async")
     kind = AsyncServed if awaits else Served
-    return kind(call, policy, features, tracker, log, explore, explore_loss, seed)
+    return kind(call, features, log, policy, tracker, explore, explore_loss, seed)
 
 
 def _no_features(request: Any) -> None:
     """Compute nothing, for a policy that sees the budget only."""
 
 
-def _limit(left_ms: float, overhead: Overhead) -> float:
+def check_budget(budget_ms: float) -> None:
+    """Refuse a budget that is not positive and finite."""
+    if not 0 < budget_ms < math.inf:
+        raise InputError(f"budget_ms={budget_ms}: must be positive, in ms")
+
+
+def left_of(budget_ms: float, overhead: Overhead) -> float:
     """Return what is left for an answer after a decision that takes as long as the latest ones."""
-    return max(LEAST_MS, left_ms - overhead.decision_ms - overhead.beyond_ms)
+    return max(LEAST_MS, budget_ms - overhead.decision_ms - overhead.beyond_ms)
 
 
 def _check_knobs(call: Callable[..., Any], knobs: Mapping[str, Any]) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.judging.policy import Guarded
 from knobwise.agents.policy.arrays import Array, digest_of
-from knobwise.agents.policy.controller import FORMAT, NumpyController
-from knobwise.agents.policy.guard import Guard
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Guard, Static
+from knobwise.agents.policy.controller import FORMAT, Drift, NumpyController
 from knobwise.agents.stack import guard as guards
 from knobwise.agents.stack.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.stack.teacher import Teacher
@@ -43,8 +43,9 @@ class Settled:
         guard_if_free: the rows if decisions and features cost nothing, for comparison.
         guard_of_teacher: the rows of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
-        latency: the latency that the tracker expects, see `policy.network.LatencyModel`.
-        mean: the mean budgets, see `policy.mean_budgets.MeanBudgets`.
+        latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
+            [width, C].
+        mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
     """
 
     guard: list[dict[str, Any]] = field(default_factory=list)
@@ -53,6 +54,11 @@ class Settled:
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
+
+    def scale_static(self, times: Array, accuracies: Array | None = None) -> None:
+        """Multiply times and accuracies that static knows by factors [C] of the configurations."""
+        if self.static:
+            self.static = FittedStatic(self.static).scaled(times, accuracies).arrays()
 
 
 class DeployedController(nn.Module):
@@ -69,7 +75,8 @@ class DeployedController(nn.Module):
         self.controller = controller
         self.knobs = controller.knobs
         self.sense = controller.sense
-        self.teacher = teacher
+        self.teacher: Any = teacher
+        """A `Teacher`, or None."""
         self.settled = settled or Settled()
 
     @property
@@ -84,8 +91,8 @@ class DeployedController(nn.Module):
         rows = self.settled.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        guard = Guard(guards.arrays_of(rows))
-        return Guarded(self.teacher, guard, Static.restored(self.settled.static))
+        guard = Guard(guards.arrays_of(rows), Static(self.settled.static))
+        return Guarded(self.teacher, guard)
 
     @property
     def configurations(self) -> Tensor:
@@ -110,15 +117,17 @@ class DeployedController(nn.Module):
         self.__dict__.pop("decider", None)
         return super().load_state_dict(*arguments, **options)
 
-    def choose(self, features: Mapping[str, Any], limits: Any, mask: Any = None) -> Array:
+    def choose(
+        self, features: Mapping[str, Any], limits: Any, mask: Any = None, drift: Drift = None
+    ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
         Raises:
             InputError: the features are not those that it reads, as with a checkpoint of another
-                profile.
+                profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask)
+            return self.decider.choose(features, limits, mask, drift)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error

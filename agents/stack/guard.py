@@ -180,7 +180,7 @@ def _margins(misses: Tensor, may_miss: float) -> tuple[int | None, int]:
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the arrays that `policy.guard.Guard` reads."""
+    """Return the arrays that `policy.calibrated.Guard` reads."""
     names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
     return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
 

@@ -207,7 +207,7 @@ class StaticMix:
         return cls(*averages(table, rows), budgets)
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that `policy.mean_budgets.MeanBudgets` reads."""
+        """Return the arrays that `policy.calibrated.MeanBudgets` reads."""
         arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
         accuracy, cost, _ = self._means
         return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays

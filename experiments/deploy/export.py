@@ -16,8 +16,13 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.serving.export import agreement
-from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, quantise, write_onnx
+from knobwise.agents.serving.onnx_graph import (
+    Deployed,
+    OnnxController,
+    agreement,
+    quantise,
+    write_onnx,
+)
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.checks import at_least
 from knobwise.common.files import write_json, written_whole

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, averages, static_of
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import Static
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic

@@ -137,16 +137,21 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
     """Refuse to go on from another controller than the one that serves."""
     if current is None:
         return
-    try:
-        served = NumpyController.load(current / CONTROLLER).digest
-    except (OSError, ValueError) as error:
-        raise InputError(f"{error}; go back to the version before with rollback=true") from error
-    if served != digest:
+    served = _read(current, "go back to the version before with rollback=true")
+    if served.digest != digest:
         again = Path(config.out) / CURRENT
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
             f"give checkpoint={again}, or another folder"
         )
+
+
+def _read(version: Path, advice: str) -> NumpyController:
+    """Read the controller of a version. Raises InputError with advice if it is damaged."""
+    try:
+        return NumpyController.load(version / CONTROLLER)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{error}; {advice}") from error
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
@@ -182,12 +187,7 @@ def _roll_back(out: Path) -> Path:
     if before is None:
         raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
     version = out / VERSIONS / before
-    try:
-        NumpyController.load(version / CONTROLLER)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{error}; version {current.name} keeps serving; restore a copy"
-        ) from error
+    _read(version, f"version {current.name} keeps serving; restore a copy")
     with locked(out):
         serve(out, version)
     print_lines(Console(), [f"{version}: serves again, in place of {current.name}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import string
@@ -18,7 +17,36 @@ from knobwise.profiling.measuring.questions import VQAItem
 PROMPT = "{question}{choices}"
 
 
-class Questions:
+class Requests:
+    """Requests whose answers can be scored: a file of questions, or a generator of them, which has
+    no end."""
+
+    prompt = PROMPT
+    """How a question is put."""
+
+    def ids(self) -> Iterator[str]:
+        """Return the ids of the samples, in an order that does not change."""
+        raise NotImplementedError
+
+    def __contains__(self, sample_id: object) -> bool:
+        raise NotImplementedError
+
+    def item(self, sample_id: str) -> VQAItem:
+        """Return the item of a sample."""
+        raise NotImplementedError
+
+    def request(self, sample_id: str) -> Request:
+        """Return the request of a sample."""
+        item = self.item(sample_id)
+        return Request(item.picture(), question_text(item, self.prompt))
+
+    def score(self, sample_id: str, answer: str) -> float:
+        """Score an answer in [0, 1]."""
+        item = self.item(sample_id)
+        return answer_accuracy(metric_of(item), answer, item.answers, item.choices)
+
+
+class Questions(Requests):
     """Questions with known answers.
 
     Args:
@@ -37,7 +65,7 @@ class Questions:
         self, items: Sequence[VQAItem], metric: str = "auto", prompt: str = PROMPT
     ) -> None:
         self._items = {item.id: item for item in items}
-        self._prompt = prompt
+        self.prompt = prompt
         self._key = f"knobs.metric={metric}"
         self._function = None
         if ":" in metric:
@@ -49,20 +77,16 @@ class Questions:
             self.score(item.id, item.answer)
 
     def ids(self) -> Iterator[str]:
-        """Return the ids of the samples, in an order that does not change."""
         return iter(self._items)
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._items
 
-    def request(self, sample_id: str) -> Request:
-        """Return the request of a sample."""
-        item = self._items[sample_id]
-        return Request(item.picture(), question_text(item, self._prompt))
+    def item(self, sample_id: str) -> VQAItem:
+        return self._items[sample_id]
 
     def score(self, sample_id: str, answer: str) -> float:
-        """Score an answer in [0, 1]."""
-        item = self._items[sample_id]
+        item = self.item(sample_id)
         sample = f"sample {sample_id!r}"
         if self._function is None:
             try:
@@ -79,14 +103,14 @@ class Questions:
         return accuracy
 
 
-class DrawnQuestions(Sequence[VQAItem]):
-    """Questions without end, each drawn by its number, which is its id. As a sequence they are the
+class DrawnQuestions(Requests, Sequence[VQAItem]):
+    """Questions without end, each drawn by its number, which is its id; and the sequence of the
     first `length` items, which are measured."""
 
     length = 2000
 
     def __init__(self) -> None:
-        self._drawn = functools.cache(self.draw)
+        self._items: dict[int, VQAItem] = {}
 
     def draw(self, row: int) -> VQAItem:
         """Draw the item with this number, always the same."""
@@ -102,26 +126,15 @@ class DrawnQuestions(Sequence[VQAItem]):
 
     def item(self, row: int | str) -> VQAItem:
         """Return the item with this number, drawn once."""
-        return self._drawn(int(row))
+        if int(row) not in self._items:
+            self._items[int(row)] = self.draw(int(row))
+        return self._items[int(row)]
 
     def ids(self) -> Iterator[str]:
         return map(str, itertools.count())
 
     def __contains__(self, sample_id: object) -> bool:
         return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
-
-    def request(self, sample_id: str) -> Request:
-        item = self.item(sample_id)
-        return Request(item.picture(), item.question)
-
-    def score(self, sample_id: str, answer: str) -> float:
-        item = self.item(sample_id)
-        return answer_accuracy(metric_of(item), answer, item.answers)
-
-
-Requests = Questions | DrawnQuestions
-"""Requests whose answers can be scored: a file of questions, or a generator of them, which has no
-end."""
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:

@@ -28,6 +28,7 @@ from knobwise.agents.policy import controller as policy
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
 from knobwise.agents.serving.exploration import near_best
+from knobwise.agents.serving.request_log import Flight
 from knobwise.envs.configurations.budgets import default_budgets
 
 SOURCE = Path(policy.__file__).parent
@@ -185,7 +186,7 @@ def test_more_requests_than_are_decided_at_once(monkeypatch):
 def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
     light = untrained(GAPPY).decider
     # so that what is expected depends on features
-    light._latency.weight = np.ones((12, 9), np.float32)
+    light._slopes = np.ones((12, 9), np.float32)
     blocks = arrays(GAPPY)
     copied = {name: block.copy() for name, block in blocks.items()}
     limits = np.linspace(5, 40, 90)
@@ -320,14 +321,18 @@ def test_the_configurations_that_lose_little_by_hand():
     # silu(log₂ 1.975) = 0.7169 logits, or 0.01792 of utility, above the other
     logit = math.log2(1.975)
     worth = logit / (1 + math.exp(-logit)) / 40
-    assert near_best(light, X, 40.0, 1e-9) == [0, 1]
-    assert near_best(light, X, 79.0, 0.99 * worth) == [1]
-    assert near_best(light, X, 79.0, 1.01 * worth) == [0, 1]
-    assert near_best(light, X, 158.0, 0.99 * worth, (math.log(2), 1.0)) == [1]
+
+    def close(limit_ms, loss, drift=None):
+        return near_best(Flight(limit_ms, light, drift, True, None, limit_ms, X), loss)
+
+    assert close(40.0, 1e-9) == [0, 1]
+    assert close(79.0, 0.99 * worth) == [1]
+    assert close(79.0, 1.01 * worth) == [0, 1]
+    assert close(158.0, 0.99 * worth, (math.log(2), 1.0)) == [1]
     # where the guard falls back by the mean utility of static: 0.4 and 0.1 at 81 ms
-    assert near_best(light, X, 81.0, 0.29) == [0]
-    assert near_best(light, X, 81.0, 0.31) == [0, 1]
-    assert near_best(light, X, 324.0, 0.29, (math.log(4), 1.0)) == [0]
+    assert close(81.0, 0.29) == [0]
+    assert close(81.0, 0.31) == [0, 1]
+    assert close(324.0, 0.29, (math.log(4), 1.0)) == [0]
     expected = light.expected_of(X, 81.0, None, 1)
     assert expected == pytest.approx((1, math.log(30), math.log(3)))
 

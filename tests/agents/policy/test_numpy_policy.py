@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from knobwise.agents.judging.baselines import FittedStatic
 from knobwise.agents.policy.arrays import pick
-from knobwise.agents.policy.mean_budgets import MeanBudgets
-from knobwise.agents.policy.static import Static
+from knobwise.agents.policy.calibrated import MeanBudgets, Static
 
 # -- small functions -------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ def test_static_on_a_slower_machine_and_with_other_accuracies():
     assert slower.mean_utility(budgets)[2].tolist() == [0.25, 0.5, 1.0]
     chosen = slower.choose({}, budgets).tolist()
     assert chosen == [2, 0, 2]
-    assert Static.restored(slower.arrays()).choose({}, budgets).tolist() == chosen
+    assert Static(slower.arrays()).choose({}, budgets).tolist() == chosen
     worse = static.scaled(np.ones(3), np.array([1.0, 1.0, 0.5]))
     assert worse.mean_utility(budgets[2:]).tolist() == [[0.25, 0.75, 0.5]]
     # in single precision where nothing is lost
@@ -173,11 +172,11 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
     own = np.zeros(5, np.int64)
     for share, wanted in ((0.0, [1, 3, 1, 2, 0]), (1.0, [3, 3, 1, 2, 0])):
         mean = mean_budgets(share)
-        assert mean.or_mix(own, own + 1, mask).tolist() == wanted
+        assert mean.settled(own, np.full(5, 12.0), mask).tolist() == wanted
         # at 9 ms nothing but configuration 0 is affordable
         mean.deployed[:] = False
         only = np.array([[False, False, True, True]])
-        assert mean.or_mix(own[:1], own[:1], only).tolist() == [2]
+        assert mean.settled(own[:1], np.array([9.0]), only).tolist() == [2]
 
 
 def test_a_mean_budget_must_be_calibrated():

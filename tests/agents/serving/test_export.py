@@ -9,8 +9,7 @@ from replayed import settled_for, untrained
 
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.export import agreement
-from knobwise.agents.serving.onnx_graph import OnnxController
+from knobwise.agents.serving.onnx_graph import OnnxController, agreement
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets

@@ -10,8 +10,7 @@ from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.serving.export import agreement
-from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
+from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
@@ -44,7 +43,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
             assert graph.decide_index(request, budget) == light.decide_index(request, budget)
     session = onnxruntime.InferenceSession(path)
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["configurations"]) == configurations_of(agent)
+    assert json.loads(about["configurations"]) == configurations_of(agent.decider)
     assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
     # it holds the deployed network alone
     weights = onnx.load(path).graph.initializer

@@ -50,6 +50,10 @@ class ByFeatures:
     def __init__(self):
         self.limits = []
 
+    def configuration(self, index):
+        pairs = zip(self.knobs, self.configurations[index].tolist(), strict=True)
+        return {knob.name: knob.values[value] for knob, value in pairs}
+
     def fall_back(self, limit, drift):
         return None
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.policy.guard import Guard
+from knobwise.agents.policy.calibrated import Guard
 from knobwise.agents.stack.guard import MARGINS, GuardSettings, arrays_of, calibrate
 
 NAN = math.nan
@@ -220,7 +221,9 @@ def test_deployed_where_better_by_more_than_chance(policy, confidence, deployed)
     cells = accuracy, [[5.0, 5.0]] * n
     row = calibrated([{0.0: 1}] * n, *cells, confidence=confidence)
     assert (row["gain"], row["deployed"]) == (sum(policy) / n, deployed)
-    assert Guard(arrays_of([row])).single(BUDGET) == (1.0, deployed)
+    static = SimpleNamespace(single=lambda limit: 7)
+    # the whole of the budget is planned with
+    assert Guard(arrays_of([row]), static).single(BUDGET) == (None if deployed else 7, BUDGET)
 
 
 @pytest.mark.parametrize(("cost_ms", "gain"), [(0.0, 0.5), (1.0, 0.5), (1.001, 0.0), (5.5, -0.5)])

@@ -8,7 +8,6 @@ import torch
 from helpers import TAUGHT, arrays, controller_trainer, repeated, small_table
 
 from knobwise.agents.controller.networks import drift_inputs, drift_values
-from knobwise.agents.policy.network import LatencyModel
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training import imitation
 from knobwise.agents.training.settle import deployed_by, latency_of
@@ -191,13 +190,13 @@ def test_answers_as_in_the_profile_show_no_drift(features):
     table = replace(table, latency_ms=skewed.median(-1).values, repeats_ms=skewed)
     rows = torch.arange(80)
     normaliser = FeatureNormaliser.fit(table, rows)
-    latency = LatencyModel(latency_of(table, rows, normaliser))
+    latency = latency_of(table, rows, normaliser)
     x = normaliser(table.features, 80).numpy()
     logs = np.log(skewed.double().numpy())
-    expected = np.tile(latency.bias, (80, 1))
+    expected = np.tile(latency["bias"], (80, 1))
     if features:
-        expected += x @ latency.weight.T
+        expected += x @ latency["weight"]
     residuals = logs - expected[..., None]
     assert np.abs(residuals.mean((0, 2))).max() < 1e-3
-    np.testing.assert_allclose(latency.spread, residuals.std((0, 2)), rtol=1e-3)
+    np.testing.assert_allclose(latency["spread"], residuals.std((0, 2)), rtol=1e-3)
     assert np.log(np.median(skewed, -1)).mean() < logs.mean() - 0.01

@@ -1,0 +1,210 @@
+"""What decides beside the network, as it was settled on held-out samples: budget-aware static, the
+guard that falls back to it, and the worths of mean budgets."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import numpy as np
+
+from .arrays import Array, Arrays, below, log_ms, pick
+
+GOLDEN = 0.6180339887498949
+"""(√5 − 1)/2. Its multiples modulo 1 decide which side of a static mix takes a request. They are
+spread evenly, so that any stretch of requests keeps the shares (Niederreiter 1992, "Random Number
+Generation and Quasi-Monte Carlo Methods", chapter 3)."""
+
+
+class Static:
+    """Takes, for each budget, the configuration with the best mean of accuracy·1[latency ≤ budget].
+
+    Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is
+    taken. It never reads features.
+
+    Attributes:
+        latency_ms: [C], the mean latency of each configuration.
+        sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none.
+        running: [C, n + 1], the mean utility under a budget between two of these.
+        starts, choices: [s] each: from `starts[i]` ms on, `choices[i]` is best of all.
+        log_latency, spread: [C], mean and standard deviation of ln ms; 0 without measurements.
+    """
+
+    name = "budget_aware_static"
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.latency_ms = arrays["latency_ms"]
+        self.sorted_ms = arrays["sorted_ms"].astype(np.float64)
+        self.running = arrays["running"]
+        logs = np.ma.masked_invalid(log_ms(self.sorted_ms))
+        self.log_latency = logs.mean(1).filled(0.0)
+        self.spread = logs.std(1).filled(0.0)
+        self.starts, self.choices = self._steps()
+        self._few = self.starts.tolist()
+
+    def mean_utility(self, limits: Array) -> Array:
+        """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""
+        limits = limits.astype(np.float64)
+        # each configuration by a search among its own measurements
+        columns = []
+        for latencies, worth in zip(self.sorted_ms, self.running, strict=True):
+            columns.append(worth[np.searchsorted(latencies, limits, side="right")])
+        return np.stack(columns, 1)
+
+    def single(self, limit: float) -> int:
+        """Return the configuration for one limit in ms."""
+        return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
+
+    def expected(self, index: int) -> tuple[int, float, float]:
+        """Return a configuration with mean and standard deviation of its ln ms."""
+        return index, float(self.log_latency[index]), float(self.spread[index])
+
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
+        """Return configurations int64 [n] for limits [n] in ms, inside the mask bool [n, C]."""
+        if mask is None:
+            return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
+        distinct, which = np.unique(limits, return_inverse=True)
+        return pick(self.mean_utility(distinct)[which.reshape(-1)], self.latency_ms, mask)
+
+    def _steps(self) -> tuple[Array, Array]:
+        """Find where the best of all configurations changes as the budget grows. Mean utilities
+        never fall as it grows, so the best one is the running maximum over all cells in order of
+        latency; among equals the one with the lower mean latency."""
+        count, samples = self.sorted_ms.shape
+        # configurations from the fastest to the slowest on average, and all cells by time
+        order = np.argsort(self.latency_ms, kind="stable")
+        ranks = np.concatenate([[0], np.repeat(np.argsort(order), samples)])
+        time = np.concatenate([[-np.inf], self.sorted_ms.reshape(-1)])
+        worth = np.concatenate([[0.0], self.running[:, 1:].reshape(-1)])
+        # cells that were not measured take forever
+        measured = time < np.inf
+        time = time[measured]
+        rank_of_worth = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
+        by_time = np.argsort(time, kind="stable")
+        # one number that sorts by worth, then by mean latency
+        key = rank_of_worth * count + (count - 1 - ranks[measured])
+        # what is best so far, decoded into a configuration
+        best = np.maximum.accumulate(key[by_time])
+        time = time[by_time]
+        chosen = order[count - 1 - best % count]
+        # the last cell of each latency, which includes the others
+        last = np.append(time[1:] != time[:-1], True)
+        time = time[last]
+        chosen = chosen[last]
+        new = np.append(True, chosen[1:] != chosen[:-1])
+        return time[new], chosen[new]
+
+
+class Guard:
+    """Margins and fall-backs for the calibrated budgets; a request uses the one nearest in log-ms.
+
+    Attributes:
+        static: decides where the policy does not.
+        budgets_ms, margin: [B] each; the share of its budget that the policy may plan with.
+        deployed: bool [B], False where budget-aware static decides.
+    """
+
+    def __init__(self, arrays: Arrays, static: Static) -> None:
+        self.static = static
+        self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        self.margin = arrays["margin"].astype(np.float64)
+        self.deployed = arrays["deploy"].astype(bool)
+        # budgets in order, and the geometric means between neighbours
+        self._order = np.argsort(self.budgets_ms, kind="stable")
+        logs = log_ms(self.budgets_ms[self._order])
+        self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
+        columns = self.margin[self._order].tolist(), self.deployed[self._order].tolist()
+        self._few = list(zip(*columns, strict=True))
+
+    def single(self, limit: float) -> tuple[int | None, float]:
+        """Return the choice of static where it decides, else None; and the ms to plan with."""
+        margin, deployed = self._few[bisect.bisect_left(self._between, limit)]
+        if deployed:
+            return None, limit * margin
+        return self.static.single(limit), limit
+
+    def groups(self, limits: Array) -> Array:
+        """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
+        return self._order[np.searchsorted(self._between, limits)]
+
+    def planned(self, limits: Array) -> Array:
+        """Return the ms that the policy plans with under limits [n]."""
+        return limits * self.margin[self.groups(limits)]
+
+    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+        """Replace choices [n] where static decides, inside the mask bool [n, C]."""
+        deployed = self.deployed[self.groups(limits)]
+        return np.where(deployed, chosen, self.static.choose({}, limits, mask))
+
+
+class MeanBudgets:
+    """The worth for each calibrated mean budget, and the static mix that a policy may fall back to.
+
+    Attributes:
+        budgets_ms, worths: float64 [B] each; the worth of a right answer in ms, 1/λ.
+        deployed: bool [B], False where the static mix decides.
+        mix: `first` and `second` int64 [B], the two configurations; `share` [B], how often the
+            second is taken; `mean_accuracy` and `mean_cost` [C]. {} without a mix.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        self.worths = arrays["worths"].astype(np.float64)
+        self.deployed = arrays["deployed"].astype(bool)
+        self.mix = below(arrays, "mix.")
+        self._group_of = {budget: i for i, budget in enumerate(self.budgets_ms.tolist())}
+        self.turns = itertools.count(1)
+
+    def groups(self, budgets_ms: Array) -> Array:
+        """Return the index of the calibrated budget that equals each of these [n] to 0.1 %, int64
+        [n]. Raises a ValueError for any that was not calibrated."""
+        group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
+        far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
+        if far.any():
+            known = ", ".join(f"{budget:.4g}" for budget in self._group_of)
+            raise ValueError(
+                f"a mean budget of {budgets_ms[far][0]:.4g}: the policy was calibrated for {known} "
+                "only; train with the budgets_ms you need"
+            )
+        return group
+
+    def single(self, budget_ms: float) -> tuple[int | None, float]:
+        """Return the configuration of the static mix where it decides, else None; and the worth."""
+        group = self._group_of.get(budget_ms)
+        if group is None:
+            group = int(self.groups(np.array([budget_ms]))[0])
+        worth = float(self.worths[group])
+        if not self.mix or self.deployed[group]:
+            return None, worth
+        turn = next(self.turns) * GOLDEN % 1
+        side = "second" if turn < self.mix["share"][group] else "first"
+        return int(self.mix[side][group]), worth
+
+    def planned(self, limits: Array) -> Array:
+        """Return the worths of a right answer under budgets [n]."""
+        return self.worths[self.groups(limits)]
+
+    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+        """Replace choices [n] where the static mix decides; its two sides take turns. If the mask
+        forbids a side, the other takes its turns; if both, the best that the budget affords."""
+        group = self.groups(limits)
+        mixed = ~self.deployed[group]
+        if not self.mix or not mixed.any():
+            return chosen
+        # only requests that the mix decides use up turns
+        turn = np.ones(len(group))
+        drawn = itertools.islice(self.turns, int(mixed.sum()))
+        turn[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1
+        first = self.mix["first"][group]
+        second = self.mix["second"][group]
+        if mask is not None:
+            rows = np.arange(len(group))
+            # `instead` is the best configuration that is affordable and not forbidden
+            affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
+            accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
+            instead = pick(accuracy, self.mix["mean_cost"], mask)
+            has_second = mask[rows, second]
+            first = np.where(mask[rows, first], first, np.where(has_second, second, instead))
+            second = np.where(has_second, second, first)
+        either = np.where(turn < self.mix["share"][group], second, first)
+        return np.where(mixed, either, chosen)
