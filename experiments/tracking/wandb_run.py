@@ -1,14 +1,18 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every step once and in order: what
-`metrics.csv` held when it was interrupted is not sent again.
+An interrupted run resumes as the same W&B run, which holds every step once and in order. Online,
+what `metrics.csv` held when it was interrupted is not sent again. Offline, W&B cannot continue its
+file: a later session logs everything again and takes the place of the earlier ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +72,8 @@ class WandbRun:
     """True after W&B refused numbers; no more are sent."""
     _sent: set[tuple[int, str]] = field(default_factory=set)
     """The steps and names of the numbers that earlier sessions sent."""
+    _replaced: Sequence[Path] = ()
+    """The folders of earlier offline sessions, which this one takes the place of."""
     _step: int | None = None
     """The step of the row that is not complete yet."""
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -96,9 +102,16 @@ class WandbRun:
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
-        with self.reporting("the summary of earlier sessions"):
-            for _, values in self.kept:
-                self._summarise(values)
+        with self.reporting("what earlier sessions logged"):
+            speeds: dict[int, dict[str, float]] = {}
+            for session in self._replaced:
+                speeds |= _speeds(session)
+            # of numbers that were sent this updates the summary only
+            for step, values in self.kept:
+                self.log({**values, **speeds.get(step, {})}, step)
+            if not self._broken:
+                for session in self._replaced:
+                    shutil.rmtree(session)
         return self
 
     def __exit__(
@@ -171,15 +184,20 @@ class WandbRun:
         id_file = self.folder / "wandb" / f"{self.key}.id"
         evaluates = self.about["job_type"] == "evaluate"
         online = self.mode == "online"
+        before = id_file.read_text().strip() if id_file.exists() else ""
+        # what `wandb sync` has sent stays, and the rest is sent after it
+        sessions = f"wandb/offline-run-*-{before}"
+        synced = any(self.folder.glob(f"{sessions}/*.synced"))
+        replaced = [] if synced else sorted(self.folder.glob(sessions))
         # results are logged once, at the end: a run interrupted there has logged none
-        resumes = not (fresh or evaluates) and id_file.exists()
+        resumes = bool(before) and not (fresh or evaluates)
         job = sweep = parameters = None
         if evaluates and not fresh and agent[1]:
             # a job of a sweep has its results in the W&B run that the agent names
             job, sweep, parameters = agent
         identity = job or os.urandom(4).hex()
         if resumes:
-            identity = id_file.read_text().strip()
+            identity = before
         # a key without a network would otherwise block for minutes, and without a terminal init
         # raises
         settings = wandb.Settings(
@@ -208,13 +226,32 @@ class WandbRun:
             # the sweep looks for `optimiser.lr` and the like in the config
             swept: Any = OmegaConf.load(parameters)
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-        if run.resumed or (resumes and not online):
+        if replaced and not run.resumed:
+            self._replaced = replaced
+        elif run.resumed or (resumes and not online):
             for step, values in self.earlier:
                 self._sent |= {(step, name) for name in [THROUGHPUT, *values]}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run
+
+
+def _speeds(session: Path) -> dict[int, dict[str, float]]:
+    """Return what an offline session logged of the speed, which `metrics.csv` has not, by step."""
+    from wandb.util import get_core_path
+
+    file = next(session.glob("run-*.wandb"))
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+    command += ["--run-file", str(file), str(session)]
+    # what can be read of the file of a killed process counts
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    speeds = {}
+    for line in printed.splitlines():
+        row = json.loads(line).get("history", {}).get("item", {})
+        if THROUGHPUT in row:
+            speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
+    return speeds
 
 
 def reason(error: Exception) -> str:
