@@ -22,6 +22,7 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.utils import get_original_cwd
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -190,14 +191,14 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
 
 
 def run_hydra(
-    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str]], object]
+    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str], list[str]], object]
 ) -> None:
     """Have Hydra run the jobs of a sweep (`-m`), by the launcher that the arguments name, or answer
     the shell's tab completion (`-sc`).
 
     Args:
-        task: called for each job, in the process that the launcher chose, with its settings and
-            the words of its command.
+        task: called for each job, in the process that the launcher chose, with its settings, the
+            words of its command, and those of them that the sweep varies.
 
     Raises:
         InputError: arguments that Hydra refuses, before the first job starts; or, once all jobs
@@ -213,16 +214,31 @@ def run_hydra(
     workers = partial(LokyBackend, initializer=end_with, initargs=(os.getpid(),))
     register_parallel_backend("loky", workers)
 
+    varies: dict[str, bool] = {}
+
     def job(config: DictConfig) -> None:
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
-        task(settings_of(config), list(HydraConfig.get().overrides.task))
+        hydra_config = HydraConfig.get()
+        words = list(hydra_config.overrides.task)
+        # the command line holds where the file says otherwise
+        in_file = OmegaConf.select(hydra_config, "sweeper.params") or {}
+        swept = dict.fromkeys(in_file, True) | varies
+        task(settings_of(config), words, [word for word in words if swept.get(_key(word))])
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     # `hydra.main` reads the words of this process
     sys.argv = ["knobwise", *with_variants(arguments)]
     with explained(verb, arguments):
+        words = [word for word in sys.argv[1:] if not word.startswith("-")]
+        for override in OverridesParser.create().parse_overrides(words):
+            varies[override.key_or_group] = override.is_sweep_override()
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
+
+
+def _key(word: str) -> str:
+    """Return the key of a `key=value` word."""
+    return word.partition("=")[0].lstrip("+")
 
 
 def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:

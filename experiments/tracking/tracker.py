@@ -122,6 +122,8 @@ class Tracker:
     """The step of `metrics.csv` that the stage begins at."""
     finished: bool = False
     """True when training is over, and only `log_scores` is to come."""
+    waits: bool = False
+    """True if this process will log the test scores: see `WandbRun`."""
     known: Sequence[Row] = ()
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
     tick: Callable[[], None] = lambda: None
@@ -269,6 +271,7 @@ class Tracker:
             kept=self._rows(self._csv.kept),
             earlier=self._rows(self._csv.earlier),
             insist=self.settings.mode == "online" and not begun,
+            waits=self.waits,
         )
         stack.enter_context(run)
         if run.mode == "disabled":
@@ -287,9 +290,10 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
     """Return the name of a W&B run, such as `controller s0`.
 
     It has the changed settings without their sections, or the experiment if nothing was changed;
-    then the stage and the seed.
+    then the stage and the seed. Seeds and baselines do not change what a run trains.
     """
-    changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
+    same = r"^default$|(?:(?<=_)|^)(?:seeds-[-\d,]+|baselines-[a-z]+)(?:_|$)"
+    changed = re.sub(rf"{same}|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
     parts = [changed[:LONGEST_NAME].strip("_"), stage]
     if not any(parts):
         parts = [experiment]

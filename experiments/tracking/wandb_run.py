@@ -2,7 +2,8 @@
 
 An interrupted run resumes as the same W&B run, which holds every step once and in order. Online,
 what `metrics.csv` held when it was interrupted is not sent again. Offline, W&B cannot continue its
-file: a later session logs everything again and takes the place of the earlier ones.
+file: a later session logs everything again, now, and takes the place of the earlier ones. A run
+that `waits` for its test scores stays open, so that it keeps its times and system metrics.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ HIGHER_IS_BETTER = re.compile(
     r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I
 )
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
+LOOKED_AT = re.compile(
+    r"Val/(?!Loss|\w+_Std)|Train/(Reward_Mean|Accuracy_Mean|Budget_Violation_Rate|Loss|KL|Entropy)$"
+)
+"""The dozen numbers that W&B plots by itself; it plots the others where somebody asks for them."""
+_waiting: dict[Path, Any] = {}
+"""The offline runs of this process that wait for their test scores, by the file of their id."""
 
 
 @dataclass
@@ -66,6 +73,8 @@ class WandbRun:
     """All rows that were logged before."""
     insist: bool
     """Raise if W&B cannot be reached, instead of logging offline."""
+    waits: bool = False
+    """Offline, leave the run open after success: this process will log its test scores."""
     run: Any = None
     """The run as wandb has it."""
     _broken: bool = False
@@ -130,6 +139,9 @@ class WandbRun:
                     self.run.log({})  # the last row is complete
                 # W&B's own summaries cover this session only
                 self.run.summary.update(self._summaries)
+                if self.waits and self.mode == "offline" and exit_code == 0:
+                    _waiting[self._id_file] = self.run
+                    return
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -168,10 +180,16 @@ class WandbRun:
                 summary["min"] = min(summary.get("min", value), value)
             if "last" not in summary:
                 wanted = ",".join([*summary, "last"])
-                self.run.define_metric(name, step_metric="step", summary=wanted)
+                hidden = not LOOKED_AT.match(name)
+                self.run.define_metric(name, step_metric="step", summary=wanted, hidden=hidden)
             summary["last"] = value
 
     # -- starting ----------------------------------------------------------------------------------
+
+    @property
+    def _id_file(self) -> Path:
+        """The file with the id of the W&B run."""
+        return self.folder / "wandb" / f"{self.key}.id"
 
     def _start(self, agent: Sequence[str | None], fresh: bool = False) -> Any:
         """Start the W&B run, or resume it; `fresh` starts a new one in any case.
@@ -181,7 +199,10 @@ class WandbRun:
         """
         import wandb
 
-        id_file = self.folder / "wandb" / f"{self.key}.id"
+        if self._id_file in _waiting:
+            self._sent = _names_of(self.earlier)
+            return _waiting.pop(self._id_file)
+        id_file = self._id_file
         evaluates = self.about["job_type"] == "evaluate"
         online = self.mode == "online"
         before = id_file.read_text().strip() if id_file.exists() else ""
@@ -208,6 +229,7 @@ class WandbRun:
             init_timeout=PATIENCE_S,
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
+            reinit="create_new",  # others may wait for their scores
         )
         joins: Any = "allow" if resumes and online else None
         try:
@@ -229,12 +251,16 @@ class WandbRun:
         if replaced and not run.resumed:
             self._replaced = replaced
         elif run.resumed or (resumes and not online):
-            for step, values in self.earlier:
-                self._sent |= {(step, name) for name in [THROUGHPUT, *values]}
+            self._sent = _names_of(self.earlier)
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run
+
+
+def _names_of(rows: Sequence[Row]) -> set[tuple[int, str]]:
+    """Return the steps and names of the numbers in these rows, and of their speeds."""
+    return {(step, name) for step, values in rows for name in [THROUGHPUT, *values]}
 
 
 def _speeds(session: Path) -> dict[int, dict[str, float]]:
