@@ -243,10 +243,13 @@ class Tracker:
         """Return the rows of this stage as they were logged, without the stage in their names."""
         middle = f"/{self.stage}/" if self.stage else "/"
         logged = []
+        first = self.first
         for step, row in rows:
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
             if values:
-                logged.append((step - self.first, values))
+                if self.finished and not logged:
+                    first = step  # every stage logs its beginning
+                logged.append((step - first, values))
         return logged
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
