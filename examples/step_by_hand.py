@@ -3,8 +3,8 @@ beside the best one.
 
     python examples/step_by_hand.py [picture.png | film.gif]
 
-Without a file it prints the outcome. A picture shows it; a film shows three episodes, each before
-and after the step.
+Without a file it prints what a film shows: three episodes, before and after the step. A picture
+shows the first outcome.
 """
 
 import sys
@@ -25,31 +25,27 @@ EPISODES = [
 
 
 def main(file: str | None = None) -> float:
-    """Play the first episode, or all for a film; return the last reward."""
+    """Play the episodes; return the last reward."""
     env = gym.make("knobwise/ConfigBandit-v0", render_mode="rgb_array" if file else "ansi")
     print(f"{env.action_space}, observed: {', '.join(env.observation_space)}")
-    is_film = file is not None and file.endswith(".gif")
     frames = []
-    reward = 0.0
-    for budget_ms, action in EPISODES if is_film else EPISODES[:1]:
+    for budget_ms, action in EPISODES:
         # your own choice of sample and budget; without options both are drawn
         observation, info = env.reset(seed=7, options={"sample_id": "29", "budget_ms": budget_ms})
-        print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
         frames.append(env.render())
         # the episode ends: every episode is one decision
         _, reward, _, _, info = env.step(action)
+        print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
         print(f"chosen {info['configuration']}: {info['latency_ms']:.2f} ms, reward {reward:+.2f}")
         print(f"best   {info['oracle_configuration']}: {info['oracle_latency_ms']:.2f} ms")
         frames.append(env.render())
     env.close()
 
     if file is None:
-        print(frames[-1])
-    elif is_film:
-        first, *others = map(Image.fromarray, frames)
-        first.save(file, save_all=True, append_images=others, duration=[1500, 3000] * 3, loop=0)
+        print(*frames, sep="\n\n")
     else:
-        Image.fromarray(frames[-1]).save(file)
+        first, *others = map(Image.fromarray, frames if file.endswith(".gif") else frames[1:2])
+        first.save(file, save_all=True, append_images=others, duration=2000, loop=0)
     return float(reward)
 
 

@@ -63,10 +63,9 @@ def test_step_by_hand(capsys, tmp_path):
     picture = Image.open(tmp_path / "picture.png")
     assert min(picture.size) > 300
     assert len(picture.getcolors(1 << 24) or []) > 50  # a drawing, not a blank
-    capsys.readouterr()
-    example("step_by_hand").main(str(tmp_path / "film.gif"))
-    rewards = re.findall(r"reward ([+-][\d.]+)", capsys.readouterr().out)
+    rewards = re.findall(r"ms, reward ([+-][\d.]+)", printed)
     assert rewards == ["+1.00", "-0.20", "+1.00"]  # the second is late
+    example("step_by_hand").main(str(tmp_path / "film.gif"))
     assert Image.open(tmp_path / "film.gif").n_frames == 6
 
 

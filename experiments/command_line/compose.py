@@ -22,7 +22,6 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.utils import get_original_cwd
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -198,7 +197,7 @@ def run_hydra(
 
     Args:
         task: called for each job, in the process that the launcher chose, with its settings, the
-            words of its command, and those of them that the sweep varies.
+            words of its command, and those of them that vary from job to job (if none, all).
 
     Raises:
         InputError: arguments that Hydra refuses, before the first job starts; or, once all jobs
@@ -214,31 +213,20 @@ def run_hydra(
     workers = partial(LokyBackend, initializer=end_with, initargs=(os.getpid(),))
     register_parallel_backend("loky", workers)
 
-    varies: dict[str, bool] = {}
-
     def job(config: DictConfig) -> None:
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
-        hydra_config = HydraConfig.get()
-        words = list(hydra_config.overrides.task)
-        # the command line holds where the file says otherwise
-        in_file = OmegaConf.select(hydra_config, "sweeper.params") or {}
-        swept = dict.fromkeys(in_file, True) | varies
-        task(settings_of(config), words, [word for word in words if swept.get(_key(word))])
+        words = list(HydraConfig.get().overrides.task)
+        # Hydra writes false as False
+        varied = [word for word in words if word.lower() not in common]
+        task(settings_of(config), words, varied or words)
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     # `hydra.main` reads the words of this process
     sys.argv = ["knobwise", *with_variants(arguments)]
+    common = {word.lower() for word in sys.argv}
     with explained(verb, arguments):
-        words = [word for word in sys.argv[1:] if not word.startswith("-")]
-        for override in OverridesParser.create().parse_overrides(words):
-            varies[override.key_or_group] = override.is_sweep_override()
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
-
-
-def _key(word: str) -> str:
-    """Return the key of a `key=value` word."""
-    return word.partition("=")[0].lstrip("+")
 
 
 def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:

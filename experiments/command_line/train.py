@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from knobwise.experiments.command_line.compose import question_of, sweep_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 
-def train(config: Any, words: list[str], varied: Sequence[str] = (), once: bool = False) -> Path:
+def train(config: Any, words: list[str], named: list[str], once: bool = False) -> Path:
     """Train a controller or a selector, and return the folder of the run.
 
     Args:
         words: the `key=value` words of the command.
-        varied: those of them that a sweep varies, which the run is named after.
+        named: those of them that the run is named after.
         once: whether a finished run of the same settings on the same data is left as it is.
 
     Raises:
@@ -36,7 +35,7 @@ def train(config: Any, words: list[str], varied: Sequence[str] = (), once: bool 
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment
-    return experiment(replace(config, tracking=tracking)).run(words, varied or words, once)
+    return experiment(replace(config, tracking=tracking)).run(words, named, once)
 
 
 def run(config: Any, arguments: list[str]) -> None:
@@ -44,4 +43,4 @@ def run(config: Any, arguments: list[str]) -> None:
     variants = " ".join(f"{key}={values}" for key, values in sweep_of(config.experiment).items())
     if variants:
         say(f"{config.experiment}: one run with the defaults of its file; -m runs {variants}")
-    train(config, arguments)
+    train(config, arguments, arguments)

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,13 +51,13 @@ def checkpoint_at(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def claim(config: Any, overrides: Sequence[str]) -> Iterator[Path]:
+def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     """Lock the folder of this run until the block ends: a new one, or the folder of the same run if
     it was stopped. After success `runs/latest` points at it.
 
     Args:
         config: settings with `runs`, `experiment` and `name`.
-        overrides: the words that the run is named after.
+        overrides: the words of the command line, for the run's name.
 
     Raises:
         InputError: a name that is not a folder's, another process is at work in it, or
@@ -99,7 +99,7 @@ def claim(config: Any, overrides: Sequence[str]) -> Iterator[Path]:
         sync(folder)
 
 
-def _preferred(config: Any, overrides: Sequence[str]) -> Path:
+def _preferred(config: Any, overrides: list[str]) -> Path:
     """Return the folder of a run, if no other run has taken it."""
     return Path(config.runs) / config.experiment / (config.name or run_name(overrides))
 
@@ -161,12 +161,12 @@ def _digest(settings: str) -> str:
     return hashlib.sha256(settings.encode()).hexdigest()
 
 
-def command_of(overrides: Sequence[str]) -> str:
+def command_of(overrides: list[str]) -> str:
     """Return the command with these words, as a shell takes it."""
     return shlex.join(["knobwise", "train", *overrides])
 
 
-def finished_run(config: Any, overrides: Sequence[str], digest: str) -> Path | None:
+def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
     """Return the finished run of these settings on the data with this digest, None if there is
     none."""
     settings = OmegaConf.to_yaml(asdict(config)).encode()
@@ -182,7 +182,7 @@ def finished_run(config: Any, overrides: Sequence[str], digest: str) -> Path | N
     return None
 
 
-def run_name(overrides: Sequence[str]) -> str:
+def run_name(overrides: list[str]) -> str:
     """Return a readable name, equal for equal words: the changed settings, or `default`. In a long
     name a digest replaces the end."""
     # the words in order, so that equal settings have equal names

@@ -247,7 +247,7 @@ class Tracker:
         for step, row in rows:
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
             if values:
-                if self.finished and not logged:
+                if self.stage and self.finished and not logged:
                     first = step  # every stage logs its beginning
                 logged.append((step - first, values))
         return logged
@@ -295,8 +295,8 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
     It has the changed settings without their sections, or the experiment if nothing was changed;
     then the stage and the seed. Seeds and baselines do not change what a run trains.
     """
-    same = r"^default$|(?:(?<=_)|^)(?:seeds-[-\d,]+|baselines-[a-z]+)(?:_|$)"
-    changed = re.sub(rf"{same}|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
+    same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
+    changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
     parts = [changed[:LONGEST_NAME].strip("_"), stage]
     if not any(parts):
         parts = [experiment]

@@ -47,8 +47,8 @@ LOOKED_AT = re.compile(
     r"Val/(?!Loss|\w+_Std)|Train/(Reward_Mean|Accuracy_Mean|Budget_Violation_Rate|Loss|KL|Entropy)$"
 )
 """The dozen numbers that W&B plots by itself; it plots the others where somebody asks for them."""
-_waiting: dict[Path, Any] = {}
-"""The offline runs of this process that wait for their test scores, by the file of their id."""
+_waiting: dict[tuple[Path, str], Any] = {}
+"""The offline runs of this process that wait for their test scores, by folder and key."""
 
 
 @dataclass
@@ -102,7 +102,11 @@ class WandbRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(dict.fromkeys([*hidden, *NOT_FOR_WANDB]) | wanted))
             try:
-                self.run = self._start(agent)
+                self.run = _waiting.pop((self.folder, self.key), None)
+                if self.run is None:
+                    self.run = self._start(agent)
+                else:
+                    self.kept = ()  # is in it
             except InputError:
                 raise
             except Exception as error:
@@ -112,9 +116,7 @@ class WandbRun:
                 return self
             self._environment = stack.pop_all()
         with self.reporting("what earlier sessions logged"):
-            speeds: dict[int, dict[str, float]] = {}
-            for session in self._replaced:
-                speeds |= _speeds(session)
+            speeds = _speeds(self._replaced)
             # of numbers that were sent this updates the summary only
             for step, values in self.kept:
                 self.log({**values, **speeds.get(step, {})}, step)
@@ -140,7 +142,7 @@ class WandbRun:
                 # W&B's own summaries cover this session only
                 self.run.summary.update(self._summaries)
                 if self.waits and self.mode == "offline" and exit_code == 0:
-                    _waiting[self._id_file] = self.run
+                    _waiting[self.folder, self.key] = self.run
                     return
             self.run.finish(exit_code=exit_code)
 
@@ -180,16 +182,12 @@ class WandbRun:
                 summary["min"] = min(summary.get("min", value), value)
             if "last" not in summary:
                 wanted = ",".join([*summary, "last"])
-                hidden = not LOOKED_AT.match(name)
-                self.run.define_metric(name, step_metric="step", summary=wanted, hidden=hidden)
+                self.run.define_metric(
+                    name, step_metric="step", summary=wanted, hidden=not LOOKED_AT.match(name)
+                )
             summary["last"] = value
 
     # -- starting ----------------------------------------------------------------------------------
-
-    @property
-    def _id_file(self) -> Path:
-        """The file with the id of the W&B run."""
-        return self.folder / "wandb" / f"{self.key}.id"
 
     def _start(self, agent: Sequence[str | None], fresh: bool = False) -> Any:
         """Start the W&B run, or resume it; `fresh` starts a new one in any case.
@@ -199,19 +197,13 @@ class WandbRun:
         """
         import wandb
 
-        if self._id_file in _waiting:
-            self._sent = _names_of(self.earlier)
-            return _waiting.pop(self._id_file)
-        id_file = self._id_file
+        id_file = self.folder / "wandb" / f"{self.key}.id"
         evaluates = self.about["job_type"] == "evaluate"
         online = self.mode == "online"
         before = id_file.read_text().strip() if id_file.exists() else ""
-        # what `wandb sync` has sent stays, and the rest is sent after it
-        sessions = f"wandb/offline-run-*-{before}"
-        synced = any(self.folder.glob(f"{sessions}/*.synced"))
-        replaced = [] if synced else sorted(self.folder.glob(sessions))
+        sessions = [*self.folder.glob(f"wandb/offline-run-*-{before}")]
         # results are logged once, at the end: a run interrupted there has logged none
-        resumes = bool(before) and not (fresh or evaluates)
+        resumes = before and not (fresh or evaluates)
         job = sweep = parameters = None
         if evaluates and not fresh and agent[1]:
             # a job of a sweep has its results in the W&B run that the agent names
@@ -219,8 +211,7 @@ class WandbRun:
         identity = job or os.urandom(4).hex()
         if resumes:
             identity = before
-        # a key without a network would otherwise block for minutes, and without a terminal init
-        # raises
+        # a key without a network could block for minutes, and init without a terminal raises
         settings = wandb.Settings(
             mode=self.mode,
             root_dir=str(self.folder),
@@ -248,35 +239,40 @@ class WandbRun:
             # the sweep looks for `optimiser.lr` and the like in the config
             swept: Any = OmegaConf.load(parameters)
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-        if replaced and not run.resumed:
-            self._replaced = replaced
+        # what `wandb sync` has sent stays, and the rest is sent after it
+        synced = any(self.folder.glob(f"wandb/offline-run-*/run-{before}.*.synced"))
+        if sessions and not (synced or run.resumed):
+            self._replaced = sessions
         elif run.resumed or (resumes and not online):
-            self._sent = _names_of(self.earlier)
+            self._sent = {(step, name) for step, row in self.earlier for name in [THROUGHPUT, *row]}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run
 
 
-def _names_of(rows: Sequence[Row]) -> set[tuple[int, str]]:
-    """Return the steps and names of the numbers in these rows, and of their speeds."""
-    return {(step, name) for step, values in rows for name in [THROUGHPUT, *values]}
-
-
-def _speeds(session: Path) -> dict[int, dict[str, float]]:
-    """Return what an offline session logged of the speed, which `metrics.csv` has not, by step."""
+def _speeds(sessions: Sequence[Path]) -> dict[int, dict[str, float]]:
+    """Return what offline sessions logged of the speed, which `metrics.csv` has not, by step."""
     from wandb.util import get_core_path
 
-    file = next(session.glob("run-*.wandb"))
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json"]
-    command += ["--run-file", str(file), str(session)]
-    # what can be read of the file of a killed process counts
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     speeds = {}
-    for line in printed.splitlines():
-        row = json.loads(line).get("history", {}).get("item", {})
-        if THROUGHPUT in row:
-            speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
+    for session in sessions:
+        file = str(next(session.glob("run-*.wandb")))
+        words = [
+            "leet",
+            "inspect",
+            "--no-observability",
+            "--json",
+            "--run-file",
+            file,
+            str(session),
+        ]
+        # what can be read of the file of a killed process counts
+        done = subprocess.run([get_core_path(), *words], capture_output=True, check=False)
+        for line in done.stdout.splitlines():
+            row = json.loads(line).get("history", {}).get("item", {})
+            if THROUGHPUT in row:
+                speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
     return speeds
 
 

@@ -63,7 +63,7 @@ class Experiment(ABC):
         """Judge all policies on held-out data: the contents of `results.json` and of
         `decisions.parquet`."""
 
-    def run(self, overrides: Sequence[str], named: Sequence[str], once: bool = False) -> Path:
+    def run(self, overrides: list[str], named: list[str], once: bool = False) -> Path:
         """Train, judge and report; return the run's folder.
 
         Repeat it with the same settings to resume an interrupted run.
@@ -168,8 +168,10 @@ def train_seeds(
             if trainer.finished:
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
-                options = {"known": trainer.logged, "tick": count, "waits": True}
-                run_logged(trainer, config, folder, trainer.table, **options)
+                known = trainer.logged
+                run_logged(
+                    trainer, config, folder, trainer.table, known=known, tick=count, waits=True
+                )
             say(_best_of(trainer))
             complete(trainer, seed_folder(folder, trainer.seed))
             count()
