@@ -255,24 +255,16 @@ def _speeds(sessions: Sequence[Path]) -> dict[int, dict[str, float]]:
     """Return what offline sessions logged of the speed, which `metrics.csv` has not, by step."""
     from wandb.util import get_core_path
 
+    command = [get_core_path(), *["leet", "inspect", "--no-observability", "--json", "--run-file"]]
     speeds = {}
     for session in sessions:
-        file = str(next(session.glob("run-*.wandb")))
-        words = [
-            "leet",
-            "inspect",
-            "--no-observability",
-            "--json",
-            "--run-file",
-            file,
-            str(session),
-        ]
-        # what can be read of the file of a killed process counts
-        done = subprocess.run([get_core_path(), *words], capture_output=True, check=False)
-        for line in done.stdout.splitlines():
-            row = json.loads(line).get("history", {}).get("item", {})
-            if THROUGHPUT in row:
-                speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
+        for file in session.glob("run-*.wandb"):
+            # what can be read of the file of a killed process counts
+            done = subprocess.run([*command, file, session], capture_output=True, check=False)
+            for line in done.stdout.splitlines():
+                row = json.loads(line).get("history", {}).get("item", {})
+                if THROUGHPUT in row:
+                    speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
     return speeds
 
 
