@@ -255,7 +255,7 @@ def _speeds(sessions: Sequence[Path]) -> dict[int, dict[str, float]]:
     """Return what offline sessions logged of the speed, which `metrics.csv` has not, by step."""
     from wandb.util import get_core_path
 
-    command = [get_core_path(), *["leet", "inspect", "--no-observability", "--json", "--run-file"]]
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
     speeds = {}
     for session in sessions:
         for file in session.glob("run-*.wandb"):
