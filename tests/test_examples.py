@@ -66,7 +66,8 @@ def test_step_by_hand(capsys, tmp_path):
     rewards = re.findall(r"ms, reward ([+-][\d.]+)", printed)
     assert rewards == ["+1.00", "-0.20", "+1.00"]  # the second is late
     example("step_by_hand").main(str(tmp_path / "film.gif"))
-    assert Image.open(tmp_path / "film.gif").n_frames == 6
+    with Image.open(tmp_path / "film.gif") as film:
+        assert film.n_frames == 6
 
 
 def test_the_loop_fits_on_a_page_and_learns():
