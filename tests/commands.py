@@ -87,7 +87,7 @@ def write_table(samples=60, seed=0, holes=0.0, prefix=""):
 def jobs_of(words):
     """The settings of every job of a sweep with these words."""
     jobs = []
-    run_hydra(schema_of("train", words), ["-m", *words], lambda job, _: jobs.append(job))
+    run_hydra(schema_of("train", words), ["-m", *words], lambda job, *_: jobs.append(job))
     return jobs
 
 

@@ -63,6 +63,11 @@ def test_step_by_hand(capsys, tmp_path):
     picture = Image.open(tmp_path / "picture.png")
     assert min(picture.size) > 300
     assert len(picture.getcolors(1 << 24) or []) > 50  # a drawing, not a blank
+    rewards = re.findall(r"ms, reward ([+-][\d.]+)", printed)
+    assert rewards == ["+1.00", "-0.20", "+1.00"]  # the second is late
+    example("step_by_hand").main(str(tmp_path / "film.gif"))
+    with Image.open(tmp_path / "film.gif") as film:
+        assert film.n_frames == 6
 
 
 def test_the_loop_fits_on_a_page_and_learns():

@@ -190,14 +190,14 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
 
 
 def run_hydra(
-    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str]], object]
+    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str], list[str]], object]
 ) -> None:
     """Have Hydra run the jobs of a sweep (`-m`), by the launcher that the arguments name, or answer
     the shell's tab completion (`-sc`).
 
     Args:
-        task: called for each job, in the process that the launcher chose, with its settings and
-            the words of its command.
+        task: called for each job, in the process that the launcher chose, with its settings, the
+            words of its command, and those of them that vary from job to job (if none, all).
 
     Raises:
         InputError: arguments that Hydra refuses, before the first job starts; or, once all jobs
@@ -215,12 +215,16 @@ def run_hydra(
 
     def job(config: DictConfig) -> None:
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
-        task(settings_of(config), list(HydraConfig.get().overrides.task))
+        words = list(HydraConfig.get().overrides.task)
+        # Hydra writes false as False
+        varied = [word for word in words if word.lower() not in common]
+        task(settings_of(config), words, varied or words)
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     # `hydra.main` reads the words of this process
     sys.argv = ["knobwise", *with_variants(arguments)]
+    common = {word.lower() for word in sys.argv}
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
 

@@ -11,11 +11,12 @@ from knobwise.experiments.command_line.compose import question_of, sweep_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 
-def train(config: Any, words: list[str], once: bool = False) -> Path:
+def train(config: Any, words: list[str], named: list[str], once: bool = False) -> Path:
     """Train a controller or a selector, and return the folder of the run.
 
     Args:
         words: the `key=value` words of the command.
+        named: those of them that the run is named after.
         once: whether a finished run of the same settings on the same data is left as it is.
 
     Raises:
@@ -34,7 +35,7 @@ def train(config: Any, words: list[str], once: bool = False) -> Path:
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment
-    return experiment(replace(config, tracking=tracking)).run(words, once)
+    return experiment(replace(config, tracking=tracking)).run(words, named, once)
 
 
 def run(config: Any, arguments: list[str]) -> None:
@@ -42,4 +43,4 @@ def run(config: Any, arguments: list[str]) -> None:
     variants = " ".join(f"{key}={values}" for key, values in sweep_of(config.experiment).items())
     if variants:
         say(f"{config.experiment}: one run with the defaults of its file; -m runs {variants}")
-    train(config, arguments)
+    train(config, arguments, arguments)

@@ -122,6 +122,8 @@ class Tracker:
     """The step of `metrics.csv` that the stage begins at."""
     finished: bool = False
     """True when training is over, and only `log_scores` is to come."""
+    waits: bool = False
+    """True if this process will log the test scores: see `WandbRun`."""
     known: Sequence[Row] = ()
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
     tick: Callable[[], None] = lambda: None
@@ -241,10 +243,13 @@ class Tracker:
         """Return the rows of this stage as they were logged, without the stage in their names."""
         middle = f"/{self.stage}/" if self.stage else "/"
         logged = []
+        first = self.first
         for step, row in rows:
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
             if values:
-                logged.append((step - self.first, values))
+                if self.stage and self.finished and not logged:
+                    first = step  # every stage logs its beginning
+                logged.append((step - first, values))
         return logged
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
@@ -269,6 +274,7 @@ class Tracker:
             kept=self._rows(self._csv.kept),
             earlier=self._rows(self._csv.earlier),
             insist=self.settings.mode == "online" and not begun,
+            waits=self.waits,
         )
         stack.enter_context(run)
         if run.mode == "disabled":
@@ -287,9 +293,10 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
     """Return the name of a W&B run, such as `controller s0`.
 
     It has the changed settings without their sections, or the experiment if nothing was changed;
-    then the stage and the seed.
+    then the stage and the seed. Seeds and baselines do not change what a run trains.
     """
-    changed = re.sub(r"^default$|_?seeds-[-\d,]+|(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)
+    same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
+    changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
     parts = [changed[:LONGEST_NAME].strip("_"), stage]
     if not any(parts):
         parts = [experiment]

@@ -1,14 +1,19 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every step once and in order: what
-`metrics.csv` held when it was interrupted is not sent again.
+An interrupted run resumes as the same W&B run, which holds every step once and in order. Online,
+what `metrics.csv` held when it was interrupted is not sent again. Offline, W&B cannot continue its
+file: a later session logs everything again, now, and takes the place of the earlier ones. A run
+that `waits` for its test scores stays open, so that it keeps its times and system metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +43,12 @@ HIGHER_IS_BETTER = re.compile(
     r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I
 )
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
+LOOKED_AT = re.compile(
+    r"Val/(?!Loss|\w+_Std)|Train/(Reward_Mean|Accuracy_Mean|Budget_Violation_Rate|Loss|KL|Entropy)$"
+)
+"""The dozen numbers that W&B plots by itself; it plots the others where somebody asks for them."""
+_waiting: dict[tuple[Path, str], Any] = {}
+"""The offline runs of this process that wait for their test scores, by folder and key."""
 
 
 @dataclass
@@ -62,12 +73,16 @@ class WandbRun:
     """All rows that were logged before."""
     insist: bool
     """Raise if W&B cannot be reached, instead of logging offline."""
+    waits: bool = False
+    """Offline, leave the run open after success: this process will log its test scores."""
     run: Any = None
     """The run as wandb has it."""
     _broken: bool = False
     """True after W&B refused numbers; no more are sent."""
     _sent: set[tuple[int, str]] = field(default_factory=set)
     """The steps and names of the numbers that earlier sessions sent."""
+    _replaced: Sequence[Path] = ()
+    """The folders of earlier offline sessions, which this one takes the place of."""
     _step: int | None = None
     """The step of the row that is not complete yet."""
     _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -87,7 +102,11 @@ class WandbRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(dict.fromkeys([*hidden, *NOT_FOR_WANDB]) | wanted))
             try:
-                self.run = self._start(agent)
+                self.run = _waiting.pop((self.folder, self.key), None)
+                if self.run is None:
+                    self.run = self._start(agent)
+                else:
+                    self.kept = ()  # is in it
             except InputError:
                 raise
             except Exception as error:
@@ -96,9 +115,14 @@ class WandbRun:
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
-        with self.reporting("the summary of earlier sessions"):
-            for _, values in self.kept:
-                self._summarise(values)
+        with self.reporting("what earlier sessions logged"):
+            speeds = _speeds(self._replaced)
+            # of numbers that were sent this updates the summary only
+            for step, values in self.kept:
+                self.log({**values, **speeds.get(step, {})}, step)
+            if not self._broken:
+                for session in self._replaced:
+                    shutil.rmtree(session)
         return self
 
     def __exit__(
@@ -117,6 +141,9 @@ class WandbRun:
                     self.run.log({})  # the last row is complete
                 # W&B's own summaries cover this session only
                 self.run.summary.update(self._summaries)
+                if self.waits and self.mode == "offline" and exit_code == 0:
+                    _waiting[self.folder, self.key] = self.run
+                    return
             self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -155,7 +182,9 @@ class WandbRun:
                 summary["min"] = min(summary.get("min", value), value)
             if "last" not in summary:
                 wanted = ",".join([*summary, "last"])
-                self.run.define_metric(name, step_metric="step", summary=wanted)
+                self.run.define_metric(
+                    name, step_metric="step", summary=wanted, hidden=not LOOKED_AT.match(name)
+                )
             summary["last"] = value
 
     # -- starting ----------------------------------------------------------------------------------
@@ -171,17 +200,18 @@ class WandbRun:
         id_file = self.folder / "wandb" / f"{self.key}.id"
         evaluates = self.about["job_type"] == "evaluate"
         online = self.mode == "online"
+        before = id_file.read_text().strip() if id_file.exists() else ""
+        sessions = [*self.folder.glob(f"wandb/offline-run-*-{before}")]
         # results are logged once, at the end: a run interrupted there has logged none
-        resumes = not (fresh or evaluates) and id_file.exists()
+        resumes = before and not (fresh or evaluates)
         job = sweep = parameters = None
         if evaluates and not fresh and agent[1]:
             # a job of a sweep has its results in the W&B run that the agent names
             job, sweep, parameters = agent
         identity = job or os.urandom(4).hex()
         if resumes:
-            identity = id_file.read_text().strip()
-        # a key without a network would otherwise block for minutes, and without a terminal init
-        # raises
+            identity = before
+        # a key without a network could block for minutes, and init without a terminal raises
         settings = wandb.Settings(
             mode=self.mode,
             root_dir=str(self.folder),
@@ -190,6 +220,7 @@ class WandbRun:
             init_timeout=PATIENCE_S,
             finish_timeout=UPLOAD_S,
             sweep_id=sweep,
+            reinit="create_new",  # others may wait for their scores
         )
         joins: Any = "allow" if resumes and online else None
         try:
@@ -208,13 +239,33 @@ class WandbRun:
             # the sweep looks for `optimiser.lr` and the like in the config
             swept: Any = OmegaConf.load(parameters)
             run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-        if run.resumed or (resumes and not online):
-            for step, values in self.earlier:
-                self._sent |= {(step, name) for name in [THROUGHPUT, *values]}
+        # what `wandb sync` has sent stays, and the rest is sent after it
+        synced = any(self.folder.glob(f"wandb/offline-run-*/run-{before}.*.synced"))
+        if sessions and not (synced or run.resumed):
+            self._replaced = sessions
+        elif run.resumed or (resumes and not online):
+            self._sent = {(step, name) for step, row in self.earlier for name in [THROUGHPUT, *row]}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run
+
+
+def _speeds(sessions: Sequence[Path]) -> dict[int, dict[str, float]]:
+    """Return what offline sessions logged of the speed, which `metrics.csv` has not, by step."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
+    speeds = {}
+    for session in sessions:
+        for file in session.glob("run-*.wandb"):
+            # what can be read of the file of a killed process counts
+            done = subprocess.run([*command, file, session], capture_output=True, check=False)
+            for line in done.stdout.splitlines():
+                row = json.loads(line).get("history", {}).get("item", {})
+                if THROUGHPUT in row:
+                    speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
+    return speeds
 
 
 def reason(error: Exception) -> str:

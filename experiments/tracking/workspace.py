@@ -123,16 +123,16 @@ def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
 def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
     fields: dict[str, Any] = {"title": title}
+    spread = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     if kind == "ScatterPlot":
         fields |= dict(zip("xy", map(wr.SummaryMetric, content), strict=True))
         fields["running_ymax"] = True
     elif kind == "LinePlot":
         metrics = [content] if isinstance(content, str) else content
-        fields |= {"x": "step", "title_x": "iteration", "y": metrics}
+        fields |= {"x": "step", "title_x": "iteration", "y": metrics} | spread
     elif kind == "BarPlot":
         metric, group = content
-        fields |= {"metrics": [metric], "groupby": wr.Config(group)}
-        fields |= {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+        fields |= {"metrics": [metric], "groupby": wr.Config(group)} | spread
     elif kind == "CustomChart":
         table, *axes = content
         fields = {

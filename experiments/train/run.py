@@ -63,13 +63,14 @@ class Experiment(ABC):
         """Judge all policies on held-out data: the contents of `results.json` and of
         `decisions.parquet`."""
 
-    def run(self, overrides: list[str], once: bool = False) -> Path:
+    def run(self, overrides: list[str], named: list[str], once: bool = False) -> Path:
         """Train, judge and report; return the run's folder.
 
         Repeat it with the same settings to resume an interrupted run.
 
         Args:
             overrides: the `key=value` words of the command line.
+            named: those of them that the run is named after.
             once: whether a finished run of the same settings and data is left as it is.
 
         Raises:
@@ -79,12 +80,12 @@ class Experiment(ABC):
         code = {"commit": git_commit(), "code": code_digest()}
         for note in self.notes:
             say(note)
-        finished = finished_run(self.config, overrides, self.table.digest) if once else None
+        finished = finished_run(self.config, named, self.table.digest) if once else None
         if finished is not None:
             say(f"finished before and not run again: {finished}")
             return finished
         # the folder stays locked until everything is written
-        with claim(self.config, overrides) as folder:
+        with claim(self.config, named) as folder:
             say(f"run: {folder}")
             self.train(folder)
             say("judging every policy on held-out data …")
@@ -168,7 +169,9 @@ def train_seeds(
                 MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
             else:
                 known = trainer.logged
-                run_logged(trainer, config, folder, trainer.table, known=known, tick=count)
+                run_logged(
+                    trainer, config, folder, trainer.table, known=known, tick=count, waits=True
+                )
             say(_best_of(trainer))
             complete(trainer, seed_folder(folder, trainer.seed))
             count()

@@ -132,7 +132,7 @@ def test_a_mistake_in_any_job_is_a_line_before_the_first_runs(words, folder, cap
 
 def test_finished_jobs_are_named_and_not_run_again_unless_data_change(whole, capsys):
     before = runs_of("objective")
-    assert len(before) == 2
+    assert before.keys() == {"loss-exact", "loss-sampled"}  # after what the sweep varies
     # the order of words does not matter
     launch(OBJECTIVE[:2], OBJECTIVE[:1:-1])
     assert capsys.readouterr().err.count("finished before") == 2

@@ -128,6 +128,7 @@ def test_tensorboard_tells_runs_apart_by_their_settings(run):
         ("default", "sft", 2, "sft s2"),
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
+        ("baselines-false_policy.hidden-32_seeds--0-1", "", 0, "hidden-32 s0"),
     ],
 )
 def test_names_of_runs_are_short(name, stage, seed, title):

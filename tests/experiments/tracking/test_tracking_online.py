@@ -3,8 +3,10 @@ and by `wandb sync`, at a small W&B server on this machine."""
 
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from unittest.mock import patch
@@ -75,11 +77,11 @@ def offline(place):
     }
 
 
-def sync(stub, run):
+def sync(stub, run, *flags):
     """What `wandb sync` brings to the server: `wandb sync runs/latest/wandb/offline-run-*`."""
     known = set(stub.runs)
     sessions = sorted(map(str, (run / "wandb").glob("offline-run-*")))
-    command = [sys.executable, "-m", "wandb", "sync", "--yes", *sessions]
+    command = [sys.executable, "-m", "wandb", "sync", "--yes", *flags, *sessions]
     environment = os.environ | stub.environment
     subprocess.run(command, env=environment, cwd=run.parent, capture_output=True, check=True)
     return news(stub, known)
@@ -342,10 +344,42 @@ def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(tmp_path, s
     arrived(run)
 
 
-def test_synced_sessions_of_a_resumed_run_are_one_run(tmp_path, place, stub):
+def test_a_resumed_offline_run_is_one_folder(tmp_path, place, stub):
     stopped_and_gone_on(tmp_path, "offline")
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
     (run,) = sync(stub, tmp_path)
     arrived(run)
+
+
+def test_what_was_synced_before_a_resumed_run_is_not_sent_again(tmp_path, place, stub):
+    with pytest.raises(KeyboardInterrupt), tracker(tmp_path, "offline") as log:
+        log_rows(log, ROWS, stop_in=3)
+    (run,) = sync(stub, tmp_path)
+    with tracker(tmp_path, "offline", resume_step=1) as log:
+        log_rows(log, ROWS[2:])
+    assert not sync(stub, tmp_path, "--skip-synced")
+    arrived(run)
+
+
+def killed(folder):
+    """A process that dies in the middle of a training, before W&B has written anything."""
+    with tracker(folder, "offline") as log:
+        log_rows(log, ROWS[:6])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with tracker(tmp_path, "offline", resume_step=4) as log:
+        log_rows(log, ROWS[5:])
+    with tracker(tmp_path, "offline", finished=True) as log:
+        log.log_scores({"Test/Utility": 0.5}, kept=False)
+    (run,) = offline_runs(tmp_path)
+    arrived(run)
+    assert run.summary["Test/Utility"] == 0.5
 
 
 @pytest.mark.usefixtures("online")

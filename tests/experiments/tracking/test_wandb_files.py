@@ -64,7 +64,12 @@ def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
         "Run Comparer": 1,
     }
     assert by_kind["Scatter Plot"][0]["showMaxYAxisLine"]
-    assert {config["groupArea"] for config in by_kind["Bar Chart"]} == {"stddev"}
+    curves = by_kind["Run History Line Plot"]
+    assert {config["groupArea"] for config in by_kind["Bar Chart"] + curves} == {"stddev"}
+    # the first panels: which run is better, did it learn, at which budgets
+    first = [json.dumps(panel["config"]) for panel in panels(content)[:3]]
+    for config, name in zip(first, ("Test/Utility", "Val/Utility", "Test/by_budget"), strict=True):
+        assert name in config
     # the shares of every run that is selected, from the table of each
     (shares,) = (config for config in by_kind["Vega2"] if "Knobs/" in json.dumps(config))
     assert '"value": "Knobs/size_table"' in json.dumps(shares)
