@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.policy.controller import Drift, Expected
+from knobwise.agents.policy.controller import MOST_MS, Drift, Expected
 from knobwise.agents.serving.first_stages import FirstStages, Overhead, Prepared
 from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -171,7 +171,7 @@ class AdaptiveModel(Front, FirstStages):
     ) -> list[Result]:
         """Answer requests under their budgets, with their arrivals; one of them, or a batch."""
         for budget in budgets:
-            if not 0 < budget < math.inf:
+            if not 0 < budget < MOST_MS:
                 raise InputError(f"runtime: budget_ms={budget}: must be positive, in ms")
         prepared = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:

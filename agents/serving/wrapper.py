@@ -9,7 +9,6 @@ computed or the callable runs. This file needs no torch.
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.policy.arrays import LEAST_MS, Array, Arrays, blocks_of, configurations_of
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import MOST_MS, Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
 from knobwise.agents.serving.request_log import RequestLog, Result, row_of
@@ -198,7 +197,7 @@ class Steps(Front):
     def _begin(self, budget_ms: float) -> Flight:
         """Take a request in; decide where the guard falls back, which needs no features."""
         begun = time.perf_counter()
-        if not 0 < budget_ms < math.inf:
+        if not 0 < budget_ms < MOST_MS:
             raise InputError(f"budget_ms={budget_ms}: must be positive, in ms")
         with self._lock:
             self._follow()
