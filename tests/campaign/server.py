@@ -13,9 +13,9 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +25,7 @@ from helpers import small_table  # noqa: E402
 from replayed import untrained  # noqa: E402
 
 from campaign.children import kill, session  # noqa: E402
+from campaign.load import memory_mb  # noqa: E402
 from knobwise.agents.learning.logged import read_log  # noqa: E402
 from knobwise.agents.serving.request_log import packed  # noqa: E402
 
@@ -41,7 +42,10 @@ BROKEN = (
     b'{"accuracy": 2, "id": "x"}',
 )
 """Bodies that must be refused."""
-WAIT_S = 30
+WAIT_S = 60
+"""A request, or a start, that takes longer has failed."""
+GROWTH_MB = 4
+"""What the memory of a worker may grow by after the first third of the time."""
 
 
 def number_of(budget_ms):
@@ -73,16 +77,8 @@ class Clients:
     def features_of(self, number):
         return {name: block[number % SAMPLES].tolist() for name, block in self.blocks.items()}
 
-    def run(self, clients, seed):
-        """Return the threads, which have begun."""
-        threads = []
-        for client in range(clients):
-            draw = random.Random(f"{seed} {client}")
-            threads.append(threading.Thread(target=self._client, args=(draw,)))
-            threads[-1].start()
-        return threads
-
-    def _client(self, draw):
+    def client(self, draw):
+        """Ask and label until the moment has come."""
         unlabelled = []
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         while time.monotonic() < self.until:
@@ -170,7 +166,7 @@ class Server:
 
     Attributes:
         kills: how many workers were killed.
-        memory: moment, memory in MB and open files of the worker that is spared.
+        memory: MB of the worker that is spared, four times a second.
     """
 
     def __init__(self, folder, workers):
@@ -209,14 +205,8 @@ class Server:
                 if others := [worker for worker in self.living() if worker != self.spared]:
                     kill([draw.choice(others)])
                     self.kills += 1
-            self._note(now)
+            self.memory.append(round(memory_mb(self.spared), 1))
             time.sleep(0.25)
-
-    def _note(self, now):
-        place = Path("/proc") / str(self.spared)
-        lines = (place / "status").read_text().splitlines()
-        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-        self.memory.append((now, kilobytes / 1024, len([*(place / "fd").iterdir()])))
 
     def end(self):
         """Kill the process that replaces workers; return those that do not end by themselves."""
@@ -237,10 +227,11 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
     try:
         until = time.monotonic() + seconds
         asking = Clients(server.port, table.features, until)
-        threads = asking.run(clients, seed)
-        server.kill_at_random(until, seed)
-        for thread in threads:
-            thread.join()
+        draws = [random.Random(f"{seed} {client}") for client in range(clients)]
+        with ThreadPoolExecutor(clients) as pool:
+            ended = pool.map(asking.client, draws)
+            server.kill_at_random(until, seed)
+            list(ended)  # raises what a client raised
     finally:
         left = server.end()
     read = read_log(folder / "log", controller)
@@ -251,7 +242,6 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
     for reason, count in read.aside.items():
         # a line that was being written when its worker was killed
         faults[f"log: {reason}"] = max(0, count - server.kills) if reason == TORN else count
-    halves = [server.memory[len(server.memory) // 3], server.memory[-1]]
     seen = {
         "requests answered": len(asking.answered),
         "labels taken": len(asking.labelled),
@@ -260,9 +250,10 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
         "rows": len(read.rows),
         "torn lines": read.aside[TORN],
         "workers killed": server.kills,
-        "memory of the spared worker, MB": [round(memory, 1) for _, memory, _ in halves],
-        "its open files": [files for *_, files in halves],
+        "memory of the spared worker, MB": server.memory[:: max(1, len(server.memory) // 6)],
     }
+    warm = server.memory[len(server.memory) // 3]
+    faults["memory that grew"] = server.memory[-1] > warm + GROWTH_MB
     return seen, +faults, asking.wrong
 
 
