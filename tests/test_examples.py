@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -127,7 +128,9 @@ def served(tmp_path):
     controller = policy.agent.export(tmp_path / "controller.npz")
     command = [sys.executable, "examples/serve_http.py", str(tmp_path / "controller.npz")]
     command += ["0", "2", str(tmp_path / "log")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=pipe, text=True)
     try:
         # the first line says where it listens
         lines = iter(process.stderr.readline, "")
