@@ -48,6 +48,7 @@ bench: $(INSTALLED)-test
 campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python -m tests.campaign.updates
+	$(BIN)/python -m tests.campaign.server
 	$(BIN)/python -m tests.campaign $(CAMPAIGN)
 
 $(INSTALLED): setup.cfg constraints.txt

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from helpers import small_table
 from PIL import Image
 
 import knobwise
+from knobwise.agents.learning.logged import read_log
 from knobwise.envs import builtin_profile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,8 +121,8 @@ def test_deploy(tmp_path, capsys):
 
 @pytest.fixture
 def served(tmp_path):
-    """A server with a controller that reads a text and a number, as a process of its own: a function
-    that asks it, and the controller."""
+    """A server with a controller that reads a text and a number, in processes of its own: a function
+    that asks it, the controller, and the folder of the log."""
     samples = pl.DataFrame(
         {"sample_id": range(30), "kind": ["ocr", "form"] * 15, "tokens": range(30)}
     )
@@ -129,10 +131,13 @@ def served(tmp_path):
     options = {name: value for name, value in SMALL.items() if name != "policy"}
     policy = knobwise.fit(frame, "auto", policy="independent", **options)
     controller = policy.agent.export(tmp_path / "controller.npz")
-    command = [sys.executable, "examples/serve_http.py", str(tmp_path / "controller.npz"), "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "examples/serve_http.py", str(tmp_path / "controller.npz")]
+    command += ["0", "2", str(tmp_path / "log")]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=pipe, text=True)
     try:
-        # uvicorn says on which port it listens
+        # the first line says where it listens
         lines = iter(process.stderr.readline, "")
         (address,) = next(filter(None, (re.findall(r"http://[\d.:]+", line) for line in lines)))
         opener = build_opener(ProxyHandler({}))
@@ -145,14 +150,16 @@ def served(tmp_path):
                 with error:
                     return error.code, json.load(error)
 
-        yield ask, controller
+        yield ask, controller, tmp_path / "log"
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        # the pipe is closed once the workers have ended too
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_serve_http(served):
-    ask, controller = served
+    ask, controller, _ = served
     status, health = ask("/health")
     assert (status, health["controller"]) == (200, controller.digest)
     assert [column[0] for column in health["columns"]] == ["kind", "tokens"]
@@ -177,3 +184,41 @@ def test_serve_http(served):
         assert field in answer["error"]
     assert ask("/decide", b"{")[0] == 400
     assert ask("/decide", b"[" * 100_000)[0] == 400
+
+
+def test_serve_http_answers_and_takes_labels(served):
+    ask, controller, log = served
+    ids = []
+    for tokens in range(6):
+        body = {"kind": "form", "tokens": tokens, "question": f"number {tokens}", "budget_ms": 50}
+        status, answer = ask("/answer", json.dumps(body).encode())
+        assert (status, answer["answer"]) == (200, f"the answer to number {tokens}")
+        assert answer["on_time"] is True
+        ids.append(answer["id"])
+        label = json.dumps({"id": answer["id"], "accuracy": tokens / 10}).encode()
+        assert ask("/label", label) == (200, {})
+    for path, body, field in (
+        ("/answer", {"kind": "form", "budget_ms": 5}, "tokens"),
+        ("/answer", {"kind": "form", "tokens": 3}, "budget_ms"),
+        ("/answer", {"kind": "form", "tokens": 3, "budget_ms": 1e31}, "1e+31"),
+        ("/answer", {"kind": "form", "tokens": 3, "budget_ms": 10**400}, "large"),
+        ("/label", {"id": ids[0], "accuracy": 100}, "100"),
+        ("/label", {"id": ids[0]}, "accuracy"),
+        ("/label", {"accuracy": 1}, "id"),
+        ("/label", [], "accuracy"),
+    ):
+        status, answer = ask(path, json.dumps(body).encode())
+        assert status == 400
+        assert field in answer["error"]
+    read = read_log(log, controller)
+    assert not read.aside
+    assert {row["id"]: row["accuracy"] for row in read.rows} == {
+        name: tokens / 10 for tokens, name in enumerate(ids)
+    }
+
+
+def test_serve_http_needs_no_torch():
+    code = "import sys; sys.path.insert(0, 'examples'); import serve_http; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "uvicorn" in done.stdout.split()
+    assert "torch" not in done.stdout.split()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,8 +123,9 @@ def read_log(
             aside[reason] += 1
         else:
             rows[row["id"]] = row
-    # a label comes after its request; of several, the latest counts
-    for label in _lines(folder, LABELS, aside):
+    # a label comes after its request; of several, which other processes may have written, the
+    # latest counts; labels of earlier versions have no time
+    for label in sorted(_lines(folder, LABELS, aside), key=_moment):
         in_percent |= _is_above_one(label.get("accuracy"))
         if not _is_number(label.get("accuracy"), 0, 1):
             aside["a label outside [0, 1]"] += 1
@@ -247,7 +249,10 @@ def _moment(row: Mapping[str, Any]) -> float:
 
 def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
     """Return True for a finite number in [least, most]. A bool does not count as one."""
-    return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+    # an int may be too large for a float
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        return False
+    return least <= value <= most
 
 
 def _is_above_one(value: Any) -> bool:

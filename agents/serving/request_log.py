@@ -152,7 +152,8 @@ class RequestLog:
 
         The latest label of a request counts. Raises InputError for any other accuracy."""
         share("label: accuracy", accuracy)
-        self._write(LABELS, {"id": request_id, "accuracy": float(accuracy)})
+        row = {"time": time.time(), "id": request_id, "accuracy": float(accuracy)}
+        self._write(LABELS, row)
 
     def close(self) -> None:
         """Close the files; nothing can be written any more."""

@@ -9,7 +9,6 @@ computed or the callable runs. This file needs no torch.
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
-from knobwise.agents.policy.controller import Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import MOST_MS, Drift, Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
 from knobwise.agents.serving.inputs import blocks_of
@@ -349,8 +348,8 @@ def _no_features(request: Any) -> None:
 
 
 def check_budget(budget_ms: float) -> None:
-    """Refuse a budget that is not positive and finite."""
-    if not 0 < budget_ms < math.inf:
+    """Refuse a budget that is not positive, or too large to count in."""
+    if not 0 < budget_ms < MOST_MS:
         raise InputError(f"budget_ms={budget_ms}: must be positive, in ms")
 
 

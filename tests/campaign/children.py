@@ -100,16 +100,16 @@ def run(
     try:
         if die_after_s is not None and _status(process, die_after_s) is None:
             single = alone or number != signal.SIGKILL
-            _kill([process.pid] if single else _session(process.pid), number)
+            kill([process.pid] if single else session(process.pid), number)
         status = _status(process, limit_s)
         if status is None or not alone:
-            _kill(_session(process.pid))
+            kill(session(process.pid))
         _status(process, ORPHANS_S)
         last = time.monotonic() + ORPHANS_S
-        while _session(process.pid):
+        while session(process.pid):
             if time.monotonic() > last:
                 status = None
-                _kill(_session(process.pid))
+                kill(session(process.pid))
             time.sleep(0.05)
         out, err, writes = (path.read_text(errors="replace") for path in printed)
         return Ended(status, out, err, time.monotonic() - start, int(writes or 0))
@@ -143,20 +143,21 @@ def _status(process, seconds):
         return None
 
 
-def _session(leader):
+def session(leader):
     """The living processes of the session that a process began, itself first."""
     living = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
-        if int(session) == leader and state not in "ZX":
+        if int(number) == leader and state not in "ZX":
             living.append(int(path.parent.name))
     return sorted(living, key=lambda process: process != leader)
 
 
-def _kill(processes, number=signal.SIGKILL):
+def kill(processes, number=signal.SIGKILL):
+    """Send a signal to those that still live."""
     for process in processes:
         try:
             os.kill(process, number)

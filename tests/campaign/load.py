@@ -34,9 +34,9 @@ from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, Knob
 PART = 100_000
 
 
-def memory_mb():
-    """What this process alone holds, without pages mapped from files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def memory_mb(process="self"):
+    """What a process holds, without pages mapped from files."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 

@@ -9,6 +9,7 @@ import pytest
 from campaign.formats import FORMATS, trials
 from campaign.kills import BY_NAME, kill_trial, reference_of
 from campaign.limits import limit_trial
+from campaign.server import load
 
 SEED = 3
 
@@ -36,3 +37,10 @@ def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
 def test_limits_are_met_in_a_line(name, tmp_path):
     outcome, note = limit_trial(name, tmp_path / "limited")
     assert outcome in ("fine", "refused"), note
+
+
+def test_no_answer_is_lost_and_no_label_mixed_up_when_workers_are_killed(tmp_path):
+    seen, faults, wrong = load(tmp_path, seconds=4, seed=SEED, workers=2, clients=8)
+    assert not faults, wrong
+    assert seen["workers killed"] > 1
+    assert seen["labels taken"] > 0

@@ -95,7 +95,7 @@ def changed(folder, to, **values):
         ("choice", 12, "unknown configuration"),
         ("knobs", {"top_k": 5}, "unknown configuration"),
         ("price", 0.5, "price"),
-        ("answer_ms", 10**400, "damaged"),
+        ("answer_ms", 10**400, "times"),
         ("limit_ms", float("nan"), "times"),
         ("accuracy", 1.5, "accuracy"),
         ("features", {"image_features": "AAAA"}, "damaged"),
@@ -148,6 +148,26 @@ def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     assert read.rows[0]["accuracy"] == 0.25  # the latest
     with pytest.raises(InputError, match="log="):
         read_log(tmp_path / "nothing")
+
+
+def test_numbers_of_hundreds_of_digits_are_set_aside(written, tmp_path):
+    first = changed(written, tmp_path, time=10**400, accuracy=10**400)
+    write_labels(first, [(row["id"], 10**400) for row in read_log(written).rows[:2]])
+    log, _ = checked(tmp_path)
+    assert dict(log.aside) == {"an accuracy outside [0, 1]": 1, "a label outside [0, 1]": 2}
+    assert len(log.rows) == 39
+    changed(written, tmp_path, time=10**400)
+    assert len(read_log(tmp_path).rows) == 40
+
+
+def test_the_latest_label_counts_whichever_process_wrote_it(tmp_path):
+    """Workers begin their files of labels in another order than that of the labels."""
+    served(tmp_path, 1, label=False)
+    (row,) = read_log(tmp_path).rows
+    workers = [RequestLog(tmp_path), RequestLog(tmp_path)]
+    for worker, accuracy in ((0, 0.0), (1, 1.0), (0, 0.5)):
+        workers[worker].label(row["id"], accuracy)
+    assert read_log(tmp_path).rows[0]["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize("accuracy", [100.0, -0.1, math.nan])

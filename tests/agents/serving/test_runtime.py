@@ -352,7 +352,7 @@ def test_wrong_budgets_and_arrivals_are_refused():
     for wrong in ([[1.0]], [1.0, [0.0]]):
         with pytest.raises(InputError, match="2 requests"):
             model.generate(REQUESTS[:2], *wrong)
-    for budget in (0.0, -1.0, math.nan, math.inf):
+    for budget in (0.0, -1.0, 1e31, math.nan, math.inf):
         for requests in (REQUESTS[:1], REQUESTS[:2]):
             with pytest.raises(InputError, match="budget"):
                 model.generate(requests, budget)

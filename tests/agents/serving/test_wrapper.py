@@ -300,7 +300,7 @@ def test_errors_pass_through_and_write_no_row(policy, tmp_path):
         serve(2, 30.0)
     with pytest.raises(IndexError):
         serve(1000, 30.0)
-    for budget in (0, -1.0, math.inf, math.nan):
+    for budget in (0, -1.0, 1e31, math.inf, math.nan):
         with pytest.raises(InputError, match="budget_ms"):
             serve(3, budget)
     assert not read_log(tmp_path).rows
