@@ -94,27 +94,36 @@ class _FromRows(nn.Module):
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Return log-probs [*, C]."""
-        limit = limit.float()
-        sample = row % len(self.all_features)  # of a drifted copy of the table
-        # [*] → [*, width]
-        x = nn.functional.embedding(sample, self.all_features)
-        mask = None if self.complete else self.mask[sample]
+        if self.members:
+            return self.log_probs(row.shape, *self.inputs(row, limit))
         # the network that is deployed
-        if not self.members:
-            return self.controller(x, limit, mask)
-        # the networks in training, each on every M-th context
+        x, mask = self._looked_up(row % len(self.all_features))
+        return self.controller(x, limit.float(), mask)
+
+    def inputs(self, row: Tensor, limit: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the networks in training read, each of every M-th context: the inputs of the
+        first layer [M, n, width], limits [M, n], and the mask [M, n, C]."""
+        # rows are put in order before anything is looked up, because they are smaller
+        row = row.reshape(-1, self.members).T.contiguous()
+        limit = limit.float().reshape(-1, self.members).T.contiguous()
+        x, mask = self._looked_up(row % len(self.all_features))
         by_value = None
         if self.by_value is not None:
             by_value = nn.functional.embedding(row, self.by_value)
-        inputs = []
-        for values in (x, limit, mask, by_value):
-            if values is not None:
-                # [*, …] → [M, n, …], every M-th context for the same network
-                shape = row.numel() // self.members, self.members, *values.shape[row.ndim :]
-                values = values.reshape(shape).transpose(0, 1)
-            inputs.append(values)
+        return self.controller.network.joined(x, limit, by_value), limit, mask
+
+    def log_probs(self, shape: torch.Size, *inputs: Any) -> Tensor:
+        """Return log-probs [*, C] of the networks in training for contexts of this shape, [*]."""
         # [M, n, C] → [*, C]
-        return self.controller.network(*inputs).transpose(0, 1).reshape(*row.shape, -1)
+        return self.controller.network.log_probs(*inputs).transpose(0, 1).reshape(*shape, -1)
+
+    def _looked_up(self, sample: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return features [*, width] and mask [*, C] of samples [*]; None if all is profiled.
+
+        A row i + k·N of a drifted copy of the table is sample i.
+        """
+        mask = None if self.complete else self.mask[sample]
+        return nn.functional.embedding(sample, self.all_features), mask
 
 
 class Actor(ProbabilisticTensorDictSequential):
@@ -130,9 +139,10 @@ class Actor(ProbabilisticTensorDictSequential):
 class Behaviour(TensorDictModuleBase):
     """The policy that collects: it draws, and writes down the log-probs that `GRPOLoss` needs.
 
-    Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled`
-    `action_log_prob` and `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and
-    `reference_log_probs` [P, C]; with a `critic` also `state_value` [P, 1].
+    Writes `action` and `configuration`, both int64 [P, G], the indices of configurations; for
+    `sampled` also `action_log_prob` and `reference_log_prob` [P, G], for `exact`
+    `behaviour_log_probs` and `reference_log_probs` [P, C], and with a `critic` `state_value`
+    [P, 1].
 
     Attributes:
         with_reference: off where neither a penalty nor a log needs the reference, which is faster.
@@ -157,28 +167,32 @@ class Behaviour(TensorDictModuleBase):
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         exact = self.objective == "exact"
-        policies = {}
-        # the distributions that are needed
-        if self.with_log_probs:
-            key = "behaviour_log_probs" if exact else "action_log_prob"
-            policies[key] = self.actor.get_dist(tensordict)
-        if self.with_reference:
-            key = "reference_log_probs" if exact else "reference_log_prob"
-            policies[key] = self.reference.get_dist(tensordict)
         encode, draw = self.actor.module
-        group_size = draw.distribution_kwargs["group_size"]
-        configurations = draw.distribution_kwargs["configurations"]
+        row = tensordict["row"]
+        # the policies that are needed, by the key of their log-probs
+        needed = {}
+        if self.with_log_probs:
+            needed["behaviour_log_probs" if exact else "action_log_prob"] = self.actor
+        if self.with_reference:
+            needed["reference_log_probs" if exact else "reference_log_prob"] = self.reference
+        # both read the same inputs
+        policies = {}
+        if needed:
+            inputs = encode.module.inputs(*(tensordict[key] for key in encode.in_keys))
+        for key, actor in needed.items():
+            log_probs = actor.module[0].module.log_probs(row.shape, *inputs)
+            policies[key] = draw.distribution_class(log_probs, **draw.distribution_kwargs)
         # the draws
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
             mask = encode.module.mask
-            index = mask[tensordict["row"] % len(mask)].int().argmax(-1)
+            index = mask[row % len(mask)].int().argmax(-1)
+            group_size = draw.distribution_kwargs["group_size"]
             if group_size is not None:
                 index = index.unsqueeze(-1).expand(*index.shape, group_size)
-        # what the losses read of them
-        tensordict["action"] = configurations[index]
-        tensordict["configuration"] = index
+        # what the environment and the losses read of them
+        tensordict["action"] = tensordict["configuration"] = index
         for key, policy in policies.items():
             if exact:
                 tensordict[key] = policy.log_probs

@@ -173,6 +173,7 @@ class ControllerTrainer(JudgedTrainer):
             rows=[rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows],
             seed=self.seed,
             unprofiled="error",
+            action="configuration",
             lean=True,
             cost_ms=self.cost_ms,
             device=self.device,

@@ -223,20 +223,21 @@ class BudgetSampler:
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        n = len(rows)
+        n = rows.shape[0]
         numbers = self._numbers
+        count = numbers.shape[0]
         if self.config.sense == "mean":
             low, high = numbers
             return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
         if self.config.strategy in ("quantiles", "uniform"):
             # between two neighbours of the grid
-            position = torch.rand(n, generator=generator) * (len(numbers) - 1)
-            below = position.long().clamp_max_(len(numbers) - 2)
+            position = torch.rand(n, generator=generator) * (count - 1)
+            below = position.long().clamp_max_(count - 2)
             low = numbers.index_select(0, below)
             high = numbers[1:].index_select(0, below)
             drawn = torch.lerp(low, high, position.sub_(below))
         else:
-            drawn = numbers[torch.randint(len(numbers), (n,), generator=generator)]
+            drawn = numbers[torch.randint(count, (n,), generator=generator)]
         if self.config.strategy == "relative":
             # a factor times the latency of a random profiled cell of the sample
             cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)

@@ -131,17 +131,19 @@ class ContextSampler:
 
     def draw_rows(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw rows alone, int64 [count]; without a generator by torch's own."""
-        turn = torch.arange(count) % len(self.rows)  # the list that each context is drawn from
+        lists, most = self.rows.shape
+        if lists == 1 and self.weights is None:
+            drawn = torch.randint(most, (count,), generator=generator)
+            return self.rows[0].index_select(0, drawn)
+        turn = torch.arange(count) % lists  # the list that each context is drawn from
         if self.weights is not None:
-            per_list = math.ceil(count / len(self.rows))
+            per_list = math.ceil(count / lists)
             drawn = torch.multinomial(self.weights, per_list, True, generator=generator)
             drawn = drawn.T.flatten()[:count]
-        elif len(self.rows) == 1:
-            drawn = torch.randint(self.rows.shape[1], (count,), generator=generator)
         else:
             # a large number modulo the length, because the lists differ in length
             drawn = torch.randint(1 << 62, (count,), generator=generator) % self.counts[turn]
-        return self.rows.flatten().index_select(0, turn * self.rows.shape[1] + drawn)
+        return self.rows.flatten().index_select(0, turn * most + drawn)
 
     def set_back(self, before: Tensor) -> None:
         """Return to an earlier value of `before`; the contexts drawn after it come again."""

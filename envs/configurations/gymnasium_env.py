@@ -144,8 +144,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self, observations: Observation, infos: Info, reward: float | None
     ) -> tuple[Observation, dict[str, Any]]:
         """Take the only observation and info out of a batch of one, and keep them for `render`."""
-        # copies, because an observation must not share memory with the next one
-        observation = {name: np.array(block[0]) for name, block in observations.items()}
+        # with the dots a number stays an array, of shape ()
+        observation = {name: block[0, ...] for name, block in observations.items()}
         info = {
             name: np.array(value[0]) if value.ndim > 1 else value[0].item()
             for name, value in infos.items()

@@ -115,7 +115,8 @@ class Replay:
         by_knobs = self.action == "knobs"
         configuration = self.find(action) if by_knobs else action
         # values that no knob has are found as −1 too, so that most steps need this one look
-        lowest, highest = configuration.aminmax()
+        # as numbers, since a tensor takes long to compare with them
+        lowest, highest = (int(index) for index in configuration.aminmax())
         if lowest < 0 or highest >= self.table.num_configurations:
             self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
         # cells differ in how many measurements they have, so draw a large number modulo that
