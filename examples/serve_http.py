@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 import uvicorn
@@ -129,6 +130,8 @@ def main(
                 if not child:
                     try:
                         work(app, listening, parent)
+                    except Exception:
+                        traceback.print_exc()
                     finally:
                         os._exit(0)
                 children.add(child)

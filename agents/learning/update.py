@@ -17,7 +17,7 @@ comparisons, so a useless update takes over with at most twice the chance of a s
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -92,14 +92,18 @@ class Trial(NamedTuple):
 
     agent: DeployedController
     """The controller that learned from the whole log."""
+    outcomes: Logged
+    """The requests, with the accuracies that count for this step."""
+    rows: Tensor
+    """int64: those that judge the step."""
     choices: Tensor
-    """int64 [n]: the choices of those that learned without each request."""
+    """int64 [n]: the choices of controllers that learned without each request."""
     expected: Tensor
     """float [n, C]: the utility of every configuration that these expect."""
 
-    def judged(self, logged: Logged, old: Tensor, rows: Any = slice(None)) -> Judgement:
-        """Compare with the old choices [n] on some of the requests."""
-        return judge(logged[rows], self.expected[rows], old[rows], self.choices[rows])
+    def judged(self, old: Tensor, rows: Tensor) -> Judgement:
+        """Compare with the old choices int64 [n], on some of the requests."""
+        return judge(self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows])
 
 
 def update(
@@ -122,32 +126,27 @@ def update(
     learned = learn(agent, logged)
     best, trials = _held_out(agent, logged, learned.after)
     names = configurations_of(agent.decider)
-    accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice).double()
-    # times alone judge the first step: each answer counts as accurate as the profile expects
-    times_alone = logged.clone()
-    times_alone.accuracy = accuracy
+    by_times = trials[LATENCIES]
     steps: dict[str, Judgement] = {}
     doubts: dict[str, list[str]] = {}
     against: list[str] = []
     serving = None
     for name, trial in trials.items():
         # is it better than the best so far?
-        if name == LATENCIES:
-            steps[name] = trial.judged(times_alone, best)
-        else:
-            steps[name] = trial.judged(logged, best, logged.labelled)
+        rows = trial.rows
+        steps[name] = trial.judged(best, rows)
         if not steps[name].better:
             continue
         # what speaks against it; doubts about a step that did not take over hold for the next too
         total = loss
         if name == LATENCIES:
-            later = trial.judged(times_alone, best, slice(n // 2, None))
+            later = trial.judged(best, rows[n // 2 :])
             ratios = _ratios(agent, logged)
             against = doubted_times(names, agent.configurations, logged.choice, ratios, later)
         else:
-            total = max(0.0, loss + _loss(trials[LATENCIES].agent, logged, best, trial.choices))
-            labelled = logged.labelled
-            against = against + doubted_labels(names, logged[labelled], accuracy[labelled], total)
+            total = max(0.0, loss + _loss(by_times.agent, logged, best, trial.choices))
+            by_profile = by_times.outcomes.accuracy[rows]
+            against = against + doubted_labels(names, logged[rows], by_profile, total)
         doubts[name] = against
         if against and not accept:
             continue
@@ -201,10 +200,18 @@ def _held_out(
     """
     n = len(logged)
     old = torch.zeros_like(logged.choice)
+    # times alone judge the first step: each answer counts as accurate as the profile expects
+    by_profile = logged.clone()
+    accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice)
+    by_profile.accuracy = accuracy.double()
+    judged_by = {
+        LATENCIES: (by_profile, torch.arange(n)),
+        ACCURACIES: (logged, logged.labelled.nonzero().squeeze(1)),
+    }
     trials = {}
     for name, controller in after.items():
         expected = torch.zeros(n, len(agent.configurations))
-        trials[name] = Trial(controller, torch.zeros_like(old), expected)
+        trials[name] = Trial(controller, *judged_by[name], torch.zeros_like(old), expected)
     fold_of = torch.arange(n) % FOLDS
     for fold in range(FOLDS):
         rows = fold_of == fold
