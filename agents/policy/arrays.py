@@ -80,13 +80,16 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     for name, texts, gaps in columns:
         if name not in request:
             names = ", ".join(column[0] for column in columns)
-            raise ValueError(f"features: {name!r} is absent; the controller reads {names}")
+            raise ValueError(
+                f"features: {name!r} is absent; give all of {names}, with None where a value is "
+                "missing"
+            )
         value = request[name]
         if isinstance(value, str):
             value = value.strip()
         if value is None or value == "" or value != value:
             if not gaps:
-                raise ValueError(f"features: {name!r} is missing, but no training sample lacks it")
+                raise ValueError(f"features: {name!r} is missing, but no training sample lacked it")
             value = math.nan if texts is None else ""
         if texts is None:
             is_number = isinstance(value, (Real, np.bool_))

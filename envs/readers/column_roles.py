@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from difflib import get_close_matches
 from typing import Any
 
 import polars as pl
@@ -133,8 +134,13 @@ def _feature_names(
     elif features == AUTO:
         candidates = _candidates(frame, other.union(knobs or ()))
         names = _constant_columns(frame, rows, candidates, knobs is None)
-    if wrong := [name for name in names if name not in frame.columns or name in other]:
-        raise InputError(f"{source}: features: {', '.join(wrong)} cannot be a feature")
+    for name in names:
+        if name not in frame.columns:
+            close = get_close_matches(name, frame.columns, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InputError(f"{source}: features: there is no column {name}{hint}")
+        if name in other:
+            raise InputError(f"{source}: features: {name} cannot be a feature: it has another use")
     return names
 
 

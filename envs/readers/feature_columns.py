@@ -97,8 +97,9 @@ def encode(
         name = column.name
         if name not in frame.columns or frame.schema[name].is_nested():
             raise InputError(
-                f"{source}: no column {name!r} of numbers or text; the features are "
-                f"{', '.join(known.name for known in columns)}"
+                f"{source}: there is no column {name!r} of numbers or text; the controller needs "
+                f"{', '.join(known.name for known in columns)}. Leave a field empty where its "
+                "value is unknown"
             )
         if column.categories is None:
             value = number(name, frame.schema[name])

@@ -72,7 +72,11 @@ def run(config: DecideRun) -> int:
 
 
 def _controller_at(path: str) -> NumpyController:
-    """Load an exported `.npz`, which needs no torch, or what a checkpoint or a run deploys."""
+    """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
+    checkpoint or a run deploys."""
+    exported = Path(path, "controller.npz")
+    if exported.exists() and not Path(path, "checkpoints").exists():
+        path = str(exported)
     if not path.endswith(".npz"):
         from knobwise.agents.checkpoint import load_checkpoint
         from knobwise.agents.serving.knob_policy import KnobPolicy

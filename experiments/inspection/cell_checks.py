@@ -69,10 +69,12 @@ def same_samples(measured: Measured) -> Faults:
     table = measured.table
     features = measured.features
     cells = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
-    advice = (
-        "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, and "
-        "no split parts them."
-    )
+    advice = "Keep one of them."
+    if not table.clusters:
+        advice = (
+            "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
+            "and no split parts them."
+        )
     copies = len(_equal_pairs(measured, torch.cat([features, cells], 1))[0])
     if copies and table.num_configurations > 1:
         words = f"{copies} samples have the features and outcomes of another one"

@@ -36,6 +36,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     Returns:
         - `samples`, `configurations`, `grid`: how many there are, and how many configurations there
           could be
+        - `unit`: of latencies and budgets
         - `coverage`: share of the cells that are profiled
         - `config_dependent_share`: of the samples, whose accuracy differs between configurations
         - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
@@ -65,6 +66,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     facts = {
         "name": table.name,
         "digest": whole.digest,
+        "unit": table.unit,
         "samples": table.num_samples,
         "configurations": table.num_configurations,
         "grid": math.prod(table.knob_sizes),

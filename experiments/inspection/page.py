@@ -62,6 +62,11 @@ def _sentences(facts: Facts) -> list[str]:
         f"{number(facts['latency_cv_within_configuration'], '.0%')} between samples (standard "
         "deviation / mean).",
     ]
+    if facts["clusters"]:
+        lines.append(
+            f"The samples belong to {facts['clusters']:,} groups (profile.group), which no split "
+            "parts."
+        )
     # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
     if jitter is not None:
@@ -102,7 +107,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     )
     budgets = [
         {
-            "budget": quantity(static["budget_ms"]),
+            "budget": quantity(static["budget_ms"], facts["unit"]),
             "static": f"{static['utility']:.3f}",
             "oracle": f"{oracle:.3f}",
             "feasible": f"{feasible:.1%}",
@@ -114,12 +119,12 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     for name, knob in facts["knobs"].items():
         for i, value in enumerate(knob["values"]):
             line = {"knob": name, "value": str(value), "accuracy": f"{knob['accuracy'][i]:.3f}"}
-            knobs.append(line | {"latency": quantity(knob["latency_ms"][i])})
+            knobs.append(line | {"latency": quantity(knob["latency_ms"][i], facts["unit"])})
     best = [
         {
             "configuration": mean["label"],
             "accuracy": f"{mean['accuracy']:.3f}",
-            "latency": quantity(mean["latency_ms"]),
+            "latency": quantity(mean["latency_ms"], facts["unit"]),
             "samples": f"{mean['samples']:,}",
         }
         for mean in _front(facts)
@@ -205,17 +210,17 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
         spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
-            charts.by_budget(utility, "utility", "utility (0 to 1)", names),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", names, unit=facts["unit"]),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",
         ),
         "Accuracy and latency": Figure(
-            charts.plane(facts["configuration_means"]),
+            charts.plane(facts["configuration_means"], unit=facts["unit"]),
             "Each dot is one configuration; no other beats those on the dashed line.",
         ),
         "Latency distributions": Figure(
-            charts.dots(pl.DataFrame(spread), "latency (ms)"),
+            charts.dots(pl.DataFrame(spread), f"latency ({facts['unit']})"),
             "Of the configurations on the dashed line above, named by their "
             f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
             "fastest 5% to the slowest 5%.",

@@ -140,10 +140,13 @@ def _facts(results: Results) -> str:
     part = "split"
     if splits := results.get("split_seeds"):
         part = f"parts of {len(splits)} splits"
+    judged = f"{results.get('test_samples', '?')} samples"
+    if "test_clusters" in results:
+        judged += f" of {results['test_clusters']} groups"
     return (
         f"profile {name}: {profile['samples']:,} samples × {profile.get('configurations', '?')} "
         f"configurations · judged on the {results.get('split', 'test')} {part} "
-        f"({results.get('test_samples', '?')} samples) · {seeds} · budgets "
+        f"({judged}) · {seeds} · budgets "
         f"{_budgets(results, problem_of(results).judged_at(results))}"
     )
 
@@ -378,7 +381,8 @@ GLOSSARY = {
         "configuration serves on time",
         "infeasible": "share of requests that no profiled configuration serves on time; every "
         "policy is late for them",
-        "brackets": "95% bootstrap interval over the test samples, the seeds if there are several",
+        "brackets": "95% bootstrap interval over the test samples (or the groups that they belong "
+        "to), and over the seeds if there are several",
         "baselines that predict": "are fitted once, or once on each split: their settings are "
         "chosen with one division into folds, and with another one their numbers may differ",
         "decision time": "of the learned controller: median time of one decision for one request, "
@@ -395,8 +399,8 @@ GLOSSARY = {
         "price": "λ: how much accuracy a unit of latency must bring; 1/λ is what a right answer is "
         "worth. The learned controller reads this worth, the others that see the input take "
         "argmax Â − λ·L̂",
-        "brackets": "95% bootstrap interval over the test samples and seeds; intervals of "
-        "differences are paired",
+        "brackets": "95% bootstrap interval over the test samples (or their groups) and seeds; "
+        "intervals of differences are paired",
     },
     "selector": {
         "accuracy": "share of held-out queries answered correctly with the demonstrations that a "

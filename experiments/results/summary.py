@@ -61,6 +61,8 @@ def summary_of(
         "configurations": _configurations(problem, table, test, budgets),
         "knob_usage": _usage(problem, decisions, table, budgets, reference),
     }
+    if table.clusters:
+        results["test_clusters"] = len({table.clusters[row] for row in test.tolist()})
     if bins := reliability(decisions):
         results["reliability"] = bins
     # the means once more, for each of several data sets

@@ -209,14 +209,15 @@ def _best_of(trainer: Trainer) -> str:
 
 
 def next_command(folder: Path) -> str:
-    """Return the command to try after a run: compare it with the others of its experiment, deploy
-    it, or train another one."""
+    """Return the commands to try after a run: deploy it, and compare it with the others of its
+    experiment, or train another one."""
     compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
-    if len(list(folder.parent.glob("*/results.json"))) > 1:
-        return compare
+    commands = []
     if (folder / "controller.npz").exists():
-        return f"knobwise export {shlex.quote(f'checkpoint={folder}')}"
-    return f"repeat with another option=value, then {compare}"
+        commands.append(f"knobwise export {shlex.quote(f'checkpoint={folder}')}")
+    if len(list(folder.parent.glob("*/results.json"))) > 1:
+        commands.append(compare)
+    return "\n        ".join(commands) or f"repeat with another option=value, then {compare}"
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:

@@ -162,8 +162,22 @@ def test_settings_of_features_that_cannot_be_meant(capsys):
         assert "profile.features=" in mistake(words_of("inspect profile=table", path), capsys)
     table = knobwise.read("saved.safetensors")
     assert [column.name for column in table.columns] == ["kind", "tokens", "sharpness"]
+    assert "tokens?" in mistake(
+        words_of("inspect profile=table profile.path=wide.csv profile.features=[kind,tokes]"), capsys
+    )
     named = knobwise.read("wide.csv", ["kind"])
     assert [column.name for column in named.columns] == ["kind"]
+
+
+def test_inspect_uses_the_unit_of_the_profile(capsys):
+    log = pl.read_csv("wide.csv").rename({"latency_ms": "cents"})
+    log.write_csv("cents.csv")
+    words = "profile.path=cents.csv profile.latency=cents profile.unit=cents json=cents.json"
+    assert main(["inspect", "profile=table", *words_of(words)]) == 0
+    printed = capsys.readouterr().out
+    assert " cents" in printed
+    assert " ms" not in printed
+    assert json.loads(Path("cents.json").read_text())["unit"] == "cents"
 
 
 # -- knobwise decide -------------------------------------------------------------------------------
@@ -183,6 +197,9 @@ def test_decisions_are_those_of_the_policy(name, capsys):
     assert rows == wanted
     exported = decided(f"checkpoint={RUN}/controller.npz requests={name}", capsys)
     assert exported == (rows, [])
+    # so does the folder of an export
+    launch("export", f"checkpoint={RUN} out=copied-{name}")
+    assert decided(f"checkpoint=copied-{name} requests={name}", capsys) == (rows, [])
 
 
 BAD = """sample_id,kind,tokens,sharpness,budget_ms
