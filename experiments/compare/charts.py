@@ -1,5 +1,7 @@
 """The charts of `knobwise compare`, in which every run is a line under its label."""
 
+from __future__ import annotations
+
 import altair as alt
 import polars as pl
 

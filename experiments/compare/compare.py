@@ -5,6 +5,8 @@ Every run is compared with the first one. Runs that were judged on the same samp
 pairs (`knobwise.experiments.compare.paired`). All other runs are shown untested, with the reason.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict

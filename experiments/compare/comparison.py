@@ -1,6 +1,8 @@
 """Compare several finished runs: the settings and places they share, and the differences in their
 scores."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

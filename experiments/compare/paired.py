@@ -1,6 +1,8 @@
 """Differences between two runs on the same samples and at the same places, which are budgets or
 numbers of shots."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Find finished runs to compare and read their files."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import re

@@ -1,5 +1,7 @@
 """The tables and sentences of `knobwise compare`, for terminal and page alike."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 
 from rich.console import Console

@@ -1,5 +1,7 @@
 """Checks of outcomes: units, samples that occur twice, times and machines."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

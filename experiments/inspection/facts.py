@@ -5,6 +5,8 @@ is chosen on the samples that it is judged on) and the oracle knows the outcomes
 upper bound on what a policy could gain. `attainable` is what quick policies gain out of fold.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Mapping

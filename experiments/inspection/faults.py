@@ -8,6 +8,8 @@ A profile does not hold when and where a cell was measured. So drift is seen in 
 and of repeats alone, and another machine only where knobs cannot explain a configuration's time.
 """
 
+from __future__ import annotations
+
 import itertools
 import warnings
 from collections.abc import Callable

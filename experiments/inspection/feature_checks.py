@@ -1,5 +1,7 @@
 """Checks of features: those that hold an outcome, are in a wrong order, or tell nothing."""
 
+from __future__ import annotations
+
 import itertools
 import math
 

@@ -1,5 +1,7 @@
 """Say what the log of a deployed controller holds."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

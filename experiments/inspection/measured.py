@@ -1,6 +1,8 @@
 """What a check for faults takes and yields, `Measured` and `Fault`, and the arithmetic that checks
 share."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

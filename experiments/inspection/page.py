@@ -1,5 +1,7 @@
 """Show the facts about a profile: in sentences, on the terminal and as a page with charts."""
 
+from __future__ import annotations
+
 import base64
 import io
 import itertools

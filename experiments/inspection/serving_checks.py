@@ -1,6 +1,8 @@
 """Checks for what happens while a model is served: retries, caches, cold starts, batches, answers
 that are cut off, requests that fail, and other versions of the model."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

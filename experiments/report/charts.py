@@ -6,6 +6,8 @@ A chart is as wide as its place on the page. Its colours come from
 Altair would look up each string in its schema, which takes longer than all the rest.
 """
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """How the choices of a controller depend on the request, in sentences."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

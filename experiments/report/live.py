@@ -1,5 +1,7 @@
 """Show the results of a live run on the terminal and as a page."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from rich.console import Console

@@ -11,6 +11,8 @@ reader's theme. So everything that differs between light and dark is in `THEMES`
 and a chart names a hue by its position in the palette (`domain`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json

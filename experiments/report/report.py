@@ -5,6 +5,8 @@ A report is made from the files in the run's folder alone (`results.json`, `metr
 sentences, tables and charts are made in the modules beside it.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The figures of a run's results, for its report and, as pictures, for W&B."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Say in sentences what a run shows: its verdict, and why its policy sets the knobs as it does."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 

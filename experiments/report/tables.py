@@ -1,5 +1,7 @@
 """The tables of a run that the terminal and the report share, and how a terminal prints them."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """The charts of a run's training: what was logged, over the iterations."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

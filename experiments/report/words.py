@@ -1,5 +1,7 @@
 """Names and numbers in words, for the sentences and tables of all pages; reading `results.json`."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math

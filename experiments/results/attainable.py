@@ -15,6 +15,8 @@ mean, so the paired bootstrap over samples is an interval for it (Bayle et al. 2
 by the policy that gained most in the other folds, so no sample chooses the policy that it judges.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

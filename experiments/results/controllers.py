@@ -1,5 +1,7 @@
 """Let controllers and baselines decide on the held-out samples, and gather what they decided."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ Writing and summarising 10^7 decisions takes less than 4 GiB of memory. This mod
 torch, which is slow to load.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -2,6 +2,8 @@
 the static mix, the best single configuration and the oracle get at *equal mean latency* on the same
 samples."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,6 +3,8 @@
 Decisions are explained as if they took no time, so that the numbers are the same on every machine.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

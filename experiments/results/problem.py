@@ -4,6 +4,8 @@
 This module imports no torch, which is slow to load.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

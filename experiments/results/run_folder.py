@@ -1,6 +1,8 @@
 """The folder of a run: its name, its lock, how a stopped run resumes, and the link to the latest
 run."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import itertools

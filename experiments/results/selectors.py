@@ -1,5 +1,7 @@
 """Summarise the decisions of selectors: decisions.parquet of a run, and results.json."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

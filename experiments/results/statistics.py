@@ -4,6 +4,8 @@ Everything is paired: in a draw every policy is judged on the same samples. Arra
 but torch is not imported.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,6 +4,8 @@ The rows of a controller hold means over its seeds, and intervals over samples a
 run on several splits hold means over the splits too, and intervals over them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
