@@ -163,7 +163,8 @@ def test_settings_of_features_that_cannot_be_meant(capsys):
     table = knobwise.read("saved.safetensors")
     assert [column.name for column in table.columns] == ["kind", "tokens", "sharpness"]
     assert "tokens?" in mistake(
-        words_of("inspect profile=table profile.path=wide.csv profile.features=[kind,tokes]"), capsys
+        words_of("inspect profile=table profile.path=wide.csv profile.features=[kind,tokes]"),
+        capsys,
     )
     named = knobwise.read("wide.csv", ["kind"])
     assert [column.name for column in named.columns] == ["kind"]
