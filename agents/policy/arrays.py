@@ -80,10 +80,7 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     for name, texts, gaps in columns:
         if name not in request:
             names = ", ".join(column[0] for column in columns)
-            raise ValueError(
-                f"features: {name!r} is absent; give all of {names}, with None where a value is "
-                "missing"
-            )
+            raise ValueError(f"features: {name!r} is absent; give {names}, None where unknown")
         value = request[name]
         if isinstance(value, str):
             value = value.strip()
