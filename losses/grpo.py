@@ -23,7 +23,6 @@ from knobwise.losses.functional import (
     expectation,
     expected_k3,
     group_advantage,
-    k3,
     known_advantage,
     weight_of_best,
 )
@@ -275,7 +274,10 @@ class GRPOLoss(ActorLoss):
         learned = group.weight
         if self.top is not None:
             learned = weight_of_best(group.reward, self.top, group.weight)
-        out = {"loss_objective": -self._reduced(surrogate, learned, tensordict)}
+        # where all draws count alike, one mean over draws and contexts is faster than two
+        if learned is not None or self.reduction != "mean":
+            surrogate = expectation(surrogate, learned)
+        out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         # terms of weight 0 are not computed
         if not is_zero(self.entropy_coeff):
@@ -289,24 +291,13 @@ class GRPOLoss(ActorLoss):
             reference = group.reference.detach()
         if penalised:
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-            near = torch.where(self.kl_to_ref_coeff == 0, current, reference)
-            if group.weight is None:
-                kl = self._reduced(k3(group.log_prob, near), None, tensordict)
-            else:
-                kl = self._reduce_loss(self._kl(group, near), tensordict)
-            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * kl
+            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
+            out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
                 out |= self._diagnostics(group, reference, advantage, used, cut)
         return TensorDict(out, batch_size=[])
-
-    def _reduced(self, values: Tensor, weight: Tensor | None, tensordict: TensorDictBase) -> Tensor:
-        """Reduce values [P, J] to the expectation of each context, and these by `reduction`."""
-        # a mean over draws, then over contexts is one over both, which is faster
-        if weight is not None or self.reduction != "mean":
-            values = expectation(values, weight)
-        return self._reduce_loss(values, tensordict)
 
     def _kl(self, group: _Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""

@@ -7,6 +7,7 @@ blocks.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -94,36 +95,35 @@ class _FromRows(nn.Module):
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Return log-probs [*, C]."""
-        if self.members:
-            return self.log_probs(row.shape, *self.inputs(row, limit))
-        # the network that is deployed
-        x, mask = self._looked_up(row % len(self.all_features))
-        return self.controller(x, limit.float(), mask)
+        return self.of_controllers([self.controller], row, limit)[0]
 
-    def inputs(self, row: Tensor, limit: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what the networks in training read, each of every M-th context: the inputs of the
-        first layer [M, n, width], limits [M, n], and the mask [M, n, C]."""
-        # rows are put in order before anything is looked up, because they are smaller
-        row = row.reshape(-1, self.members).T.contiguous()
-        limit = limit.float().reshape(-1, self.members).T.contiguous()
-        x, mask = self._looked_up(row % len(self.all_features))
+    def of_controllers(
+        self, controllers: Collection[Controller], row: Tensor, limit: Tensor
+    ) -> list[Tensor]:
+        """Return log-probs [*, C] of controllers with the inputs of this one, looked up once."""
+        shape = row.shape
+        limit = limit.float()
+        if self.members:
+            # every M-th context for the same network; rows are smaller than what they stand for
+            row, limit = (x.reshape(-1, self.members).T.contiguous() for x in (row, limit))
+        sample = row % len(self.all_features)  # of a drifted copy of the table
+        # [*] → [*, width]
+        x = nn.functional.embedding(sample, self.all_features)
+        mask = None if self.complete else self.mask[sample]
+        # the network that is deployed
+        if not self.members:
+            return [controller(x, limit, mask) for controller in controllers]
+        # the networks in training
         by_value = None
         if self.by_value is not None:
             by_value = nn.functional.embedding(row, self.by_value)
-        return self.controller.network.joined(x, limit, by_value), limit, mask
-
-    def log_probs(self, shape: torch.Size, *inputs: Any) -> Tensor:
-        """Return log-probs [*, C] of the networks in training for contexts of this shape, [*]."""
-        # [M, n, C] → [*, C]
-        return self.controller.network.log_probs(*inputs).transpose(0, 1).reshape(*shape, -1)
-
-    def _looked_up(self, sample: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features [*, width] and mask [*, C] of samples [*]; None if all is profiled.
-
-        A row i + k·N of a drifted copy of the table is sample i.
-        """
-        mask = None if self.complete else self.mask[sample]
-        return nn.functional.embedding(sample, self.all_features), mask
+        joined = self.controller.network.joined(x, limit, by_value)
+        results = []
+        for controller in controllers:
+            log_probs = controller.network.log_probs(joined, limit, mask)
+            # [M, n, C] → [*, C]
+            results.append(log_probs.transpose(0, 1).reshape(*shape, -1))
+        return results
 
 
 class Actor(ProbabilisticTensorDictSequential):
@@ -153,7 +153,11 @@ class Behaviour(TensorDictModuleBase):
     """
 
     def __init__(
-        self, actor: Actor, reference: Actor, objective: str, critic: TensorDictModule | None = None
+        self,
+        actor: Actor,
+        reference: Controller,
+        objective: str,
+        critic: TensorDictModule | None = None,
     ) -> None:
         super().__init__()
         self.in_keys = actor.in_keys
@@ -168,29 +172,25 @@ class Behaviour(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         exact = self.objective == "exact"
         encode, draw = self.actor.module
-        row = tensordict["row"]
-        # the policies that are needed, by the key of their log-probs
+        inputs = [tensordict[key] for key in encode.in_keys]
+        # the controllers that are asked, by the key of their log-probs
         needed = {}
         if self.with_log_probs:
-            needed["behaviour_log_probs" if exact else "action_log_prob"] = self.actor
+            needed["behaviour_log_probs" if exact else "action_log_prob"] = encode.module.controller
         if self.with_reference:
             needed["reference_log_probs" if exact else "reference_log_prob"] = self.reference
-        # both read the same inputs
         policies = {}
         if needed:
-            inputs = encode.module.inputs(*(tensordict[key] for key in encode.in_keys))
-        for key, actor in needed.items():
-            log_probs = actor.module[0].module.log_probs(row.shape, *inputs)
-            policies[key] = draw.distribution_class(log_probs, **draw.distribution_kwargs)
+            log_probs = encode.module.of_controllers(needed.values(), *inputs)
+            for key, values in zip(needed, log_probs, strict=True):
+                policies[key] = draw.distribution_class(values, **draw.distribution_kwargs)
         # the draws
         if self.drawing:
             index = next(iter(policies.values())).sample_index()
         else:
             mask = encode.module.mask
-            index = mask[row % len(mask)].int().argmax(-1)
-            group_size = draw.distribution_kwargs["group_size"]
-            if group_size is not None:
-                index = index.unsqueeze(-1).expand(*index.shape, group_size)
+            index = mask[inputs[0] % len(mask)].int().argmax(-1, keepdim=True)
+            index = index.expand(-1, draw.distribution_kwargs["group_size"])
         # what the environment and the losses read of them
         tensordict["action"] = tensordict["configuration"] = index
         for key, policy in policies.items():

@@ -218,15 +218,13 @@ class ControllerTrainer(JudgedTrainer):
         if not self.priced and len(controller.network.values):
             self.drift = self.policy.drift
         self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
-        self.actor, frozen = (
-            make_actor(network, self.table, self._group_size, members=True, offsets=offsets)
-            for network in (controller, reference)
-        )
+        self.actor = make_actor(
+            controller, self.table, self._group_size, members=True, offsets=offsets
+        ).to(self.device)
         self.critic = None
         if self.loss.objective == "ppo":
             self.critic = make_critic(controller, self.table)
-        policies = self.actor.to(self.device), frozen.to(self.device)
-        self.behaviour = Behaviour(*policies, self.loss.objective, self.critic)
+        self.behaviour = Behaviour(self.actor, reference, self.loss.objective, self.critic)
         return reference
 
     # -- stages ------------------------------------------------------------------------------------

@@ -310,7 +310,9 @@ class Trainer(ABC):
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         parameters = [*self.learned.parameters()]
-        self.agent.train(stage.dropout)
+        # the agent is in eval mode otherwise
+        if stage.dropout:
+            self.agent.train()
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
             for minibatch in self._minibatches():
@@ -323,7 +325,8 @@ class Trainer(ABC):
                 self.optimiser.step()
                 if watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
-        self.agent.eval()
+        if stage.dropout:
+            self.agent.eval()
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)
