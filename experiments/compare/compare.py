@@ -138,25 +138,32 @@ def _facts(comparison: Comparison) -> str:
     profile = (reference.results.get("profile") or {}).get("name", "unnamed")
     judged = reference.results.get(f"test_{samples}", "?")
     places = ", ".join(words.place_name(comparison, place) for place in comparison.places)
-    return (
+    facts = (
         f"compared with {reference.label} · profile {profile} · judged on {judged} test {samples} "
-        f"at {places}, as {len(comparison.comparable)} of {len(comparison.runs)} runs were"
+        f"at {places}"
     )
+    alike = len(comparison.comparable)
+    if alike < len(comparison.runs):
+        facts += f"; so were {alike} of {len(comparison.runs)} runs"
+    return facts
 
 
 def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return the numbers to be seen first: the best score, and the largest difference."""
+    """Return the numbers to be seen first: the largest difference, and the highest score."""
     reference = comparison.reference.label
     tiles = []
-    if len(comparison.comparable) > 1:
-        best = comparison.ranking()[0]
-        metric, score = words.ranked_score(comparison, best)
-        tiles.append((score, f"{metric} of the best run", comparison.runs[best].label))
-    if differences := comparison.differences:
+    differences = comparison.differences
+    if differences:
         # the run that gained most, by any amount
         largest = max(differences, key=lambda difference: difference.difference)
         gap = f"{points(largest.difference)} points"
-        tiles.append((gap, f"{largest.run} against {reference}", interval_words(largest.ci95)))
+        against = f"{largest.run} against {reference}: {SIGN_WORDS[largest.sign]}"
+        tiles.append((gap, against, interval_words(largest.ci95)))
+    if len(comparison.comparable) > 1:
+        best = comparison.ranking()[0]
+        metric, score = words.ranked_score(comparison, best)
+        tiles.append((score, f"the highest {metric}", comparison.runs[best].label))
+    if len(differences) > 1:
         share = f"{sum(difference.sign != 0 for difference in differences)} of {len(differences)}"
         tiles.append((share, f"runs differ from {reference}", "by more than chance"))
     return tiles

@@ -37,29 +37,35 @@ def place_name(comparison: Comparison, place: float | None) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Say which of the comparable runs has the highest score, which runs differ from the first one,
+    """Say which runs differ from the first one, which of the comparable runs has the highest score,
     and where nothing differs in the settings."""
     reference = comparison.reference.label
     tested = comparison.differences
     signs = [difference.sign for difference in tested]
-    lines = [_highest(comparison)]
-    many = len(comparison.runs) - 1 > MOST_SENTENCES
-    if many or not tested:
-        lines.append(
-            f"Against {reference}, {len(tested)} runs were tested: {signs.count(1)} are better, "
-            f"{signs.count(-1)} worse, and {signs.count(0)} show no difference."
-        )
-    if many:
+    highest = [_highest(comparison)]
+    summary = (
+        f"Against {reference}, {len(tested)} runs were tested: {signs.count(1)} are better, "
+        f"{signs.count(-1)} worse, and {signs.count(0)} show no difference."
+    )
+    if len(comparison.runs) - 1 > MOST_SENTENCES:
         # the best of those that were tested
         by_run = {difference.run: difference for difference in tested}
         ranks = [comparison.runs[i].label for i in comparison.ranking()]
         tested = [by_run[label] for label in ranks if label in by_run][:1]
+    sentences = []
     for difference in tested:
         gap = difference_cell(asdict(difference)).replace("\n", " points ")
         outcome = COMPARED[difference.sign]
         if difference.nothing:
             outcome = "got the same on every sample as"
-        lines.append(f"{difference.run} {outcome} {reference}: {gap}, p {p_words(difference)}.")
+        sentences.append(f"{difference.run} {outcome} {reference}: {gap}, p {p_words(difference)}.")
+    # the answer stands first
+    if len(signs) == 1:
+        lines = sentences + highest
+    elif signs:
+        lines = [summary, *highest, *sentences]
+    else:
+        lines = [*highest, summary]
     if not comparison.settings and all(run.settings for run in comparison.runs):
         lines.append(
             "The settings are the same: any difference comes from chance, the code or the machine."

@@ -122,7 +122,12 @@ def lines(
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
         layers.insert(0, band.encode(low, alt.Y2("high:Q")))
     if dots:
-        layers.append(thick.mark_circle(size=60, opacity=1))
+        # equal numbers would hide each other, so each policy has its dots a little aside
+        coloured = [*dict.fromkeys(labels.values() if isinstance(labels, Mapping) else labels)]
+        for i, label in enumerate(coloured):
+            aside = 5 * (i - (len(coloured) - 1) / 2)
+            of_label = thick.transform_filter(alt.datum[colour] == label)
+            layers.append(of_label.mark_circle(size=60, opacity=1, xOffset=aside))
     return layers
 
 
@@ -287,7 +292,7 @@ def dots(
     base = alt.Chart(rows).encode(y, tooltip=_tooltip(rows))
     if colour is not None:
         base = base.encode(colour)
-    interval = alt.X("low:Q", title=title, scale=CLOSE)
+    interval = alt.X("low:Q", title=title, scale=CLOSE, axis=alt.Axis(tickCount=7))
     zeros = [dashed(alt.X("zero:Q"), "zero", [0.0])] * zero
     return layered(
         *zeros,
