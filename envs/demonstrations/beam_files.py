@@ -7,7 +7,6 @@ table's notes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.json_text import encoded, read_json
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Query,
     Record,
     beam_file,
-    read_json,
     read_queries,
     whole_numbers,
 )
@@ -303,11 +302,7 @@ def write_rl_data(
             "candidate_pool_ids": [i for i in pools[q] if i >= 0],
             "pointer_candidates": rows[q],
         }
-    try:
-        text = json.dumps(content, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: metadata that JSON cannot hold ({error})") from error
-    write_text(path, text)
+    write_text(path, encoded(content, path))
 
 
 def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import read_json
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 
 Record = dict[str, Any]
@@ -43,20 +43,6 @@ class Query(NamedTuple):
     pool: list[int]
     """Ids of its candidates."""
     beams: list[Beam]
-
-
-def read_json(path: str | Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises InputError if there is no such file, it is not JSON or cut off, or an object has a key
-    twice.
-    """
-    try:
-        return decoded(Path(path).read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON, or cut off ({error}); write the file again") from error
 
 
 def beam_file(path: str | Path) -> Path:

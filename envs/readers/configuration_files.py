@@ -6,7 +6,6 @@ merges that lost samples are refused, not repaired.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import read_json
 from knobwise.common.progress import progress
 from knobwise.envs.readers.frames import as_share, check_range
 
@@ -194,12 +193,7 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
     Raises InputError if it is not JSON of the expected form, or a knob in it differs from the
     file name.
     """
-    try:
-        content = _decoded(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: not readable JSON ({error}); was the run that wrote it cut short?"
-        ) from error
+    content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(
             f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a "
@@ -276,16 +270,6 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record]) -> list[Rec
             "configuration"
         )
     return named
-
-
-def _decoded(text: bytes) -> Any:
-    collecting = gc.isenabled()
-    gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
-    try:
-        return decoded(text)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _rows_frame(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from polars.selectors import by_name, starts_with
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.json_text import encoded
 from knobwise.envs.readers.configuration_files import (
     IDS,
     KNOBS,
@@ -219,7 +219,7 @@ def write_exp5_exp6(
             (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
             (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
         ):
-            write_text(path, json.dumps(content, allow_nan=False))
+            write_text(path, encoded(content, path))
 
 
 def _contents(
@@ -273,10 +273,7 @@ def _to_write(
             raise InputError(
                 f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}"
             )
-    try:
-        json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
+    encoded(metadata, source)
     frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
     # JSON has no NaN
     frame = frame.with_columns(pl.selectors.float().fill_nan(None))

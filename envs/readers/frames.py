@@ -6,7 +6,6 @@ Errors name the column that is wrong.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import math
 import re
@@ -53,11 +52,11 @@ def read_frame(path: Path) -> pl.DataFrame:
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"the column {twice[0]!r} occurs twice")
             return pl.read_csv(content, infer_schema=False, glob=False)
-        if name.endswith((".jsonl", ".ndjson")):
-            with io.BytesIO(content) if isinstance(content, bytes) else path.open("rb") as lines:
-                return _frame([decoded(line) for line in lines if line.strip()])
-        if name.endswith(".json"):
-            return _frame(decoded(content if isinstance(content, bytes) else path.read_bytes()))
+        if name.endswith((".json", ".jsonl", ".ndjson")):
+            text = content if isinstance(content, bytes) else path.read_bytes()
+            if name.endswith(".json"):
+                return _frame(decoded(text))
+            return _frame([decoded(line) for line in text.split(b"\n") if line.strip()])
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):

@@ -208,21 +208,19 @@ def _dense_fields(
     repeats[cell, repetition] = rows["latency"].clip(0)
     repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
     accuracy = _means(rows["accuracy"].clip(0, 1), cell, count).view(shape)
+    first_look_ms = _means(rows["first_look"], cell, count).view(shape).nan_to_num(0.0)
     fields = {
         "knobs": knobs,
         "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
         "accuracy": accuracy,
-        "latency_ms": median_of(repeats_ms),
+        "latency_ms": median_of(repeats_ms) + first_look_ms,
         "mask": ~accuracy.isnan(),
         **_names(samples, notes),
     }
-    first_look_ms = _means(rows["first_look"], cell, count).view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
-        fields["latency_ms"] = fields["latency_ms"] + first_look_ms
-        repeats_ms = repeats_ms + first_look_ms.unsqueeze(-1)
     if count.max() > 1:
-        fields["repeats_ms"] = repeats_ms
+        fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
     return fields
 
 

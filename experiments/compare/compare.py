@@ -174,9 +174,16 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
     in ms or a number of shots, None for the mean over budgets."""
     runs = []
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
-        about = {key: run.results.get(key) for key in ("profile", "seeds")}
-        about |= {"label": run.label, "folder": str(run.folder), "experiment": run.experiment}
-        runs.append(about | {"policy": run.policy, "row": row})
+        about = {
+            "label": run.label,
+            "folder": str(run.folder),
+            "experiment": run.experiment,
+            "profile": run.results.get("profile"),
+            "seeds": run.results.get("seeds"),
+            "policy": run.policy,
+            "row": row,
+        }
+        runs.append(about)
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,

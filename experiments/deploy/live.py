@@ -129,15 +129,20 @@ def run_live(
     results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
     results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
     results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    print_live(results, Console())
-    write_json(json_path, results)
-    if page is not None:
-        write_live_page(page, results)
+    _show(results, json_path, page)
     if stopped is not None:
         raise InputError(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
+
+
+def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
+    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
+    print_live(results, Console())
+    write_json(json_path, results)
+    if page is not None:
+        write_live_page(page, results)
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:

@@ -242,7 +242,7 @@ class Tracker:
     def _rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of this stage as they were logged, without the stage in their names."""
         middle = f"/{self.stage}/" if self.stage else "/"
-        logged = []
+        logged: list[Row] = []
         first = self.first
         for step, row in rows:
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}

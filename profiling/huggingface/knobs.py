@@ -16,7 +16,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_records import read_json
+from knobwise.common.json_text import read_json
 from knobwise.profiling.huggingface.families import FAMILIES, Assignment, image_knob
 from knobwise.profiling.measuring.adaptive_model import (
     KNOBS,

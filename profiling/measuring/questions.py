@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decoded, read_json
 from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.answer_metrics import normalised
 
@@ -210,28 +210,24 @@ def _rows(path: Path) -> Rows:
     """Read the rows of a file, or of a JSON file with queries and bank both lists of rows."""
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
         return read_frame(path).to_dicts()
+    if path.suffix == ".json":
+        match content := read_json(path):
+            case list():
+                return content
+            case {"queries": list(), "bank": list(), **others} if not others:
+                return content
+        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from error
-    if path.suffix != ".json":
-        lines = [line for line in text.split("\n") if line.strip()]
-        return [_json(line, f"{path}, row {row}") for row, line in enumerate(lines, 1)]
-    match content := _json(text, str(path)):
-        case list():
-            return content
-        case {"queries": list(), "bank": list(), **others} if not others:
-            return content
-    raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return decoded(text)
-    except ValueError as error:
-        raise InputError(f"{where}: is not JSON ({error})") from error
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    rows = []
+    for row, line in enumerate(filter(bytes.strip, lines), 1):
+        try:
+            rows.append(decoded(line))
+        except ValueError as error:
+            raise InputError(f"{path}, row {row}: is not JSON ({error})") from error
+    return rows
 
 
 def _items(path: Path, rows: Sequence[Any], what: str, images: bool) -> tuple[VQAItem, ...]:
