@@ -20,6 +20,7 @@ from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.experiments.settings import beams
 from knobwise.profiling.demonstrations import builtin
 
 
@@ -402,3 +403,4 @@ def few_demonstrations(patch, train=600, test=200):
         return data._replace(**tables)
 
     patch.setattr(builtin, "builtin_demonstrations", loaded)
+    patch.setattr(beams, "builtin_demonstrations", loaded)

@@ -138,7 +138,7 @@ def _feature_names(
         if name not in frame.columns:
             close = get_close_matches(name, frame.columns, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"{source}: features: there is no column {name}{hint}")
+            raise InputError(f"{source}: features: {name}: there is no such column{hint}")
         if name in other:
             raise InputError(f"{source}: features: {name} cannot be a feature: it has another use")
     return names

@@ -143,7 +143,7 @@ def _facts(results: Results) -> str:
     if splits := results.get("split_seeds"):
         part = f"parts of {len(splits)} splits"
     judged = f"{results.get('test_samples', '?')} samples"
-    if "test_clusters" in results:
+    if results.get("test_clusters"):
         judged += f" of {results['test_clusters']} groups"
     return (
         f"profile {name}: {profile['samples']:,} samples × {profile.get('configurations', '?')} "

@@ -52,10 +52,14 @@ def summary_of(
 ) -> Results:
     """Return the content of `results.json`, as far as both kinds of problem have it."""
     budgets = decisions["place"].unique(maintain_order=True).to_list()
+    clusters = None
+    if table.clusters:
+        clusters = len({table.clusters[row] for row in test.tolist()})
     results: Results = {
         "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
+        "test_clusters": clusters,
         "seeds": list(seeds),
         "unit": table.unit,
         "budgets_ms": budgets,
@@ -63,8 +67,6 @@ def summary_of(
         "configurations": _configurations(problem, table, test, budgets),
         "knob_usage": _usage(problem, decisions, table, budgets, reference),
     }
-    if table.clusters:
-        results["test_clusters"] = len({table.clusters[row] for row in test.tolist()})
     if bins := reliability(decisions):
         results["reliability"] = bins
     # the means once more, for each of several data sets

@@ -247,9 +247,18 @@ def test_bad_columns(data, choices, column):
         table(data, source="t.csv", **choices)
 
 
+def is_number(text):
+    """Texts like 0E0 are read as numbers, so they may equal others."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
-)
+).filter(lambda text: not is_number(text))
 VALUES = st.one_of(
     st.integers(-(10**6), 10**6),
     st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0),

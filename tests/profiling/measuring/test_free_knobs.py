@@ -150,6 +150,7 @@ def controller_of(names):
     return SimpleNamespace(
         knobs=names,
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
+        configuration=lambda index: {name: values[index] for name, values in names.items()},
         digest="in turn",
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
