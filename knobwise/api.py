@@ -37,7 +37,7 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     """Read a profile: a row for each sample and configuration.
 
     Args:
-        data: the path of a CSV, Parquet or JSON lines file, of a `.safetensors` that
+        data: the path of a CSV, Parquet, JSON or JSON lines file, of a `.safetensors` that
             `ProfileTable.save` wrote, or of a folder that `knobwise profile` wrote, features
             included; or a data frame of polars or pandas.
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the

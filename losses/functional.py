@@ -110,10 +110,14 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 
 def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
-    """Return a kind that `group_advantage` takes; `module:name` becomes the function it names.
+    """Check the kind of an advantage, and import the function where it is `module:name`.
+
+    Returns:
+        The kind, or the function, as `group_advantage` takes it.
 
     Raises:
-        ValueError: another kind.
+        ValueError: neither a function, nor `module:name`, nor one of `ADVANTAGES`.
+        InputError: see `advantage_function`.
     """
     # a function of the user's, by its name or as such
     if isinstance(kind, str) and ":" in kind:
@@ -147,7 +151,8 @@ def group_advantage(
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
             the others.
-        std_floor: the least number that `zscore` divides by, in units of reward.
+        std_floor: the least number that `zscore` divides by, in units of reward; `GRPOLoss` keeps
+            the default.
         clip: advantages are cut to ±clip.
 
     Returns: [*, J], not differentiable.

@@ -8,6 +8,8 @@ from typing import Any
 from knobwise.common.checks import at_least, band, one_of, positive, share
 from knobwise.common.errors import InputError
 
+# a branch of `group_advantage` each; `GRPOConfig.advantage` explains them, and
+# `experiments/conf/experiment/advantages.yaml` compares them
 ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
 

@@ -1,10 +1,10 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy
 must beat.
 
-Three read the table's averages only (`static_of`, `BestStatic`, `LookupTable`); six predict
-accuracy and latency from the features and take the best expected utility (`PredictThenChoose`);
-`Random` and `Oracle` mark the ends of the scale. All are fitted on some rows of the table; only the
-oracle knows the outcomes that it chooses from.
+Three read no features (`static_of`, `BestStatic`, `LookupTable`); six predict accuracy and latency
+from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle`
+mark the ends of the scale. `StaticPerDataset` joins them where there are several data sets. All are
+fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-# -- from the table's averages ---------------------------------------------------------------------
+# -- without features ------------------------------------------------------------------------------
 
 
 def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,17 +238,18 @@ def make_baselines(
     budgets_ms: Tensor,
     experts: Experts | None = None,
 ) -> list[Baseline]:
-    """Return all baselines, fitted on everything but the test rows; the oracle is for these.
+    """Return the baselines for deadlines, fitted on all but the test rows; the oracle knows these.
 
-    The learned ones choose their settings out of fold, so they need no validation rows.
+    The learned ones choose their settings out of fold, so they need no validation rows. The caller
+    adds `StaticPerDataset` where there are several data sets.
 
-    A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour
-    and description. One that predicts is a family of `knobwise.agents.predictors.regressors`
-    instead. Mean budgets have a list of their own: `make_priced_baselines` in
-    `knobwise.agents.stack.prices`.
+    A new baseline is listed here; one that predicts is listed in `FAMILIES` of
+    `knobwise.agents.predictors.regressors` instead. Either also needs its name, colour and
+    description in `experiments/report/policies.json`, and a line in `docs/metrics.md`. Mean budgets
+    have a list of their own: `make_priced_baselines` in `knobwise.agents.stack.prices`.
 
     Args:
-        budgets_ms: [b] that they will be judged on; None for `default_budgets`.
+        budgets_ms: float [b], the budgets that they will be judged on.
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
     rows = split.fitted

@@ -109,13 +109,16 @@ class Trial(NamedTuple):
 def update(
     agent: DeployedController, logged: Logged, accept: bool = False, loss: float = 0.0
 ) -> Update:
-    """Let a controller learn from a log, and judge it.
+    """Let a controller learn from a log, latencies first and then accuracies, and judge each step.
+
+    A step that is better takes over unless something speaks against it: the controller after it is
+    to serve, and the next step is compared with it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.
         logged: requests that this controller or earlier versions of it served, in order.
-        accept: let a better step take over whatever speaks against it.
-        loss: of the updates before, see `Update.loss`.
+        accept: let a better step take over even if something speaks against it.
+        loss: `Update.loss` of the update before.
 
     Raises:
         InputError: too few requests.

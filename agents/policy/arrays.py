@@ -54,10 +54,11 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
-    """Return the content of the array `header`, and the digest of all arrays. Raises a ValueError
-    if the header is not of this form, or arrays hold NaN or were changed."""
+    """Check the arrays of a file; return the content of `header`, and the first 16 digits of their
+    digest. Raises a ValueError if the header names another format than `form`, or arrays hold NaN
+    or were changed."""
     header: dict[str, Any] = {}
-    # whatever is wrong with the header, it is none
+    # a header that cannot be read counts as empty
     with suppress(KeyError, TypeError, ValueError):
         header = dict(json.loads(bytes(arrays["header"]).decode()))
     if header.get("format") != form:

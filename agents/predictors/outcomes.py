@@ -1,4 +1,4 @@
-"""The outcomes that a predictor expects of every configuration, and their worth."""
+"""The outcomes that a predictor expects of every configuration, and their scores."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Prediction(NamedTuple):
         return torch.special.ndtr((logs - self.log_latency) / self.spread)
 
     def score(self, limits: Tensor, sense: str = "deadline") -> Tensor:
-        """Return the worth of every configuration under limits [*], [*, C].
+        """Score every configuration under limits: [*] → [*, C].
 
-        Under a deadline b it is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
-        without a cut-off. Under a mean budget it is Â − L̂/worth.
+        Under a deadline b the score is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
+        without a cut-off. Under a mean budget a limit is a worth w, the ms that a right answer may
+        cost, and the score is Â − L̂/w.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
         if sense == "deadline":

@@ -156,6 +156,7 @@ class RewardModel:
             # each member sees the answers in an order of its own
             order = torch.stack([torch.randperm(count) for _ in range(self.config.members)])
             total = 0.0
+            # a batch is int64 [M, b]: which answers each member learns from
             for start, batch in zip(range(0, count, BATCH), order.split(BATCH, 1), strict=True):
                 optimiser.param_groups[0]["lr"] = LR * (1 - (epoch + start / count) / epochs)
                 rows = answered.rows[batch]

@@ -89,7 +89,7 @@ class SequenceDistribution(Distribution):
     def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Draw sequences along with their log-probs, [*sample_shape, P, (G)].
 
-        The network does not run a second time.
+        This saves the run of the network that `log_prob` would take.
         """
         samples = torch.Size(sample_shape).numel()
         group = 1 if self.group_size is None else self.group_size

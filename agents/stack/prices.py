@@ -375,19 +375,22 @@ def make_priced_baselines(
 
     def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
         predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
-        hat = predictor.counted(family.out_of_fold)
+        held_out = predictor.counted(family.out_of_fold)
         prices = calibrate_prices(
-            hat.accuracy, hat.latency_ms, measured.latency_ms, measured.mask, budgets_ms
+            held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms
         )
 
         def decide(features: Features, group: int, mask: Array) -> Array:
-            hat = predictor.predict(features, len(mask))
+            expected = predictor.predict(features, len(mask))
             allowed = torch.from_numpy(mask)
-            return choose_at_price(hat.accuracy, hat.latency_ms, prices[group], allowed).numpy()
+            return choose_at_price(
+                expected.accuracy, expected.latency_ms, prices[group], allowed
+            ).numpy()
 
         return MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices)
 
     return [
+        # the first family is ridge
         priced("latency_only", fitted[0]),
         *(priced(family.expert.name, family) for family in fitted),
     ]

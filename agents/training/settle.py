@@ -50,7 +50,7 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     to."""
     table = trainer.table
     # the static policy that chooses for a fold is fitted on the others
-    statics = [static_of(table, fit) for fit in trainer.divide()[0]]
+    statics = [static_of(table, rows) for rows in trainer.divide()[0]]
     judged = table, trainer.judged_rows, budgets_ms, _choices(trainer, statics, budgets_ms)
     settings = GuardSettings(trainer.policy.level)
 

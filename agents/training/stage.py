@@ -77,6 +77,7 @@ class Stage:
         ]
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
+                # True is 1, the group without decay
                 groups[name.endswith("bias")]["params"].append(parameter)
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
 

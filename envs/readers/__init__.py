@@ -1,5 +1,7 @@
 """Readers that make tables of files of measurements, and the built-in profiles.
 
+A new type of file that holds long tables is only a branch of `frames.read_frame`.
+
 A new reader is a module here that ends in `long_table.table_from_frame`. To choose it as
 `profile=…`, add a dataclass in `knobwise.experiments.settings.profiles`, with an entry in
 `PROFILES` and one in the table of `_read` there, and its name in

@@ -33,7 +33,11 @@ NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 def read_frame(path: Path) -> pl.DataFrame:
-    """Read one table file. The columns of a CSV stay text: `007` is an id, not a number."""
+    """Read one table file, of the format that its suffix says.
+
+    The columns of a CSV stay text: `007` is an id, not a number. Long tables, feature files,
+    questions and image names are all read by this, so a new format here is one for each of them.
+    """
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")

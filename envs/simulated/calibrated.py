@@ -313,9 +313,9 @@ def _mean_accuracy(known: DataSet, crops: Array, top_k: Array, blocks: Array) ->
 
 
 def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:
-    """Compute quantiles of a geometric distribution with this mean.
+    """Compute lengths of answers in tokens, one for each quantile in 0 … 1.
 
-    Its values begin at `least` and end at `most`.
+    Their distribution is geometric, cut to `least` … `most`, and has this mean.
     """
     counts = np.arange(most - least + 1)
     low = 0.0

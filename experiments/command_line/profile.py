@@ -28,8 +28,8 @@ def profile(config: ProfileRun) -> None:
         InputError: options for another kind of model; see also the profilers.
     """
     # a model with knobs is measured, any other is asked which demonstrations help
-    measured = ":" in config.model and not config.vlm.data
-    has_knobs = config.data is not None or config.model in BUILT_IN or measured
+    users_class = ":" in config.model and not config.vlm.data
+    has_knobs = config.data is not None or config.model in BUILT_IN or users_class
     _check(config, has_knobs)
     try:
         if has_knobs:

@@ -105,6 +105,7 @@ def method(comparison: Comparison) -> str:
         return ""
     problem = comparison.problem
     equal = " at equal mean latency (a ms more or less counts as much as it gains the static mix)"
+    # "" where latencies may differ
     at_equal_latency = equal * problem.equal_latency
     # runs may share different numbers of samples with the first one
     samples = sorted({difference.samples for difference in comparison.differences})

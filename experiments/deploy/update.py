@@ -292,7 +292,11 @@ def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """Adapt a controller to the hardware of the timed cells, and print its factors by knob.
+    """Adapt a controller to other hardware by cells timed there, and print its factors by knob.
+
+    Args:
+        digest: that of the controller as it was trained, kept as an earlier version of the adapted
+            one.
 
     Returns:
         The adapted controller, and facts about the cells.

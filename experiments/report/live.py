@@ -238,7 +238,7 @@ def _tables(results: Results) -> list[Folded]:
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str]]:
-    """Return the numbers to be seen first."""
+    """Return the numbers to be seen first: the number, what it is, and another one beside it."""
     rows = {row["policy"]: row for row in results["rows"]}
     static = rows[STATIC]
     overhead = results["overhead"]

@@ -340,7 +340,11 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
 
 
 def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
-    """Say whether GRPO on shuffled rewards gained anything, which it should not."""
+    """Say whether GRPO on shuffled rewards gained anything, which it should not.
+
+    Args:
+        at: the paired differences, by the policy and what it is compared with.
+    """
     lines = []
     shuffled = {"recorded groups": "shuffled_recorded", "live draws": "shuffled_live"}
     for groups, control in shuffled.items():

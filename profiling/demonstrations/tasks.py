@@ -182,7 +182,7 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
 
 
 def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> Scorer:
-    """Load the model that answers. Raises InputError if it cannot be loaded."""
+    """Load the model of an `Answerer` as a `Scorer`. Raises InputError if it cannot be loaded."""
     if answerer.made is not None:
         key = f"{prefix}model={answerer.source}"
         return instance(key, answerer.made, MEMBERS, Scorer, answerer.data)

@@ -1,5 +1,5 @@
-"""A Hugging Face model whose knobs can be set, measured and decided for: a vision-language model,
-or a language model without images."""
+"""Put a Hugging Face model behind its knobs, to measure it or to let a controller set them: a
+vision-language model, or a language model without images."""
 
 from __future__ import annotations
 
