@@ -21,13 +21,13 @@ class GRPOConfig:
     """G, draws for each context."""
     advantage: str = "centred"
     """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO),
-    `zscore` ((r − mean)/std, as in GRPO), `rank` (the share of the group that is worse − the share
-    that is better), `unnormalised` (r), or a function of your own as module:name, of rewards and
-    weights."""
+    `zscore` ((r − mean)/std, as in GRPO; the least std is 0.1), `rank` (the share of the group that
+    is worse − the share that is better), `unnormalised` (r), or a function of your own as
+    module:name, of rewards and weights."""
     advantage_clip: float = 5.0
     """Advantages are clipped to ± this."""
     clip_epsilon: float = 0.2
-    """ε of PPO's clip."""
+    """ε of PPO's clip, which acts where each batch is used several times (`optimiser.epochs`)."""
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None

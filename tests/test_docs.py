@@ -301,12 +301,7 @@ def test_the_run_of_the_results_holds_the_validation_score(runs):
 
 
 # pages of figures and of words, without anything to type
-RESULTS = {
-    "results.md",
-    "results_demonstrations.md",
-    "results_original.md",
-    "speed.md",
-}
+RESULTS = {"results.md", "speed.md"}
 GUIDES = [
     "README.md",
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS),

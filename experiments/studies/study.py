@@ -1,4 +1,4 @@
-"""Run a study: train what each section of a YAML file lists, then compare its runs on a page.
+"""Run a study: train what each section of a YAML file lists, then compare its runs.
 
     python experiments/studies/study.py key=value …
 
@@ -39,7 +39,7 @@ class StudyConfig:
     runs: str = "runs"
     """Where the runs are kept."""
     out: str = "comparisons"
-    """Folder for a page for each section that trains more than one run."""
+    """Folder for a page and its numbers, for each section that trains more than one run."""
     words: list[str] = field(default_factory=lambda: ["tracking=disabled"])
     """Further words for every training, such as optimiser.iterations=50."""
 
@@ -114,9 +114,9 @@ def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list
             folders.append(str(folder))
     # a single run has a report, and nothing to compare
     if len(folders) > 1:
-        page = Path(config.out) / f"{name}.html"
+        page = Path(config.out) / name
         page.parent.mkdir(parents=True, exist_ok=True)
-        failures += knobwise("compare", *folders, f"html={page}")
+        failures += knobwise("compare", *folders, f"html={page}.html", f"json={page}.json")
     return failures
 
 

@@ -42,7 +42,8 @@ def test_a_small_study_from_the_command_line(tmp_path, capsys):
     assert study.main([*words, "sections=[lean,alone_a,swept]"]) == 0
     written = {run.parent.name: run.stat().st_mtime_ns for run in runs.glob("lean/*/results.json")}
     assert set(written) == {"a", "b", "c", "c-2"}
-    assert {page.name for page in out.iterdir()} == {"lean.html", "swept.html"}
+    pages = {page.name for page in out.iterdir()}
+    assert pages == {"lean.html", "lean.json", "swept.html", "swept.json"}
     # what is finished is kept
     assert study.main([*words, "sections=[swept,alone_a]"]) == 0
     for name, time in written.items():
