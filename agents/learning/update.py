@@ -111,8 +111,7 @@ def update(
 ) -> Update:
     """Let a controller learn from a log, latencies first and then accuracies, and judge each step.
 
-    A step that is better takes over unless something speaks against it: the controller after it is
-    to serve, and the next step is compared with it.
+    A step that is better takes over unless something speaks against it; the next is compared to it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.

@@ -85,15 +85,12 @@ def run_live(
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
-        budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
-            machine; None for five quantiles of the profile's latencies.
+        budgets_ms: the budgets to draw from, in ms of the profile; None for five quantiles.
         json_path, page: where to write the results, and a page with charts, if at all.
 
     Raises:
-        InputError: the checkpoint is no controller for deadlines or of another profile; model or
-            requests are not those of the profile; the model or the scorer failed in the middle of
-            the stream. In this case the results of the requests that every policy served are
-            printed and written first.
+        InputError: checkpoint, model or requests are not those of the profile; or the model or the
+            scorer failed: what was served before is printed and written first.
     """
     loaded = load_checkpoint(checkpoint)
     _check_controller(checkpoint, loaded, table)
