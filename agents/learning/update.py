@@ -111,7 +111,7 @@ def update(
 ) -> Update:
     """Let a controller learn from a log, latencies first and then accuracies, and judge each step.
 
-    A step that is better takes over unless something speaks against it; the next is compared to it.
+    A better step takes over unless something speaks against it; the next is compared with it.
 
     Args:
         agent: a controller for deadlines with a teacher; it is not changed.

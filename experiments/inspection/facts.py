@@ -36,8 +36,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     """Return the facts about a profile, as plain values for JSON.
 
     Returns:
-        - `samples`, `configurations`: their numbers; `grid`: how many configurations there could be;
-          `unit`: of latencies and budgets
+        - `samples`, `configurations`, `grid` (how many there could be), `unit` of latencies
         - `coverage`: share of the cells that are profiled
         - `config_dependent_share`: of the samples, whose accuracy differs between configurations
         - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
