@@ -104,10 +104,7 @@ def run_live(
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=config.clock)
         # budgets are scaled by the speed of this machine
-        choices: list[int] = []
-        ratios: list[float] = []
-        if stream.timed:
-            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
+        choices, ratios = _timed(served, table, stream)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
@@ -132,6 +129,15 @@ def run_live(
             f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
         ) from stopped.__cause__
     return results
+
+
+def _timed(
+    served: AdaptiveModel, table: ProfileTable, stream: Stream
+) -> tuple[list[int], list[float]]:
+    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
+    if not stream.timed:
+        return [], []
+    return served.timed_cells(table, stream.timed, CALIBRATION)
 
 
 def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
