@@ -85,12 +85,14 @@ def run_live(
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
-        budgets_ms: the budgets to draw from, in ms of the profile; None for five quantiles.
+        budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
+            machine; None for five quantiles of the profile's latencies.
         json_path, page: where to write the results, and a page with charts, if at all.
 
     Raises:
-        InputError: checkpoint, model or requests are not those of the profile; or the model or the
-            scorer failed: what was served before is printed and written first.
+        InputError: the checkpoint is no controller for deadlines or of another profile; or model or
+            requests are not those of the profile; or the model or the scorer failed: what was
+            served before is printed and written first.
     """
     loaded = load_checkpoint(checkpoint)
     _check_controller(checkpoint, loaded, table)
