@@ -25,9 +25,8 @@ from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
-from knobwise.agents.stack.weights import HeldOut, stack_weights
+from knobwise.agents.stack.weights import HeldOut, stack_weights, weights_of_folds
 from knobwise.envs.configurations.budgets import thinned
-from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
@@ -334,7 +333,7 @@ def fit_teacher(
     # weights from predictions out of fold
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = _known(predictions, measured, limits, sense)
+    known = HeldOut.of_predictions(predictions, measured, limits, sense)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
     all_experts = [family.expert for family in fitted]
@@ -361,26 +360,9 @@ def _held_out(
     return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
-def _known(
-    predictions: list[Prediction], measured: Measured, limits: Tensor, sense: str
-) -> HeldOut:
-    """Return the expected and the actual worths of held-out samples under limits [B]."""
-    scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
-    by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
-    worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
-    if sense == "deadline":
-        worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
-    return HeldOut(scores, worth, measured.mask)
-
-
 def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
     """Return the weights fitted on all samples, and for each fold those fitted on the others."""
-    joined = torch.zeros_like(known.scores[0])
-    of_folds = []
-    for fit, hold in measured.folds:
-        of_folds.append(stack_weights(known.take(torch.from_numpy(fit))))
-        held = known.take(torch.from_numpy(hold))
-        joined[:, hold] = held.joined(of_folds[-1]).to(joined.dtype)
+    of_folds, joined = weights_of_folds(known, measured.folds)
     # one member may be better than all together
     best = known.better_alone(joined)
     if best is None:

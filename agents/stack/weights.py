@@ -3,6 +3,7 @@ fitted on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.paired import is_better
+from knobwise.agents.predictors.experts import Measured
+from knobwise.agents.predictors.folds import Fold
+from knobwise.agents.predictors.outcomes import Prediction
+from knobwise.envs.configurations.reward import expected_utility
 
 ROUNDS = 15
 """Rounds of greedy selection."""
@@ -29,6 +34,23 @@ class HeldOut(NamedTuple):
     scores: list[Tensor]
     worth: Tensor
     mask: Tensor
+
+    @classmethod
+    def of_predictions(
+        cls,
+        predictions: Sequence[Prediction],
+        measured: Measured,
+        limits: Tensor,
+        sense: str = "deadline",
+    ) -> HeldOut:
+        """Score the predictions of K members for held-out samples under limits [B], and look up
+        the actual worth; see `Controller` for `sense`."""
+        scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
+        by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
+        worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
+        if sense == "deadline":
+            worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
+        return cls(scores, worth, measured.mask)
 
     def take(self, positions: Tensor) -> HeldOut:
         """Return the part for some of the samples, int64 [m]."""
@@ -77,6 +99,22 @@ def stack_weights(held_out: HeldOut) -> Tensor:
     keeping the best prefix. Few samples mislead either rule more easily alone.
     """
     return (_least_squares(held_out) + _greedy(held_out)) / 2
+
+
+def weights_of_folds(held_out: HeldOut, folds: Sequence[Fold]) -> tuple[list[Tensor], Tensor]:
+    """Weigh the members for each fold by the samples of the other folds.
+
+    Returns:
+        weights: of each fold, float64 [K].
+        joined: the scores of the samples by the weights of their folds, [B, n, C].
+    """
+    weights = []
+    joined = torch.zeros_like(held_out.scores[0])
+    for fit, hold in folds:
+        weights.append(stack_weights(held_out.take(torch.from_numpy(fit))))
+        held = held_out.take(torch.from_numpy(hold))
+        joined[:, hold] = held.joined(weights[-1]).to(joined.dtype)
+    return weights, joined
 
 
 def _least_squares(held_out: HeldOut) -> Tensor:

@@ -1,18 +1,20 @@
 """Estimate before any training how much a policy could learn from the features.
 
-Two quick predictors, ridge regression and trees, are fitted in folds. A policy that takes the best
-expected utility of what they predict is compared with budget-aware static, each on samples that it
-was not fitted on. Static itself is one of the policies, as a controller's guard falls back to it.
+Three quick predictors (ridge and kernel ridge regression, trees) are fitted in folds and stacked as
+a controller's teacher is. The policy that takes the best score of the stack is compared with
+budget-aware static, each on samples that it was not fitted on. Where static was better at a budget,
+static decides, as a controller's guard falls back to it.
 
 *What the estimate is about.* For each fold, the gain on new inputs of the policy that was fitted
 without it, over static that was fitted without it; and of these the mean over the folds. It is what
-this much data (four fifths of the samples) lets quick policies gain. A policy that knows every true
+this much data (four fifths of the samples) lets a quick policy gain. A policy that knows every true
 probability gains more, and so may one that was fitted on more data.
 
 *Why its interval holds.* Given what was fitted, the gains of held-out samples are draws with this
 mean, so the paired bootstrap over samples is an interval for it (Bayle et al. 2020,
-"Cross-validation Confidence Intervals for Test Error", NeurIPS). A fold is decided, at each budget,
-by the policy that gained most in the other folds, so no sample chooses the policy that it judges.
+"Cross-validation Confidence Intervals for Test Error", NeurIPS). The other folds weigh the
+predictors of a fold and say whether static decides there, so no sample chooses the policy that it
+judges.
 """
 
 from __future__ import annotations
@@ -28,15 +30,14 @@ from knobwise.agents.judging.evaluation import outcomes_of
 from knobwise.agents.judging.policy import choices_of
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.outcomes import Prediction, pick
+from knobwise.agents.stack.weights import HeldOut, weights_of_folds
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.results.statistics import ends_of, resampled_means
 
-QUICK = ("ridge", "gradient_boosting")
+QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
-POLICIES = ("budget_aware_static", *QUICK, "both")
-"""Static, and the quick policies; the last one averages the predictions of the others."""
 MOST_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
 
@@ -69,22 +70,21 @@ def attainable_by(
 
     Returns:
         `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images, or
-        clusters). `samples`: how many were used. `policies`: the policy that decided each fold,
-        at each budget. None if there are too few samples for two folds.
+        clusters). `samples`: how many were used. `learned`: for each fold, at which budgets the
+        quick policy decided, not static. None if there are too few samples for two folds.
     """
     folds = experts.measured.folds
     if len(folds) < 2:
         return None
     gains = gains_out_of_fold(table, experts, budgets_ms)
-    total = gains.sum(1)
-    kept = np.empty(gains.shape[1])
-    policies = []
+    total = gains.sum(0)
+    kept = np.empty(len(gains))
+    learned = []
     for _, hold in folds:
-        # the best in the other folds at each budget, [B]
-        best = (total - gains[:, hold].sum(1)).argmax(0)
-        held = np.take_along_axis(gains[:, hold], best[None, None], 0)
-        kept[hold] = held[0].mean(1)
-        policies.append([POLICIES[policy] for policy in best])
+        # whether it gained anything in the other folds, [B]
+        decides = total - gains[hold].sum(0) > 0
+        kept[hold] = (gains[hold] * decides).mean(1)
+        learned.append(decides.tolist())
     # samples of one image or cluster are drawn together
     keys = np.array(table.split_keys)[experts.measured.rows.numpy()]
     clusters = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
@@ -93,54 +93,55 @@ def attainable_by(
         "gain": float(kept.mean()),
         "gain_ci95": ends_of(drawn)[0],
         "samples": len(kept),
-        "policies": policies,
+        "learned": learned,
     }
 
 
 def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> np.ndarray:
-    """Return the utility of each of `POLICIES` minus that of static, both fitted without the fold
-    of the sample: float64 [policies, n, B].
+    """Return the utility of the quick policy minus that of static, both fitted without the fold of
+    the sample: float64 [n, B].
 
-    Policies pay for what their features take, `features_ms` and the first look; static does not.
-    The other arguments are those of `attainable_by`.
+    The policy pays for what its features take, `features_ms` and the first look; static does not.
+    The arguments are those of `attainable_by`.
     """
     measured = experts.measured
     rows = measured.rows
-    limits = budgets_ms.numpy()
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
         policy = static_of(table, rows[fit])
-        static[hold] = choices_of(policy, {}, limits, measured.mask[hold].numpy())
+        static[hold] = choices_of(policy, {}, budgets_ms.numpy(), measured.mask[hold].numpy())
     unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
     of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
-    # static gains nothing over itself
-    gains = [np.zeros(of_static.shape)]
-    for prediction in quick_predictions(experts):
-        chosen = quick_choices(prediction, budgets_ms - table.features_ms, measured.mask)
-        outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
-        gains.append((outcomes.utility - of_static).double().numpy())
-    return np.stack(gains)
+    _, scores = quick_stack(experts, budgets_ms - table.features_ms)
+    # among equal scores the fastest on average
+    slow = measured.latency_ms.nanmean(0)
+    chosen = torch.stack([pick(score, slow, measured.mask) for score in scores], 1)
+    outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
+    return (outcomes.utility - of_static).double().numpy()
+
+
+def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Stack the quick predictors under limits [B] in ms.
+
+    Returns:
+        weights: of each fold, float64 [predictors].
+        scores: of every configuration for every sample, out of fold, [B, n, C].
+    """
+    predictions = quick_predictions(experts)
+    limits = limits.clamp_min(LEAST_LATENCY_MS)
+    held_out = HeldOut.of_predictions(predictions, experts.measured, limits)
+    return weights_of_folds(held_out, experts.measured.folds)
 
 
 def quick_predictions(experts: Experts) -> list[Prediction]:
-    """Return the predictions out of fold of each of `POLICIES` but static."""
-    single = [fitted.out_of_fold for fitted in experts.of_families(QUICK)]
-    accuracy = torch.stack([each.accuracy for each in single]).mean(0)
-    log_latency = torch.stack([each.log_latency for each in single]).mean(0)
-    every = [*single, Prediction(accuracy, log_latency, single[0].spread)]
-    # the spread of an expert may have been chosen by utility; that of its residuals was not
-    return [
-        each._replace(spread=experts.measured.residual_spread(each.log_latency)) for each in every
-    ]
-
-
-def quick_choices(prediction: Prediction, limits: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the best expected utility under each limit [B] in ms, int64 [n, B]."""
-    columns = []
-    for limit in limits.clamp_min(LEAST_LATENCY_MS):
-        scores = prediction.score(limit.expand(len(prediction.accuracy)))
-        columns.append(pick(scores, prediction.log_latency, mask))
-    return torch.stack(columns, 1)
+    """Return the predictions out of fold of each family of `QUICK`, [n, C]."""
+    predictions = []
+    for fitted in experts.of_families(QUICK):
+        prediction = fitted.out_of_fold
+        # the spread may have been chosen by utility; that of the residuals was not
+        spread = experts.measured.residual_spread(prediction.log_latency)
+        predictions.append(prediction._replace(spread=spread))
+    return predictions
 
 
 def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:

@@ -15,6 +15,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack import teacher as teacher_module
+from knobwise.agents.stack import weights as weights_module
 from knobwise.agents.stack.teacher import Mixture, Teacher, fit_teacher
 from knobwise.agents.stack.weights import HeldOut, stack_weights
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
@@ -235,7 +236,8 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
         seen.append(held_out)
         return stack_weights(held_out)
 
-    monkeypatch.setattr(teacher_module, "stack_weights", noted)
+    for module in (teacher_module, weights_module):
+        monkeypatch.setattr(module, "stack_weights", noted)
     network = network_of(table, rows, config, sense)
     teacher, of_folds, *_ = fit_teacher(table, rows, network, config, limits, 0)
     # what was got by all samples, and by those of the other folds

@@ -14,16 +14,14 @@ import torch
 
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.results.attainable import (
-    POLICIES,
     QUICK,
     attainable_by,
-    quick_choices,
     quick_predictions,
+    quick_stack,
 )
 
 KINDS = ("Bernoulli", "noise-free", "nothing to gain")
@@ -77,26 +75,26 @@ class World:
         return right * torch.special.ndtr(gaps)
 
 
-def truth_of(world, table, experts, budgets_ms, policies):
+def truth_of(world, table, experts, budgets_ms, learned):
     """The mean over the folds of what their policies truly gain, and what a Bayes policy gains."""
     x, right, log_latency = world.inputs(NEW)
     utility = world.utility(right, log_latency, budgets_ms)
     spreads = [prediction.spread for prediction in quick_predictions(experts)]
+    weights, _ = quick_stack(experts, budgets_ms)
     normal = experts.normaliser({"x": x}, NEW)
     gains = []
     for fold, (fit, _) in enumerate(experts.measured.folds):
-        ridge, trees = (each.of_folds[fold](normal) for each in experts.of_families(QUICK))
-        accuracy = (ridge.accuracy + trees.accuracy) / 2
-        both = Prediction(accuracy, (ridge.log_latency + trees.log_latency) / 2, trees.spread)
         static = static_of(table, experts.measured.rows[fit]).choose({}, budgets_ms.numpy())
         static = torch.from_numpy(static)
-        # what each policy chooses for every input, [B, NEW] each, static first
-        choices = [static.unsqueeze(1).expand(-1, NEW)]
-        for prediction, spread in zip((ridge, trees, both), spreads, strict=True):
-            chosen = quick_choices(prediction._replace(spread=spread), budgets_ms, None)
-            choices.append(chosen.T)
-        deciding = [POLICIES.index(policy) for policy in policies[fold]]
-        chosen = torch.stack([choices[policy][row] for row, policy in enumerate(deciding)])
+        # what the stack of this fold scores for every input, [B, NEW, C]
+        scores = 0
+        for weight, fitted, spread in zip(
+            weights[fold].tolist(), experts.of_families(QUICK), spreads, strict=True
+        ):
+            prediction = fitted.of_folds[fold](normal)._replace(spread=spread)
+            scores = scores + weight * prediction.score(budgets_ms.unsqueeze(1))
+        decides = torch.tensor(learned[fold]).unsqueeze(1)
+        chosen = torch.where(decides, scores.argmax(2), static.unsqueeze(1))
         of_static = utility.mean(1).gather(1, static.unsqueeze(1)).mean()
         of_policy = utility.gather(2, chosen.unsqueeze(2)).mean()
         gains.append([float(of_policy - of_static), float(utility.amax(2).mean() - of_static)])
@@ -111,7 +109,7 @@ def trial(kind, seed, samples):
     budgets_ms = default_budgets(table)
     experts = Experts.fit(table, torch.arange(samples), budgets_ms[:0], QUICK, seed)
     estimate = attainable_by(table, experts, budgets_ms)
-    return estimate, *truth_of(world, table, experts, budgets_ms, estimate["policies"])
+    return estimate, *truth_of(world, table, experts, budgets_ms, estimate["learned"])
 
 
 def main(tables=100, samples=300):

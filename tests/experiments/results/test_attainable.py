@@ -29,8 +29,8 @@ def test_kinds_that_the_features_show_can_be_told_apart():
     most = float(torch.maximum(kind.double().mean(), 1 - kind.double().mean()))
     assert estimate["gain"] == pytest.approx(1 - most, abs=0.02)
     assert estimate["gain_ci95"][0] > 0.35
-    assert (estimate["samples"], len(estimate["policies"])) == (200, 5)
-    assert {len(at_budgets) for at_budgets in estimate["policies"]} == {2}
+    assert (estimate["samples"], len(estimate["learned"])) == (200, 5)
+    assert {len(at_budgets) for at_budgets in estimate["learned"]} == {2}
 
 
 def test_features_cost_what_they_take():
@@ -39,11 +39,10 @@ def test_features_cost_what_they_take():
     # 2 ms later every answer misses the deadline of 11 ms, so static decides
     paid = attainable(replace(table, features_ms=2.0), torch.tensor([11.0, 100.0]))
     assert free > 0.4
-    assert {at_budgets[0] for at_budgets in paid["policies"]} == {"budget_aware_static"}
+    assert not any(at_budgets[0] for at_budgets in paid["learned"])
     experts = Experts.fit(table, torch.arange(200), BUDGETS[:0], QUICK, 0)
     gains = gains_out_of_fold(replace(table, features_ms=2.0), experts, torch.tensor([11.0]))
-    assert gains[0].max() == 0
-    assert (gains[1:].mean((1, 2)) < -0.4).all()
+    assert gains.mean() < -0.4
 
 
 def test_without_features_or_folds_nothing_is_estimated():
@@ -67,24 +66,22 @@ class Folds:
 
 
 def test_no_sample_chooses_the_policy_that_it_judges(monkeypatch):
-    # at the first budget ridge is lucky in the first fold, so it is kept in the second
-    first = [[0.0] * 4, [0.4, 0.4, -0.2, -0.2], [0.1, 0.1, 0.0, 0.0], [0.0, 0.0, 0.1, 0.1]]
+    # at the first budget the policy is lucky in the first fold, so it decides in the second
+    first = [0.4, 0.4, -0.2, -0.2]
     # at the second one static is best in both
-    second = [[0.0] * 4, [-0.4] * 4, [-0.1] * 4, [-0.2] * 4]
-    gains = np.stack([first, second], -1)
+    gains = np.stack([first, [-0.4] * 4], -1)
     monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: gains)
     table = table_of(torch.ones(4, 2), torch.ones(4, 2))
     estimate = attainable_by(table, Folds(), BUDGETS)
-    static = "budget_aware_static"
-    assert estimate["policies"] == [["both", static], ["ridge", static]]
+    assert estimate["learned"] == [[False, False], [True, False]]
     assert estimate["gain"] == pytest.approx((0 + 0 - 0.2 - 0.2) / 4 / 2)
 
 
 def test_samples_of_an_image_are_drawn_together(monkeypatch):
-    gains = np.array([[1.0, 1.0, 0.0, 0.0]] * 4)[..., None]
+    gains = np.array([1.0, 1.0, 0.5, 0.5])[:, None]
     monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: gains)
     table = table_of(torch.ones(4, 2), torch.ones(4, 2), image_ids=("a", "a", "b", "b"))
-    assert attainable_by(table, Folds(), BUDGETS)["gain_ci95"] == [0.0, 1.0]
+    assert attainable_by(table, Folds(), BUDGETS)["gain_ci95"] == [0.5, 1.0]
 
 
 def test_an_oracle_has_no_luck_in_latencies_that_it_does_not_know():
