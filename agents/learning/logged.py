@@ -127,12 +127,14 @@ def read_log(
     # latest counts; labels of earlier versions have no time
     for label in sorted(_lines(folder, LABELS, aside), key=_moment):
         in_percent |= _is_above_one(label.get("accuracy"))
+        # a program that writes labels itself may write an id as a number
+        request = rows.get(str(label.get("id")))
         if not _is_number(label.get("accuracy"), 0, 1):
             aside["a label outside [0, 1]"] += 1
-        elif str(label.get("id")) not in rows:
+        elif request is None:
             aside["a label of an unknown request"] += 1
         else:
-            rows[label["id"]]["accuracy"] = label["accuracy"]
+            request["accuracy"] = label["accuracy"]
     # of labels from 0 to 100, only those of wrong answers would count
     labelled = [row for row in rows.values() if row["accuracy"] is not None]
     if in_percent and labelled:

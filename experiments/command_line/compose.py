@@ -261,7 +261,12 @@ def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> 
         # lines about our dataclasses and where Hydra looks for files help nobody
         technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider|To append)\b")
         lines = [line for line in message.splitlines() if not technical.match(line)]
-        raise InputError("\n".join(lines) + _suggestion(verb, arguments)) from error
+        # a line that ends in a full stop or a colon is explained by the next one
+        text = re.sub(r"[.:]\s*\n\s*", ": ", "\n".join(lines))
+        if isinstance(error, errors):
+            # such an error does not say which word it means
+            text = f"{' '.join(arguments)}: {text}"
+        raise InputError(text + _suggestion(verb, arguments)) from error
 
 
 def _suggestion(verb: str, arguments: Sequence[str]) -> str:

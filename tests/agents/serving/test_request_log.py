@@ -138,6 +138,13 @@ def write_labels(folder, labels):
     (folder / "labels-0.jsonl").write_text("".join(lines))
 
 
+def test_a_label_may_name_its_request_by_a_number(written, tmp_path):
+    changed(written, tmp_path, id="5")
+    write_labels(tmp_path, [(5, 0.75)])
+    read = read_log(tmp_path)
+    assert {row["id"]: row["accuracy"] for row in read.rows}["5"] == 0.75
+
+
 def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     changed(written, tmp_path)
     first = read_log(written).rows[0]["id"]
