@@ -50,8 +50,12 @@ def run(config: DecideRun) -> int:
     controller = _controller_at(config.checkpoint)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
     settings = pl.DataFrame(knobs, infer_schema_length=None)
+    # the budgets that the controller was judged at, where it has a guard
+    calibrated = controller.calibrated
+    tried = np.array([0, np.inf]) if calibrated is None else calibrated.budgets_ms
     total = 0
     count = 0
+    untried = 0
     with written_whole(out) as temporary, temporary.open("wb") as file:
         for lines, frame, faults in _batches(path):
             ids, chosen, faults = _decided(controller, frame, faults, config)
@@ -59,6 +63,7 @@ def run(config: DecideRun) -> int:
             good = faults.is_null()
             decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
             decided.write_csv(file, include_header=not total)
+            untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
             # the others are listed, as compilers do
             refused = pl.DataFrame([ids["line"], faults]).filter(~good)
             for line, fault in refused.iter_rows():
@@ -68,6 +73,11 @@ def run(config: DecideRun) -> int:
         if not total:
             raise InputError(f"{path}: holds no requests")
     print(f"decided: {total - count} of {total} requests, in {out}")
+    if untried:
+        say(
+            f"{untried} budgets are outside {tried.min():.4g} to {tried.max():.4g} ms, where the "
+            "controller was judged; nothing is known about its decisions there"
+        )
     return SOME_REFUSED if count else 0
 
 

@@ -236,6 +236,20 @@ def test_rows_that_cannot_be_decided_are_listed_by_line(at_once, capsys, monkeyp
     assert [int(line.split(":")[1]) for line in printed] == sorted([*REFUSED, 4])
 
 
+def test_budgets_beyond_those_of_the_guard_are_counted(capsys):
+    launch("train", WIDE, QUICK, "name=guarded policy.guard=true")
+    run = "runs/controller/guarded"
+    tried = NumpyController.load(f"{run}/controller.npz").calibrated.budgets_ms
+    beyond = [tried.min() / 2, tried.min(), tried.max() * 2]
+    write_requests(
+        "r.csv", [{**row, "budget_ms": ms} for row, ms in zip(REQUESTS, beyond, strict=True)]
+    )
+    rows, printed = decided(f"checkpoint={run} requests=r.csv", capsys)
+    assert len(rows) == 3
+    (line,) = printed
+    assert line.startswith("2 budgets")
+
+
 def test_a_file_of_refused_rows_leaves_a_header(capsys):
     write_requests("r.csv", [{**REQUESTS[0], "tokens": None}] * 30)
     rows, printed = decided(f"checkpoint={RUN} requests=r.csv", capsys, 3)
