@@ -380,12 +380,13 @@ def knob_usage(
         usage = _most_used(rows)
         values = sorted(usage["value"].unique(), key=in_order, reverse=True)
         x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
-        y = alt.Y("value:O", title=knob, sort=values, scale=alt.Scale(domain=values))
+        # above the cells, since a long name is higher than a few of them
+        y = alt.Y("value:O", title=None, sort=values, scale=alt.Scale(domain=values))
         for label, _, _ in runs:
-            title = {"title": label} if len(runs) > 1 else {}
+            title = f"{knob}, {label}" if len(runs) > 1 else knob
             cells = alt.Chart(usage.filter(pl.col("run") == label))
             layers = _usage_cells(cells, x.axis(labelAngle=0), y, policy_name(outlined))
-            figure.append(layered(*layers, height=alt.Step(24), **title))
+            figure.append(layered(*layers, height=alt.Step(24), title=title))
     return figure
 
 
