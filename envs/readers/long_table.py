@@ -9,6 +9,7 @@ and all readers end in `table_from_frame`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ TRAINING_COLUMNS = {
 """Other columns of training examples, with the names that we give them."""
 CLUSTER = "cluster"
 """The column of clusters that `long_frame` writes; when read, `group` names one."""
+TIME = "measured_at"
+"""The column of times that `_times` makes."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -126,6 +129,7 @@ def table_from_frame(
     features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
     group: str | None = None,
+    time: str | None = None,
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
@@ -149,6 +153,8 @@ def table_from_frame(
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
         group: the column of what a sample belongs to, such as a document or a user.
+        time: the column of when a row was measured, numbers or dates and times. Samples then are
+            in the order in which they were first measured, not in that of their ids.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -166,6 +172,9 @@ def table_from_frame(
     if group is not None:
         other.add(group)
         rows = rows.with_columns(_clusters(frame, rows, group, source))
+    if time is not None:
+        other.add(time)
+        rows = rows.with_columns(_times(frame, time, source))
     knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, source, notes)
     fields = _dense_fields(frame, rows, knobs, source, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
@@ -187,6 +196,10 @@ def _dense_fields(
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
     samples = _samples(frame.drop(columns), keys, source)
+    if TIME in rows.columns:
+        first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
+        samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
+        samples = samples.sort(TIME, maintain_order=True).drop(TIME)
     if CLUSTER in rows.columns:
         of_samples = rows.select(*keys.columns, CLUSTER).unique()
         samples = samples.join(of_samples, on=keys.columns, how="left", maintain_order="left")
@@ -398,11 +411,7 @@ def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str, source: str) 
         InputError: there is no such column, it varies inside a sample, or an image is in several
             clusters.
     """
-    if group not in frame.columns:
-        raise InputError(
-            f"{source}: group={group}: no such column; its columns are {', '.join(frame.columns)}"
-        )
-    clusters = name_column(frame[group], source).alias(CLUSTER)
+    clusters = name_column(_column(frame, "group", group, source), source).alias(CLUSTER)
     units = {"a sample": keys_of(rows)}
     if "image_id" in frame.columns and not frame["image_id"].is_null().all():
         image = name_column(frame["image_id"], source)
@@ -414,6 +423,39 @@ def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str, source: str) 
                 f"same in all rows of {what}"
             )
     return clusters
+
+
+def _times(frame: pl.DataFrame, time: str, source: str) -> pl.Series:
+    """Return when each row was measured, float64 on any scale, by the column `time`.
+
+    Raises:
+        InputError: there is no such column, or a value in it is no time.
+    """
+    column = _column(frame, "time", time, source)
+    times = column
+    # text may hold numbers, or dates and times
+    if column.dtype == pl.String and column.cast(pl.Float64, strict=False).is_null().any():
+        with contextlib.suppress(pl.exceptions.PolarsError):
+            times = column.str.to_datetime(strict=False)
+    if times.dtype.is_temporal():
+        times = times.cast(pl.Int64)
+    times = times.cast(pl.Float64, strict=False)
+    if times.null_count():
+        wrong = column.filter(times.is_null())
+        raise InputError(
+            f"{source}: time={time}: {len(wrong)} values are neither numbers nor dates and times, "
+            f"as 2026-01-31 12:00:05 is: {wrong[0]!r}, …"
+        )
+    return times.alias(TIME)
+
+
+def _column(frame: pl.DataFrame, option: str, name: str, source: str) -> pl.Series:
+    """Return the column that an option names. Raises InputError if there is none."""
+    if name not in frame.columns:
+        raise InputError(
+            f"{source}: {option}={name}: no such column; its columns are {', '.join(frame.columns)}"
+        )
+    return frame[name]
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def selector_results(
 
     Every comparison is on the same queries: at a number of shots, a query for which something is
     unknown about some policy is left out for all. A policy about which nothing is known at a number
-    of shots has no row for it.
+    of shots has no row for it, nor has an upper bound that is known for less than half of the
+    queries that a model has answered.
 
     Args:
         decisions: of `selector_decisions`; trained policies are compared seed by seed.
@@ -122,6 +123,10 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
         shots = int(part["place"][0])
         # without policies about which nothing is known
         part = part.filter(known.any().over("policy"))
+        # few recorded sequences of this length must not narrow what a model has answered
+        share = known.mean().over("policy")
+        few = pl.col("policy").is_in(UPPER) & (share < share.max() / 2)
+        part = part.filter(~few)
         # without queries that are unknown to any policy left
         part = part.filter(known.all().over("sample_id"))
         policies = part["policy"].unique(maintain_order=True)

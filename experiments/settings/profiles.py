@@ -114,6 +114,9 @@ class LongTables:
     group: str | None = None
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
+    time: str | None = None
+    """Column that says when a row was measured, as numbers or as dates and times: samples are then
+    kept in this order, in which drift is noticed. None for the order of the ids."""
     features_ms: float = 0.0
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""
@@ -307,11 +310,12 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
-    if settings["group"] is not None:
-        raise InputError(
-            f"profile.group={settings['group']}: {path} holds no columns, only the groups that it "
-            "was written with; leave profile.group out"
-        )
+    for option in ("group", "time"):
+        if settings[option] is not None:
+            raise InputError(
+                f"profile.{option}={settings[option]}: {path} holds no columns, only the groups "
+                f"and the order that it was written with; leave profile.{option} out"
+            )
     table = ProfileTable.load(path)
     if features is None:
         return table

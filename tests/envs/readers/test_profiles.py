@@ -51,6 +51,36 @@ def test_rows_become_cells():
 
 
 @pytest.mark.parametrize(
+    "times",
+    [
+        [4.0, 3.5, 1.0, 9.0],
+        ["4", "3.5", "1", "9"],
+        [
+            "2026-01-31T12:00:04",
+            "2026-01-31T12:00:03",
+            "2025-12-31T12:00:01",
+            "2026-02-01T00:00:00",
+        ],
+        pl.Series([4, 3, 1, 9]).cast(pl.Datetime),
+    ],
+    ids=["numbers", "text", "dates", "datetimes"],
+)
+def test_samples_stand_in_the_order_of_their_first_times(times):
+    made = table(frame(at=times), time="at")
+    assert made.sample_ids == ("b", "a")
+    assert made.accuracy.tolist() == [[0.0, 0.25], [0.5, 1.0]]
+    assert [knob.name for knob in made.knobs] == ["top_k"]
+
+
+@pytest.mark.parametrize("times", [[1, None, 2, 3], ["1", "soon", "2", "3"], ["x"] * 4])
+def test_what_is_no_time_is_refused(times):
+    with input_error("time=at"):
+        table(frame(at=times), time="at")
+    with input_error("time=then: no such column"):
+        table(frame(at=times), time="then")
+
+
+@pytest.mark.parametrize(
     ("ids", "order"),
     [
         ([10, 9, 100], ("9", "10", "100")),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from campaign.profiles.faults import (
@@ -15,6 +16,7 @@ from campaign.profiles.faults import (
 from helpers import repeated, small_table, table_of, two_kinds
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.inspection.faults import (
     CHECKS,
@@ -155,3 +157,25 @@ def test_columns_that_repeat_or_never_vary_are_counted():
 
 def idle_features_of(table):
     return faults_by_check(table)[idle_features.__name__]
+
+
+def test_drift_is_noticed_in_the_order_of_the_times(sound):
+    # by id, slow samples stand anywhere; by time, all from one on
+    draws = np.random.default_rng(0)
+    measured_at = draws.permutation(sound.num_samples)
+    slow = torch.from_numpy(measured_at >= 150)[:, None]
+    slower = replace(sound, latency_ms=sound.latency_ms * torch.where(slow, 3.0, 1.0))
+    frame = long_frame(slower)
+    row = pl.col("sample_id").replace_strict(dict(zip(sound.sample_ids, measured_at, strict=True)))
+    minute = pl.datetime(2026, 1, 31) + pl.duration(minutes=row)
+    frame = frame.with_columns(at=minute.dt.to_string())
+    features = dict(zip(sound.sample_ids, sound.features["x"], strict=True))
+    found = {}
+    for time in (None, "at"):
+        table = table_from_frame(frame.drop("at") if time is None else frame, name="t", time=time)
+        x = torch.stack([features[name] for name in table.sample_ids])
+        found[time] = faults_by_check(replace(table, features={"x": x}))
+    assert found[None]["drift"] == []
+    (fault,) = found["at"]["drift"]
+    first = sound.sample_ids[int(np.flatnonzero(measured_at == 150)[0])]
+    assert f"From sample {first} on" in str(fault)

@@ -321,6 +321,10 @@ def test_a_query_unknown_to_one_policy_is_left_out_for_all():
     queries = {("rce", 2): 2, ("oracle", 2): 2, ("rce", 3): 4}
     assert {key: row["queries"] for key, row in rows.items()} == queries
     assert rows["rce", 2]["accuracy"] == pytest.approx(RCE[:, [1, 3]].mean())
+    # an upper bound that is known for few does not narrow what a model has answered
+    few = torch.tensor([[1.0, torch.nan, torch.nan, torch.nan]])
+    rows = by_shots(results(at_two(rce=RCE, oracle=few)))
+    assert {key: row["queries"] for key, row in rows.items()} == {("rce", 2): 4}
     # where no query is known to all there is no row
     half = torch.tensor([[1.0, 1.0, torch.nan, torch.nan]])
     found = results({"random": {1: half, 2: NEAR}, "vote": {1: half.flip(1), 2: NEAR}})
