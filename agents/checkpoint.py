@@ -57,7 +57,8 @@ class Loaded(NamedTuple):
         """
         if isinstance(self.agent, Selector):
             raise InputError(
-                f"it holds a selector trained on {self.profile_name!r}; give that of a controller"
+                f"it holds a selector trained on {self.profile_name!r}; give that of a controller, "
+                "or use knobwise.agents.load_checkpoint(…).selector"
             )
         return self.agent
 
@@ -134,6 +135,10 @@ def load_checkpoint(path: str | Path) -> Loaded:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
+    except IsADirectoryError:
+        raise InputError(
+            f"{path}: is a folder; give the checkpoint in it, such as checkpoints/best.pt"
+        ) from None
     except InputError:
         raise
     except Exception as error:

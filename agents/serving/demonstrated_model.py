@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
@@ -23,6 +24,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.baselines import best_places, cosines, marginal_relevance
 from knobwise.agents.selector.selector import Selector
+from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.tasks import no_beams, question_embedder
 from knobwise.profiling.huggingface.loading import load_pretrained
@@ -49,7 +51,8 @@ SHARES = (0.55, 0.1)
 SHOTS = (1, 2, 3, 4, 6, 8)
 ORDERS = ("random", "nearest", "mmr", "learned")
 POOL = 64
-"""Demonstrations in the pool of a question, as the selector was trained."""
+"""Demonstrations in the pool of a question, as the selector was trained, or all of a smaller
+bank."""
 NEAREST = 8
 """Cosines to the nearest demonstrations among the features of a decision."""
 
@@ -64,9 +67,12 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
 
     Args:
         model, tokenizer: as for `HuggingFaceModel`, without a chat template.
-        bank: items that can be demonstrations.
+        bank: items that can be demonstrations, of which nine at least.
         selector: chooses demonstrations for the order `learned`.
         options: as for `HuggingFaceModel`.
+
+    Raises:
+        InputError: too few items in the bank.
     """
 
     dataset = "questions"
@@ -83,12 +89,18 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
         super().__init__(model, tokenizer, chats=False, **options)
         self.bank = tuple(bank)
         self.selector = selector
+        texts = [item.question for item in self.bank]
+        fewest = len(texts) - max(Counter(texts).values(), default=0)
+        if fewest < NEAREST:
+            raise InputError(
+                f"bank: {len(texts)} items; a question needs {NEAREST} others to choose from"
+            )
+        self._pool = min(POOL, fewest)
         self.knobs = (
-            KnobSupport("shots", 2, 1, POOL, "demonstrations before the question"),
+            KnobSupport("shots", 2, 1, self._pool, "demonstrations before the question"),
             KnobSupport("order", "nearest", values=ORDERS, sets="how demonstrations are chosen"),
         )
         self.configuration = check_configuration(self.knobs, {})
-        texts = [item.question for item in self.bank]
         self._embed = question_embedder(texts)
         self._candidates = self._embed(texts)  # [M, d]
         self._texts = np.array(texts)
@@ -153,7 +165,7 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
         """Return the question with its pool as a table of one query."""
         rng = np.random.default_rng(zlib.crc32(question.encode()))
         others = np.flatnonzero(self._texts != question)
-        pool = torch.from_numpy(rng.choice(others, POOL, replace=False))
+        pool = torch.from_numpy(rng.choice(others, self._pool, replace=False))
         return BeamTable(
             name="",
             query_ids=("",),

@@ -22,6 +22,7 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.utils import get_original_cwd
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -30,7 +31,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
 from knobwise.experiments.settings.options import VERBS
-from knobwise.experiments.settings.profiles import PROFILES, of_run, profile_of_run
+from knobwise.experiments.settings.profiles import PROFILES, group_of_run, of_run
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
     BuiltinBeams,
@@ -122,23 +123,49 @@ def sweep_of(experiment: str) -> Mapping[str, str]:
 def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     """Return the settings of a verb, as an instance of its dataclass.
 
-    A profile that is not given is that of the checkpoint's run, which also says whether there are
-    baselines.
+    Profile, beams and encoder that are not chosen are those of the checkpoint's run, with the
+    options that are given. The run also says whether there are baselines.
 
     Raises:
         InputError: an unknown key or group, a value of the wrong type or a missing one.
     """
-    settings = settings_of(composed(verb, arguments))
-    named = {re.split("[=.]", argument)[0] for argument in arguments}
-    if hasattr(settings, "checkpoint"):
-        # None means that the verb can do without
-        for group in {"profile", "trained_on"} & groups_of(verb).keys() - named:
-            default = getattr(settings, group)
-            if default is not None:
-                setattr(settings, group, profile_of_run(settings.checkpoint) or default)
+    named = {argument.partition("=")[0] for argument in arguments}
+    groups = READERS.keys() & groups_of(verb).keys() - named
+    if "checkpoint" not in VERBS[verb].__dataclass_fields__:
+        groups = set()
+    # group → options that change what the run was trained on
+    changes = {
+        group: [word for word in arguments if word.startswith(f"{group}.")] for group in groups
+    }
+    others = set(arguments).difference(*changes.values())
+    settings = settings_of(composed(verb, [word for word in arguments if word in others]))
+    for group, words in changes.items():
+        default = getattr(settings, group)
+        if default is None:
+            # the verb can do without, and Hydra refuses options of nothing
+            composed(verb, words)
+            continue
+        section = "profile" if group == "trained_on" else group
+        trained_on = group_of_run(settings.checkpoint, section, READERS[group]) or default
+        setattr(settings, group, _changed(verb, trained_on, words))
     if verb == "evaluate" and "baselines" not in named:
         settings.baselines = of_run(settings.checkpoint, "baselines") is not False
     return settings
+
+
+def _changed(verb: str, settings: Any, words: Sequence[str]) -> Any:
+    """Return settings of a group with the changes that words of the command make."""
+    config = OmegaConf.structured(settings)
+    with explained(verb, words):
+        changes = OverridesParser.create().parse_overrides(list(words))
+    for change in changes:
+        word = str(change.input_line)
+        try:
+            OmegaConf.update(config, change.key_or_group.partition(".")[2], change.value())
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"{word}: {reason}{_suggestion(verb, [word])}") from error
+    return settings_of(config)
 
 
 def composed(verb: str, arguments: Sequence[str], **options: Any) -> DictConfig:

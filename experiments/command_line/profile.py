@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,14 @@ def _summary(folder: Path) -> None:
 
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:
-    """Refuse options that are for another kind of model."""
+    """Refuse options that are for another kind of model, and a misspelt name."""
+    known = (*BUILT_IN, *RECORDED)
+    close = get_close_matches(config.model, known, 1, 0.8)
+    if close and config.model not in known and not Path(config.model).exists():
+        raise InputError(
+            f"model={config.model}: did you mean {close[0]}? A model on the hub needs its whole "
+            f"name, as in organisation/{config.model}"
+        )
     if config.data is not None and config.model in (*BUILT_IN, "learner"):
         raise InputError(
             f"data={config.data}: model={config.model} makes its own questions; name the model "
@@ -101,8 +109,15 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
         raise InputError(
             f"model={config.model}: needs the items that it answers: data=FILE to measure its "
             "knobs, or vlm.data=FILE to record demonstrations; "
-            f"{', '.join((*BUILT_IN, *RECORDED))} have their own"
+            f"{', '.join(known)} have their own"
         )
+    usual = ProfileRun()
+    for name in ("pool", "beams", "vlm", "learner"):
+        if has_knobs and getattr(config, name) != getattr(usual, name):
+            raise InputError(
+                f"{name}: is for recording demonstrations; this command would measure knobs. Give "
+                "vlm.data=FILE, the questions to record, in place of data=FILE"
+            )
     if not has_knobs and config.knobs != VLMProfileConfig():
         raise InputError(
             f"knobs: is for model={', model='.join(BUILT_IN)}, a class of your own, or a Hugging "
@@ -134,6 +149,10 @@ def _profile_beams(config: ProfileRun) -> None:
     with limits:
         profile_beams(config.out, task, config.beams, draw, drawn_by)
     print(f"beams: {config.out}")
+    print(
+        f"next:  knobwise train experiment=selector_language beams=files beams.path={config.out} "
+        "beams.model=null variants.grpo_live=null"
+    )
 
 
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:

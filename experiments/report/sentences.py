@@ -278,6 +278,10 @@ JUDGED_BY = {
 """How policies were judged, if not by a scorer → a warning."""
 
 
+FEW_QUERIES = 100
+"""With fewer test queries an interval is 20 points wide or more."""
+
+
 def _of_selectors(results: Results) -> list[str]:
     """Say what the policy answers, what it gains over others, and whether controls gain nothing."""
     shots = shown_at(results)
@@ -295,6 +299,8 @@ def _of_selectors(results: Results) -> list[str]:
         f"With {shots_words(shots)}, {name} answers {number(row['accuracy'], '.1%')} of "
         f"{row.get('queries') or results['test_queries']:,} held-out queries correctly"
         f"{span(row.get('accuracy_ci95'), '.1%')}."
+        + " So few queries show large differences only."
+        * (results["test_queries"] < FEW_QUERIES)
     )
     # (policy, against) → the paired difference
     at = differences_at(results, shots)

@@ -156,11 +156,10 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
 def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     """Return the differences policy − against, query by query and seed by seed, of all pairs that
     are known."""
-    learned = [policy for policy in LEARNED if policy in known]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
     wanted = [
         *PAIRS,
-        *itertools.product(learned[:1], SIMPLE),
+        *itertools.product(LEARNED, SIMPLE),
         *itertools.product(variants, ("rce", "sft")),
         *itertools.product(variants[1:], variants[:1]),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -193,12 +194,21 @@ def _read_files(config: BeamFiles) -> BeamTable:
 
     if isinstance(config, SmollmBeams):
         return BeamTable.load(SMOLLM_BEAMS)
-    if config.path.endswith(".safetensors"):
-        return BeamTable.load(config.path)
+    if (tensors := _tensors_at(config.path)) is not None:
+        return BeamTable.load(tensors)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
     options = {"candidate_images": config.candidate_images, "name": config.name}
     return read_beam_data(config.path, config.embeddings, config.query_embeddings, **options)
+
+
+def _tensors_at(path: str) -> Path | None:
+    """Return the `.safetensors` at a path, or in the folder that `knobwise profile` wrote; None for
+    beams in JSON."""
+    if path.endswith(".safetensors"):
+        return Path(path)
+    recorded = Path(path, "beams.safetensors")
+    return recorded if recorded.is_file() else None
 
 
 def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipItems:
@@ -216,7 +226,7 @@ def _read_items(config: ClipLora, beams: BeamFiles, table: BeamTable) -> ClipIte
             f"{len(table.candidates)} candidates; give an item for each, in order, as encoder.bank"
         )
     # safetensors name a query by the id of its item, beams in JSON by its row number
-    by_id = beams.path.endswith(".safetensors")
+    by_id = _tensors_at(beams.path) is not None
     known = {item.id if by_id else str(row): item for row, item in enumerate(data.queries)}
     missing = [query for query in table.query_ids if query not in known]
     if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,25 +162,26 @@ class SimulatedProfile(SimulatedConfig):
     """The reader."""
 
 
-def profile_of_run(checkpoint: str) -> Any:
-    """Return the profile that a controller was trained on, from the `config.yaml` of its run; None
+def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) -> Any:
+    """Return what a run was trained on, from its `config.yaml`: its profile, beams or encoder; None
     where that names none.
 
     Args:
         checkpoint: the folder of the run, or a file in it.
+        group: the section of the file, which names its reader as `format`.
+        choices: the dataclass of each reader.
 
     Raises:
         InputError: it names a reader that this version does not have.
     """
-    # the section is as claimed folders keep it, with its reader as `format`
-    section = of_run(checkpoint, "profile")
-    reader = of_run(checkpoint, "profile.format")
+    section = of_run(checkpoint, group)
+    reader = of_run(checkpoint, f"{group}.format")
     # a run of an earlier version may name a reader that is gone
-    if reader is not None and reader not in PROFILES:
+    if reader is not None and reader not in choices:
         path = _config_of(checkpoint)
-        raise InputError(f"{path}: there is no profile={reader} in this version; give profile=…")
+        raise InputError(f"{path}: there is no {group}={reader} in this version; give {group}=…")
     try:
-        schema = OmegaConf.structured(PROFILES[reader])
+        schema = OmegaConf.structured(choices[reader])
         return OmegaConf.to_object(OmegaConf.merge(schema, section))
     except Exception:  # whatever a damaged file makes of it
         return None

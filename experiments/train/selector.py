@@ -422,7 +422,9 @@ def judge_run(
         loaded = [
             load_checkpoint(seed_folder(folder, seed) / name / "best.pt") for seed in config.seeds
         ]
-        facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
+        # without epochs there is none to keep
+        if name != "sft" or config.sft.epochs:
+            facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
         decided[name] = _decided(config, data, blocks, loaded)
     decisions = selector_decisions(decided, data.test, data.test_rows, config.seeds)

@@ -75,6 +75,8 @@ def test_another_file_is_refused(tmp_path):
     for name in ("none", "text", "other"):
         with pytest.raises(InputError, match="checkpoint"):
             load_checkpoint(tmp_path / f"{name}.pt")
+    with pytest.raises(InputError, match="folder"):
+        load_checkpoint(tmp_path)
 
 
 def test_a_setting_that_was_removed_is_named(tmp_path):

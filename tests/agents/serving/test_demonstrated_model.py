@@ -3,6 +3,7 @@
 import polars as pl
 import pytest
 import torch
+from helpers import input_error
 from tiny_models import tiny_llama
 
 from knobwise.agents.selector.selector import Selector
@@ -45,6 +46,16 @@ def test_demonstrations_come_from_the_pool_and_never_hold_the_question(model):
         # the same each time, and all orders have the same pool
         assert questions_of(model.demonstrations(question, POOL, order)) == shown
         assert set(shown) == set(questions_of(model.demonstrations(question, POOL, "random")))
+
+
+def test_the_pool_of_a_small_bank_is_the_bank(model):
+    few = (*BANK[:10], BANK[9])
+    small = DemonstratedModel(model.model, model.tokenizer, few, model.selector)
+    assert small.knobs[0].most == 9
+    shown = questions_of(small.demonstrations(BANK[9].question, 9, "nearest"))
+    assert sorted(shown) == sorted(questions_of(BANK[:9]))
+    with input_error("bank"):
+        DemonstratedModel(model.model, model.tokenizer, BANK[:8], model.selector)
 
 
 def test_the_nearest_comes_last(model):

@@ -108,6 +108,13 @@ def test_evaluate_repeats_what_training_reported(folder, capsys):
         assert again["guard"] == trained["guard"]
         assert again["chosen"] == trained["chosen"]
         assert again["grpo_gain"].items() <= trained["grpo_gain"].items()
+    # an option of the profile changes that of the run
+    launch("evaluate json=slower.json profile.features_ms=1000")
+    slower = read_json("slower.json")
+    assert slower["profile"]["digest"] == trained["profile"]["digest"]
+    assert slower["rows"] != again["rows"]
+    assert "profile.pth" in commands.refused(["evaluate", "profile.pth=x"], capsys)
+    assert "features_ms=x" in commands.refused(["evaluate", "profile.features_ms=x"], capsys)
     settings = Path("runs/latest/config.yaml")
     # as in an earlier version
     settings.write_text(settings.read_text().replace("format: table", "format: calibrated"))

@@ -37,6 +37,8 @@ WITH_TORCH = {
     "budget=fixed budget.values_ms=[-3]": "values_ms",
     "budgets_ms=[-1.0]": "budgets_ms",
     "profile model=gpt": "elastic",
+    "profile model=smolm2": "smollm2",
+    "profile model=smollm2 data=q.jsonl pool.size=8": "vlm.data",
     "evaluate": "runs/latest",
 }
 """Words of a training, and what the message names."""

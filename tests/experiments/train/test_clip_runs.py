@@ -114,7 +114,8 @@ def test_an_interrupted_run_with_clip_ends_like_any(folder):
 
 def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder, capsys):
     words = words_of("evaluate beams=files beams.path=b.safetensors judged_shots=[2]")
-    line = mistake([*words, f"checkpoint={SEED}/sft/best.pt"], capsys)
+    assert main([*words, f"checkpoint={SEED}/sft/best.pt"]) == 0
+    line = mistake([*words, f"checkpoint={SEED}/sft/best.pt", "encoder=stored"], capsys)
     assert "was trained with encoder=clip" in line
     table, _ = small_beams(4)
     selector = Selector(SelectorConfig(), table.queries.shape[-1])

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections import defaultdict
 from contextlib import chdir
 from dataclasses import replace
@@ -87,6 +88,9 @@ def named(rows):
 def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     words = words_of(REPLAY, EMBEDDINGS, "beams.path=f.json tracking=offline name=first")
     launch(words)
+    # what `knobwise profile` leaves
+    Path("recorded").mkdir()
+    shutil.copy("b.safetensors", "recorded/beams.safetensors")
     run = folder / RUN / "first"
     assert (folder / "runs" / "latest").resolve() == run
     for name in ("report.html", "checkpoints/last.pt", "checkpoints/best.pt"):
@@ -126,6 +130,11 @@ def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     again = named(read_json("again.json")["rows"])
     assert ("grpo_recorded", 2) in again
     assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
+    # the beams are those of the run, with the options that are given
+    launch("evaluate json=own.json")
+    assert named(read_json("own.json")["rows"]) == again
+    launch("evaluate beams.path=recorded json=moved.json")
+    assert named(read_json("moved.json")["rows"]).keys() == again.keys()
 
 
 SMALL = words_of("selector.width=16 selector.heads=2 tracking=disabled seeds=[0] name=x")
