@@ -159,7 +159,7 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
     wanted = [
         *PAIRS,
-        *itertools.product(LEARNED, SIMPLE),
+        *itertools.product((*LEARNED, *variants), SIMPLE),
         *itertools.product(variants, ("rce", "sft")),
         *itertools.product(variants[1:], variants[:1]),
     ]

@@ -293,4 +293,8 @@ def figure_lines(figures: Mapping[str, Any]) -> list[str]:
             f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
             f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
         )
+    lines.append(
+        "gain: by how much the right answer is more probable than without demonstrations; sample: "
+        "draws of the query's own kind"
+    )
     return lines
