@@ -81,6 +81,16 @@ SELECTORS = {
     "selector_curriculum": "The best sequences first",
     "selector_seeds": "The original selector",
 }
+SIMPLE_WAYS = (
+    "random",
+    "image_similarity",
+    "question_similarity",
+    "similarity",
+    "mmr",
+    "part_similarity",
+    "careful_rule",
+)
+"""Those that the page shows for careless annotators only."""
 OF_ANOTHER_KIND = ("selector", "selector_careful", "selector_language", "selector_seeds")
 
 Numbers = dict[str, Any]
@@ -400,13 +410,15 @@ def selectors_table(selectors: Numbers) -> str:
     for experiment, numbers in selectors.items():
         title = f"**{SELECTORS[experiment]}** (`{experiment}`)"
         for policy, accuracy in numbers["accuracy"].items():
+            if experiment == "selector_careful" and policy in SIMPLE_WAYS:
+                continue
             # simple policies, SFT and RCE stand in the first experiment with them
             values = tuple(accuracy.get(shots) for shots in ("2", "4"))
             if f"{policy} {values}" in shared:
                 continue
             shared.add(f"{policy} {values}")
             cells = ["–" if value is None else f"{value:.3f}" for value in values]
-            rows.append([title, policy.replace("_", " "), *cells, gain_of(numbers, policy)])
+            rows.append([title, f"`{policy}`", *cells, gain_of(numbers, policy)])
             title = ""
     return table(["experiment", "policy", "2 shots", "4 shots", "difference"], rows)
 
@@ -418,7 +430,7 @@ def gain_of(numbers: Numbers, policy: str) -> str:
     for row in numbers["gains"]:
         if (row["policy"], row["against"]) == (policy, against):
             cell = emphasised(row["points"], excludes_0(row["points"]))
-            return f"{cell} over {against.replace('_', ' ')}"
+            return f"{cell} over `{against}`"
     return ""
 
 

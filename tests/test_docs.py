@@ -30,7 +30,7 @@ from knobwise.experiments.tracking.workspace import view_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
-NAMED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+LINE = re.compile(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", re.MULTILINE)
 ROWS_TOO = ("controls", "votes", "by_dataset")
 """Lists whose rows have the columns of `rows`."""
 SHORT = [
@@ -129,6 +129,11 @@ def section(title):
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
+def names_in(text):
+    """The names in the first column of tables; a line may be about several."""
+    return [name for cell in LINE.findall(text) for name in re.findall("`([^`]+)`", cell)]
+
+
 def explains_each(explained, logged):
     """Every logged name is explained by exactly one line, where `<…>` stands for any word, and
     every line is about a name that is logged."""
@@ -196,11 +201,11 @@ def test_every_logged_name_is_explained_and_no_other(names):
     parts = dict(
         zip(names, [*training, results[0], results[1].split("| policy |")[0]], strict=True)
     )
-    explained = {kind: NAMED.findall(part) for kind, part in parts.items()}
+    explained = {kind: names_in(part) for kind, part in parts.items()}
     assert {"Train/Loss", "Val/Loss"} <= set(explained["controller"]) & set(explained["selector"])
     for kind in names:
         explains_each(explained[kind], names[kind])
-    columns = {name.removeprefix("rows.") for name in NAMED.findall(section("results.json"))}
+    columns = {name.removeprefix("rows.") for name in names_in(section("results.json"))}
     for name in names["results"]:
         if name.startswith("Test/") and name.count("/") == 2:
             assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
@@ -271,7 +276,7 @@ def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(
         row["policy"] for result in results for row in result["rows"] + result.get("controls", [])
     }
     variants = {name for result in results for name in result.get("variants", [])}
-    explains_each(NAMED.findall(section("Results").split("| policy |")[1]), policies - variants)
+    explains_each(names_in(section("Results").split("| policy |")[1]), policies - variants)
     names = set()
     of_rows = {column for result in results for column in columns_of(result["rows"])}
     for name, value in [item for result in results for item in result.items()]:
@@ -280,7 +285,7 @@ def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(
         names |= {f"{name}.{column}" for column in columns} | (
             {name} if name != "profile" else set()
         )
-    explains_each(NAMED.findall(section("results.json")), names)
+    explains_each(names_in(section("results.json")), names)
 
 
 def test_every_column_of_decisions_is_explained_and_no_other(runs):
@@ -289,7 +294,7 @@ def test_every_column_of_decisions_is_explained_and_no_other(runs):
         for run in runs.values()
         for column in pl.read_parquet_schema(run / "decisions.parquet")
     }
-    explains_each(NAMED.findall(section("decisions.parquet")), columns)
+    explains_each(names_in(section("decisions.parquet")), columns)
 
 
 def test_the_run_of_the_results_holds_the_validation_score(runs):
