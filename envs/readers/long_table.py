@@ -137,8 +137,7 @@ def table_from_frame(
 
     A row without accuracy or latency (null) counts as missing, and a cell without rows is not
     profiled. Samples are sorted by data set and id, configurations by knob value, the measurements
-    of a cell by `repeat`, or without that column by size; the order of the rows does not matter.
-    Where measurements of a cell differ in accuracy, the table holds their mean.
+    of a cell by `repeat`, or else by size. A cell has the mean accuracy of its measurements.
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
@@ -148,18 +147,16 @@ def table_from_frame(
         knobs: the columns that are knobs. By default every column that is neither a key nor a
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
-        latency, unit: the column that the budget limits, a time or any other cost, and its unit.
+        latency, unit: the column that the budget limits, and its unit.
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
         group: the column of what a sample belongs to, such as a document or a user.
-        time: the column of when a row was measured, numbers or dates and times. Samples then are
-            in the order in which they were first measured, not in that of their ids.
+        time: the column of when a row was measured; samples are then sorted by their first time.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
-        InputError: columns are missing or wrong, values out of range, a measurement occurs twice,
-            features do not fit.
+        InputError: columns are missing or wrong, values out of range, or a measurement occurs twice.
     """
     notes = list(notes)
     source = source or name
@@ -170,11 +167,10 @@ def table_from_frame(
         notes.append(f"keys that are not used: {', '.join(unused)}")
     other = {"dataset", "sample_id", "repeat", accuracy, latency}
     if group is not None:
-        other.add(group)
         rows = rows.with_columns(_clusters(frame, rows, group, source))
     if time is not None:
-        other.add(time)
         rows = rows.with_columns(_times(frame, time, source))
+    other.update(filter(None, (group, time)))
     knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, source, notes)
     fields = _dense_fields(frame, rows, knobs, source, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
