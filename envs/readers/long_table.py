@@ -156,7 +156,7 @@ def table_from_frame(
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
-        InputError: columns are missing or wrong, values out of range, or a measurement occurs twice.
+        InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
     notes = list(notes)
     source = source or name
