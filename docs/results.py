@@ -479,8 +479,10 @@ def differences(numbers: Numbers) -> list[Difference]:
                 if (row["policy"], row["against"]) == (policy, against):
                     label = f"{policy} − {against}".replace("_", " ")
                     clear = excludes_0(row["points"])
-                    part = f"{title}: {SELECTORS[experiment].lower()}"
-                    shown.append(Difference(part, label, "beams", clear, row["points"]))
+                    part = f"{title}. {SELECTORS[experiment]}"
+                    # what several experiments share stands in the first of them
+                    if not any((d.label, d.points) == (label, row["points"]) for d in shown):
+                        shown.append(Difference(part, label, "beams", clear, row["points"]))
     return shown
 
 
