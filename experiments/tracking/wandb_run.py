@@ -202,6 +202,8 @@ class WandbRun:
         online = self.mode == "online"
         before = id_file.read_text().strip() if id_file.exists() else ""
         sessions = [*self.folder.glob(f"wandb/offline-run-*-{before}")]
+        # of two that began in the same second, W&B numbers the later one
+        sessions += self.folder.glob(f"wandb/offline-run-*-{before}-*")
         # results are logged once, at the end: a run interrupted there has logged none
         resumes = before and not (fresh or evaluates)
         job = sweep = parameters = None

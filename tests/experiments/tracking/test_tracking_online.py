@@ -373,6 +373,9 @@ def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+    # as if another had begun in the same second
+    (begun,) = tmp_path.glob("wandb/offline-run-*")
+    begun.rename(f"{begun}-1")
     with tracker(tmp_path, "offline", resume_step=4) as log:
         log_rows(log, ROWS[5:])
     with tracker(tmp_path, "offline", finished=True) as log:
