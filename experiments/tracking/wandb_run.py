@@ -201,9 +201,7 @@ class WandbRun:
         evaluates = self.about["job_type"] == "evaluate"
         online = self.mode == "online"
         before = id_file.read_text().strip() if id_file.exists() else ""
-        sessions = [*self.folder.glob(f"wandb/offline-run-*-{before}")]
-        # of two that began in the same second, W&B numbers the later one
-        sessions += self.folder.glob(f"wandb/offline-run-*-{before}-*")
+        sessions = [*self.folder.glob(f"wandb/offline-run-*-{before or None}*")]  # …-1 too
         # results are logged once, at the end: a run interrupted there has logged none
         resumes = before and not (fresh or evaluates)
         job = sweep = parameters = None
