@@ -81,16 +81,6 @@ SELECTORS = {
     "selector_curriculum": "The best sequences first",
     "selector_seeds": "The original selector",
 }
-SIMPLE_WAYS = (
-    "random",
-    "image_similarity",
-    "question_similarity",
-    "similarity",
-    "mmr",
-    "part_similarity",
-    "careful_rule",
-)
-"""Those that the page shows for careless annotators only."""
 OF_ANOTHER_KIND = ("selector", "selector_careful", "selector_language", "selector_seeds")
 
 Numbers = dict[str, Any]
@@ -410,8 +400,6 @@ def selectors_table(selectors: Numbers) -> str:
     for experiment, numbers in selectors.items():
         title = f"**{SELECTORS[experiment]}** (`{experiment}`)"
         for policy, accuracy in numbers["accuracy"].items():
-            if experiment == "selector_careful" and policy in SIMPLE_WAYS:
-                continue
             # simple policies, SFT and RCE stand in the first experiment with them
             values = tuple(accuracy.get(shots) for shots in ("2", "4"))
             if f"{policy} {values}" in shared:

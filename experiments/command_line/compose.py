@@ -143,11 +143,14 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
         default = getattr(settings, group)
         if default is None:
             # the verb can do without, and Hydra refuses options of nothing
-            composed(verb, words)
+            if words:
+                composed(verb, words)
             continue
         section = "profile" if group == "trained_on" else group
         trained_on = group_of_run(settings.checkpoint, section, READERS[group]) or default
-        setattr(settings, group, _changed(verb, trained_on, words))
+        if words:
+            trained_on = _changed(verb, trained_on, words)
+        setattr(settings, group, trained_on)
     if verb == "evaluate" and "baselines" not in named:
         settings.baselines = of_run(settings.checkpoint, "baselines") is not False
     return settings
