@@ -16,7 +16,7 @@ from typing import Any
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
-from knobwise.common.files import limit_of, refused_by_system
+from knobwise.common.files import check_address_space, limit_of, refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
@@ -167,6 +167,8 @@ def _run(arguments: list[str]) -> int:
         arguments = _with_runs(arguments)
     config = compose.read_settings(schema, arguments)
     check_written(config, verb)
+    if verb != "decide":  # which needs no torch for an exported controller
+        check_address_space()
     # what runs may need torch, which takes seconds to import
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)

@@ -31,6 +31,9 @@ LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
 }
 """Advice by the number of the error, where a limit of the system was met."""
+LEAST_ADDRESSES = 6 * 2**30
+"""Address space that the smallest commands take with torch, in bytes: 4.6 to 5.7 GB where there are
+two cores. Most of it is reserved and never touched."""
 UNPACKED = "KNOBWISE_UNPACKED_MB"
 """The environment variable with the most MB to which a packed file may unpack; 512 without it. A
 small file may unpack to more than the memory."""
@@ -55,7 +58,8 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
 def limit_of(error: BaseException) -> str:
     """Return advice if an error of any library says that a system limit was met; else ""."""
     message = str(error)
-    if isinstance(error, MemoryError) or "failed to map segment" in message:
+    signs = ("failed to map segment", "can't start new thread")
+    if isinstance(error, MemoryError) or any(sign in message for sign in signs):
         message = os.strerror(errno.ENOMEM)
     for number, advice in LIMITS.items():
         if os.strerror(number) in message:
@@ -76,11 +80,29 @@ def sync(path: str | Path) -> None:
 
 def longest_file() -> int:
     """Return how many bytes a file may have (ulimit -f); -1 where there is no such limit."""
+    return _limit("RLIMIT_FSIZE")
+
+
+def _limit(name: str) -> int:
+    """Return a limit of this process by its name in `resource`; -1 where there is no such limit."""
     try:
         import resource
     except ImportError:  # Windows
         return -1
-    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return resource.getrlimit(getattr(resource, name))[0]
+
+
+def check_address_space() -> None:
+    """Refuse to begin under a limit on address space (ulimit -v) that torch and BLAS would meet:
+    they end the process then, in words of their own, or hang.
+
+    Raises:
+        OSError: less than `LEAST_ADDRESSES` bytes are allowed.
+    """
+    allowed = _limit("RLIMIT_AS")
+    if 0 <= allowed < LEAST_ADDRESSES:
+        problem = f"{allowed / 2**30:.1f} GiB of addresses are allowed, torch and BLAS take 6"
+        raise OSError(errno.ENOMEM, problem)
 
 
 @contextmanager

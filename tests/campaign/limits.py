@@ -153,6 +153,7 @@ LIMITS = {
     "file size": partial(_limited, words=RUN.work, FSIZE=20_000),
     "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
     "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
+    "more address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=8 << 30),
     "ASCII output": partial(_fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
     "removed working folder": _removed,
     "no home": partial(_fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),

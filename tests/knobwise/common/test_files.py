@@ -17,7 +17,14 @@ import torch
 
 import knobwise
 from knobwise.common.errors import InputError
-from knobwise.common.files import is_cut_short, is_damaged, refused_by_system, written_whole
+from knobwise.common.files import (
+    LEAST_ADDRESSES,
+    check_address_space,
+    is_cut_short,
+    is_damaged,
+    refused_by_system,
+    written_whole,
+)
 from knobwise.envs.readers.feature_files import read_features
 
 
@@ -191,12 +198,27 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
     assert line.startswith(f"{tmp_path / 't.pt'}: ")
 
 
+def test_too_little_address_space_is_refused_before_a_library_ends_the_process():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (LEAST_ADDRESSES, before[1]))
+        check_address_space()
+        resource.setrlimit(resource.RLIMIT_AS, (LEAST_ADDRESSES - 1, before[1]))
+        with pytest.raises(OSError) as caught:
+            check_address_space()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    status, line = refused_by_system(caught.value)
+    assert (status, "ulimit -v" in line) == (1, True)
+
+
 WITHOUT = """
 import signal, sys
 sys.modules |= dict.fromkeys(("fcntl", "resource", "termios"))
 signal.Signals = [number for number in signal.Signals if number.name != "SIGHUP"]
 del signal.SIGHUP, signal.pthread_sigmask
 from knobwise.common import files, interruption
+files.check_address_space()
 print(files.longest_file(), len(interruption.SIGNALS))
 """
 
