@@ -30,6 +30,8 @@ def _command(words, folder, before=None, **variables):
 
 def _begun(words, folder, before=None, **variables):
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
+    # where a file may not be long, Python leaves half a .pyc, which later commands trip over
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
     return subprocess.Popen(
         [sys.executable, "-m", "knobwise", *words],
