@@ -384,23 +384,3 @@ def _refuse_repeated_pairs(
             f"{first['len']} × {key} {first[key]}. Do ids restart in every batch or on every "
             "rank? Number all samples consecutively, or add a question_id"
         )
-
-
-def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """Return the cells with images and question types in all rows, if any row has them.
-
-    A data set without images gets one per sample. A row without question type gets that of another
-    row of its sample, or `unknown`.
-    """
-    dataset = [column for column in ("dataset",) if column in cells.columns]
-    if dataset and not cells["image_id"].is_null().all():
-        without = pl.col("image_id").is_null().all().over(dataset)
-        cells = cells.with_columns(
-            image_id=pl.when(without).then("sample_id").otherwise("image_id")
-        )
-    if not cells["question_type"].is_null().all():
-        of_sample = pl.col("question_type").drop_nulls().first().over(*dataset, "sample_id")
-        cells = cells.with_columns(
-            question_type=pl.coalesce("question_type", of_sample, pl.lit("unknown"))
-        )
-    return cells

@@ -19,10 +19,9 @@ from knobwise.envs.readers.configuration_files import (
     WORDS,
     keyed,
     read_configurations,
-    whole_words,
 )
 from knobwise.envs.readers.feature_files import Features
-from knobwise.envs.readers.frames import check_range
+from knobwise.envs.readers.frames import check_range, whole_words
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +227,24 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]
-    knob = knob_of(series.name, set(read))
+    order = TIERS.index if {*read} <= {*TIERS} else None
+    knob = Knob(series.name, tuple(sorted(set(read), key=order)))
     # several spellings may have the same value, such as 1 and 1.0
     index = {value: i for i, value in enumerate(knob.values)}
     codes = series.replace_strict(written, [index[value] for value in read], return_dtype=pl.UInt32)
     return knob, codes
 
 
-def knob_of(name: str, values: Set[KnobValue]) -> Knob:
-    """Return a knob with these values in order: tiers have their own, all else sorts."""
-    order = TIERS.index if values <= {*TIERS} else None
-    return Knob(name, tuple(sorted(values, key=order)))
+def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
+    """Return the cells with images and question types in all rows, if any row has them.
+
+    A row without one gets that of another row of its sample; else the image has the sample's id,
+    and the question type is `unknown`.
+    """
+    keys = [column for column in ("dataset", "sample_id") if column in cells.columns]
+    defaults = {"image_id": pl.col("sample_id"), "question_type": pl.lit("unknown")}
+    for name, default in defaults.items():
+        if name in cells.columns and not cells[name].is_null().all():
+            of_sample = pl.col(name).drop_nulls().first().over(keys)
+            cells = cells.with_columns(pl.coalesce(name, of_sample, default))
+    return cells

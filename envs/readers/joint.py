@@ -5,18 +5,19 @@ The table's `datasets` tell where each sample is from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import knob_of
+from knobwise.envs.readers.frames import whole_words
+from knobwise.envs.readers.long_table import CLUSTER, TIME, long_frame, table_from_frame
 from knobwise.envs.tables.columns import FEATURES, Column
-from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
 DATASET = "dataset"
 """The feature block that says which data set a sample is from."""
@@ -32,68 +33,47 @@ def join_tables(
     lacks as missing (NaN). Raises InputError if knobs, units, or the names or widths of feature
     blocks differ, or a sample occurs twice.
     """
-    if not tables:
-        raise InputError(f"profile {name!r}: no tables to join")
-    if any(table.first_look_ms is not None for table in tables):
-        raise InputError(f"profile {name!r}: tables with first_look_ms cannot be joined")
-    # configurations of all tables, each once
-    knobs = _joined_knobs(tables)
-    codes = [_codes(table, knobs) for table in tables]
-    configurations, columns = torch.cat(codes).unique(dim=0, return_inverse=True)
-    columns_of_tables = columns.split([len(code) for code in codes])
-    accuracy, latency_ms, repeats_ms = _joined_cells(tables, columns_of_tables, len(configurations))
-    parts, notes_on_parts = _parts(tables)
-    notes = list[str]()
+    if not tables or any(table.first_look_ms is not None for table in tables):
+        raise InputError(f"profile {name!r}: give tables to join, none of them with first_look_ms")
+    knobs = [knob.name for knob in tables[0].knobs]
     for table in tables:
-        notes += [f"{table.name}: {note}" for note in table.notes]
-    return ProfileTable(
+        names = [knob.name for knob in table.knobs]
+        if sorted(names) != sorted(knobs) or table.unit != tables[0].unit:
+            raise InputError(
+                f"profile {table.name!r} has the knobs {', '.join(names)} and is in {table.unit}, "
+                f"but {tables[0].name!r} has {', '.join(knobs)} and is in {tables[0].unit}; joined "
+                "profiles must have the same knobs and unit"
+            )
+    divided, notes_on_parts = _divided(tables)
+    frames = [long_frame(table) for table in divided]
+    for knob in knobs:
+        if len({frame[knob].dtype.is_numeric() for frame in frames}) > 1:
+            raise InputError(
+                f"knob {knob!r} is a number in one profile and a name in another; give it the same "
+                "values"
+            )
+    rows = whole_words(pl.concat(frames, how="diagonal_relaxed"))
+    if rows.select("dataset", "sample_id").n_unique() < sum(table.num_samples for table in tables):
+        raise InputError(f"profile {name!r}: sample ids are not unique inside a data set")
+    group = None
+    if CLUSTER in rows.columns:
+        group = CLUSTER
+        # an id is unique inside its data set only
+        unit = "image_id" if "image_id" in rows.columns else "sample_id"
+        alone = pl.concat_str("dataset", unit, separator="/")
+        rows = rows.with_columns(pl.coalesce(CLUSTER, alone))
+    notes = [f"{table.name}: {note}" for table in tables for note in table.notes]
+    # samples stay in the order of the tables
+    joined = table_from_frame(
+        rows.with_row_index(TIME),
         name=name,
         knobs=knobs,
-        configurations=configurations,
-        accuracy=accuracy,
-        latency_ms=latency_ms,
-        mask=~accuracy.isnan(),
-        sample_ids=_all(table.sample_ids for table in tables),
-        features=_features(tables, missing_blocks),
-        columns=_columns(tables),
-        datasets=_all(table.dataset_names for table in tables),
-        image_ids=_names(tables, "image_ids", lambda table: table.sample_ids),
-        # an id is unique inside its data set only
-        clusters=_names(tables, "clusters", lambda table: map("/".join, table.split_keys)),
-        parts=parts,
-        question_types=_names(
-            tables, "question_types", lambda table: ["unknown"] * len(table.mask)
-        ),
-        notes=(*notes, *notes_on_parts),
         unit=tables[0].unit,
-        repeats_ms=repeats_ms,
+        group=group,
+        time=TIME,
+        notes=[*notes, *notes_on_parts],
     )
-
-
-def _joined_cells(
-    tables: Sequence[ProfileTable], columns_of_tables: Sequence[Tensor], num_configurations: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return accuracy [N, C], latency [N, C] and, if a cell has several, measurements [N, C, R].
-
-    `columns_of_tables` has the joined configuration of each configuration of each table.
-    """
-    shape = sum(table.num_samples for table in tables), num_configurations
-    accuracy = torch.full(shape, torch.nan)
-    latency_ms = torch.full(shape, torch.nan)
-    num_repeats = max(table.num_repeats for table in tables)
-    repeats_ms = None
-    if num_repeats > 1:
-        repeats_ms = torch.full((*shape, num_repeats), torch.nan)
-    # copy each table into its rows, column by column
-    start = 0
-    for table, columns in zip(tables, columns_of_tables, strict=True):
-        rows = slice(start, start + table.num_samples)
-        start += table.num_samples
-        accuracy[rows].index_copy_(1, columns, table.accuracy)
-        latency_ms[rows].index_copy_(1, columns, table.latency_ms)
-        if repeats_ms is not None:
-            repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
-    return accuracy, latency_ms, repeats_ms
+    return replace(joined, features=_features(tables, missing_blocks), columns=_columns(tables))
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:
@@ -126,63 +106,6 @@ def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
     return {str(name): torch.from_numpy((names == name).nonzero()[0]) for name in np.unique(names)}
 
 
-def _names(
-    tables: Sequence[ProfileTable], field: str, default: Callable[[ProfileTable], Iterable[str]]
-) -> tuple[str, ...]:
-    """Return what a field says of all samples; `default` is for tables that do not have it. Empty
-    if none has it."""
-    if not any(getattr(table, field) for table in tables):
-        return ()
-    return _all(getattr(table, field) or default(table) for table in tables)
-
-
-def _all(words: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(chain.from_iterable(words))
-
-
-def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
-    """Return the knobs in the order of the first table, each with the values of all tables.
-
-    Raises InputError if the tables have different knobs or units.
-    """
-    names = [knob.name for knob in tables[0].knobs]
-    for table in tables[1:]:
-        other_names = [knob.name for knob in table.knobs]
-        if sorted(other_names) != sorted(names):
-            raise InputError(
-                f"profile {table.name!r} has the knobs {', '.join(other_names)}, but "
-                f"{tables[0].name!r} has {', '.join(names)}; joined profiles must have the same "
-                "knobs"
-            )
-        if table.unit != tables[0].unit:
-            raise InputError(
-                f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in "
-                f"{tables[0].unit}; profiles that are joined must be in the same unit"
-            )
-    # the values of a knob are those of all tables, in its own order
-    knobs = []
-    for name in names:
-        values: set[KnobValue] = set()
-        for table in tables:
-            values.update(*(knob.values for knob in table.knobs if knob.name == name))
-        if len({isinstance(value, str) for value in values}) > 1:
-            raise InputError(
-                f"knob {name!r} is a number in one profile and a name in another; give it the "
-                "same values"
-            )
-        knobs.append(knob_of(name, values))
-    return tuple(knobs)
-
-
-def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
-    """Return the table's configurations as indices of the joined knobs' values, int64 [C, K]."""
-    settings = [table.configuration(i) for i in range(table.num_configurations)]
-    columns = []
-    for knob in knobs:
-        columns.append([knob.values.index(setting[knob.name]) for setting in settings])
-    return torch.tensor(columns).T
-
-
 def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str, Tensor]:
     """Return the feature blocks of all tables, [N, d] each.
 
@@ -192,29 +115,21 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
-            if (width := widths.setdefault(block, values.shape[1])) != values.shape[1]:
-                raise InputError(
-                    f"features: block {block!r} is {values.shape[1]} wide in profile "
-                    f"{table.name!r} and {width} in one before it; joined profiles must have "
-                    "features of the same encoder"
-                )
-    # blocks that are missing are filled with NaN only on demand
+            widths.setdefault(block, values.shape[1])
+    parts: dict[str, list[Tensor]] = {block: [] for block in widths}
     for table in tables:
-        lacking = [block for block in widths if block not in table.features]
-        if lacking and not missing_blocks:
-            raise InputError(
-                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which "
-                "another has; give its features, or fill them in with missing_blocks=true"
-            )
-    # one block after another, over all tables
-    joined = {}
-    for block, width in widths.items():
-        parts = []
-        for table in tables:
-            missing = torch.full((table.num_samples, width), torch.nan)
-            parts.append(table.features.get(block, missing))
-        joined[block] = torch.cat(parts)
-    return joined
+        for block, width in widths.items():
+            values = table.features.get(block)
+            if values is None and missing_blocks:
+                values = torch.full((table.num_samples, width), torch.nan)
+            if values is None or values.shape[1] != width:
+                raise InputError(
+                    f"features: profile {table.name!r} has no block {block!r} of {width} columns, "
+                    "as another has; give features of the same encoder, or fill in missing blocks "
+                    "with missing_blocks=true"
+                )
+            parts[block].append(values)
+    return {block: torch.cat(values) for block, values in parts.items()}
 
 
 def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:
@@ -235,23 +150,23 @@ def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:
     return tuple(joined)
 
 
-def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
-    """Return each sample's part if any table fixes its split, and notes on the other tables."""
-    if not any(table.parts for table in tables):
-        return (), []
+def _divided(tables: Sequence[ProfileTable]) -> tuple[list[ProfileTable], list[str]]:
+    """Return the tables with the data set of each sample, and its part if any table fixes its
+    split; and notes on the tables that were divided for that."""
+    fixed = any(table.parts for table in tables)
     # if no table has a validation part, `ProfileTable.split` takes one out of all training parts,
     # by its own seed
     whole = all(set(table.parts) == {"train", "test"} for table in tables)
-    parts_of_tables = []
+    divided = []
     notes = []
     for table in tables:
-        parts = np.array(table.parts or ("",) * table.num_samples, dtype=object)
-        if not table.parts or (set(table.parts) == {"train", "test"} and not whole):
+        parts = np.array(table.parts, dtype=object)
+        if fixed and not whole and set(parts) in (set(), {"train", "test"}):
+            parts = np.empty(table.num_samples, object)
             for part, rows in table.split()._asdict().items():
                 parts[rows.numpy()] = part
-            what = "split; it was divided 60/20/20"
-            if table.parts:
-                what = "validation part; its training part was divided 75/25"
-            notes.append(f"{table.name}: unlike others fixes no {what}")
-        parts_of_tables.append(parts.tolist())
-    return _all(parts_of_tables), notes
+            notes.append(
+                f"{table.name}: fixes no split with all parts, unlike others; it was drawn"
+            )
+        divided.append(replace(table, datasets=table.dataset_names, parts=tuple(parts)))
+    return divided, notes

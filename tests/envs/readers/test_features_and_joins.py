@@ -270,7 +270,7 @@ def test_blocks_must_agree_unless_missing_ones_are_filled_in():
     joint = join_tables([lacks, both], missing_blocks=True)
     assert joint.features["image"].isnan().tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
     wide = replace(OTHER, features={"text": torch.ones(2, 5)})
-    with input_error(r"'text' .*'b'"):
+    with input_error(r"'b' .*'text'"):
         join_tables([both, wide], missing_blocks=True)
 
 
