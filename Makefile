@@ -3,7 +3,7 @@
 # make test  lint, types and the whole test suite
 # make campaign  the slowest tests, and an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make docs  the documentation site, in build/site
-# make bench every benchmark, in docs/benchmarks.json and docs/speed.md
+# make bench every benchmark, in docs/speed.md
 # Another virtual environment: make run VENV=/path/to/venv
 VENV ?= .venv
 PYTHON ?= python3

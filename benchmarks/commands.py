@@ -41,8 +41,8 @@ def main() -> None:
             "import torch, polars",
         ),
     ):
-        peers = {libraries: functools.partial(run, "-c", libraries)}
-        bench.line(what, "s", functools.partial(run, *words), peers)
+        alone = {libraries: functools.partial(run, "-c", libraries)}
+        bench.line(what, "s", functools.partial(run, *words), alone.copy)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         if knobwise(["train", "experiment=lean", *TINY.split(), "name=tiny"]):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.ensemble import RandomForestRegressor
-from timing import Bench
+from timing import Bench, Way
 from torch import nn
 
 from knobwise.agents.controller.controller import Controller
@@ -37,7 +36,6 @@ from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.agents.stack.deployed import DeployedController, Settled
 from knobwise.agents.training.settle import latency_of
-from knobwise.common.errors import InputError
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
@@ -69,9 +67,7 @@ def deployed_on(table: ProfileTable) -> DeployedController:
     return DeployedController(controller, None, settled)
 
 
-def in_turn(
-    decide: Callable[[Any, float], object], requests: Sequence[Any] = SAMPLES
-) -> Callable[[], object]:
+def in_turn(decide: Callable[[Any, float], object], requests: Sequence[Any] = SAMPLES) -> Way:
     """Return a function that decides on one request after another."""
     number = itertools.count()
 
@@ -85,58 +81,29 @@ def in_turn(
 # -- what people would use instead -----------------------------------------------------------------
 
 
-def joined() -> np.ndarray:
-    """Return the features of all samples, standardised, float32 [n, d]."""
-    x = torch.cat(list(TABLE.features.values()), 1).float()
-    return ((x - x.mean(0)) / x.std(0).clamp_min(1e-6)).numpy()
-
-
-def best_within(accuracy: np.ndarray, latency_ms: np.ndarray, budget_ms: float) -> int:
-    """Return the configuration of the best accuracy that is expected to be on time."""
-    return int(np.where(latency_ms <= budget_ms, accuracy, -latency_ms).argmax())
-
-
 def forest() -> Callable[[Any, float], object]:
     """Return the decisions of a random forest that predicts both outcomes of each configuration."""
+    x = torch.cat(list(TABLE.features.values()), 1).numpy()
     outcomes = torch.cat([TABLE.accuracy, TABLE.latency_ms], 1).numpy()
     model = RandomForestRegressor(100, max_features=0.3, min_samples_leaf=5, random_state=0)
-    model.fit(joined(), outcomes)
+    model.fit(x, outcomes)
 
     def decide(features: Any, budget_ms: float) -> int:
         x = np.concatenate(list(features.values()))[None]
         accuracy, latency_ms = np.split(model.predict(x)[0], 2)
-        return best_within(accuracy, latency_ms, budget_ms)
+        return int(np.where(latency_ms <= budget_ms, accuracy, -latency_ms).argmax())
 
     return decide
 
 
-def neighbours() -> Callable[[Any, float], object]:
-    """Return the decisions of similarity-weighted neighbours, all samples of the profile."""
-    x = joined()
-    known = x / np.linalg.norm(x, axis=1, keepdims=True)
-    accuracy = TABLE.accuracy.numpy()
-    latency_ms = TABLE.latency_ms.numpy()
-
-    def decide(features: Any, budget_ms: float) -> int:
-        query = np.concatenate(list(features.values()))
-        weight = np.exp(10 * (known @ (query / np.linalg.norm(query))))
-        weight /= weight.sum()
-        return best_within(weight @ accuracy, weight @ latency_ms, budget_ms)
-
-    return decide
-
-
-def peers_of(agent: DeployedController, folder: Path) -> dict[str, Callable[[], object]]:
+def peers_of(agent: DeployedController, folder: Path) -> dict[str, Way]:
     """Return other ways to decide, by name."""
-    peers = {"a forest of scikit-learn": in_turn(forest())}
-    peers["weighted neighbours in NumPy"] = in_turn(neighbours())
-    try:
-        write_onnx(Deployed(agent), folder / "controller.onnx")
-        onnx = OnnxController(folder / "controller.onnx")
-        peers["the same controller in ONNX runtime"] = in_turn(onnx.decide_index)
-    except InputError as error:  # the extra is not installed
-        logging.warning("%s", error)
-    return peers
+    write_onnx(Deployed(agent), folder / "controller.onnx")
+    onnx = OnnxController(folder / "controller.onnx")
+    return {
+        "a forest of scikit-learn": in_turn(forest()),
+        "the same controller in ONNX runtime": in_turn(onnx.decide_index),
+    }
 
 
 # -- in front of a model ---------------------------------------------------------------------------
@@ -167,30 +134,18 @@ class InstantModel:
 
 
 def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
-    """Time requests with and without tracker, log and cache, beside the model alone."""
-    configuration = TABLE.configuration(0)
-
-    def alone(request: Request, budget_ms: float) -> object:
-        return bare.answer([bare.first_stage(request)], configuration)
-
-    bare = InstantModel()
+    """Time requests with and without a tracker, a log and a cache."""
     requests = [Request(row, "what?") for row in range(len(SAMPLES))]
     options: dict[str, dict[str, Any]] = {
         "nothing else": {"tracker": False},
-        "a tracker": {},
         "a tracker and a log": {"log": folder / "log"},
         # the tracker would change between two equal requests
         "a cache of decisions": {"tracker": False, "cache": 1000},
     }
     for name, chosen in options.items():
         with AdaptiveModel(InstantModel(), agent, **chosen) as model:
-            bench.line(
-                f"a request through AdaptiveModel, {name}",
-                "µs",
-                in_turn(model.answer, requests),
-                {"the model alone": in_turn(alone, requests)},
-                target="≤ 300 µs" if "log" in chosen else "",
-            )
+            what = f"a request through AdaptiveModel, {name}"
+            bench.line(what, "µs", in_turn(model.answer, requests), target="≤ 300 µs")
 
 
 def time_features(bench: Bench) -> None:
@@ -223,7 +178,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
-        peers = {} if bench.ours else peers_of(agent, folder)
+        peers = functools.cache(functools.partial(peers_of, agent, folder))
         ours = in_turn(controller.decide_index)
         bench.line("a decision, in a loop", "µs", ours, peers, target="≤ 20 µs")
         under_drift = in_turn(lambda x, ms: controller.decide_expected(x, ms, drift))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from timing import Bench
+from timing import Bench, Way
 from torch import Tensor
 
 from knobwise.envs import (
@@ -29,10 +29,6 @@ from knobwise.envs import (
 )
 
 TABLE = builtin_profile()
-MISS = 0.0
-"""What a late answer costs under RewardConfig(kind="utility")."""
-DRAWN = hasattr(TABLE, "repeats_ms")
-"""False in early versions, which `compare.py` may time: they replay median latencies alone."""
 
 
 def step(env: Any, contexts: Any) -> None:
@@ -64,7 +60,7 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
             took_ms = measured_ms.take(cells * measurements + which)
         else:
             took_ms = latency_ms.take(cells)
-        return torch.where(took_ms <= budgets_ms, accuracy.take(cells), -MISS)
+        return torch.where(took_ms <= budgets_ms, accuracy.take(cells), 0.0)
 
     return reward
 
@@ -99,7 +95,7 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         configuration = int((self.configurations == action).all(1).nonzero()[0][0])
         took_ms = self.np_random.choice(self.measured_ms[self.row, configuration])
         accuracy = float(self.accuracy[self.row, configuration])
-        reward = accuracy if took_ms <= self.budget_ms else -MISS
+        reward = accuracy if took_ms <= self.budget_ms else 0.0
         info = {"accuracy": accuracy, "latency_ms": took_ms}
         return self._observe(), reward, True, False, info
 
@@ -115,19 +111,26 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
 
     Without drawn measurements (`repeats="median"`), raw indexing must give the same rewards.
     """
-    options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
-    if group_size is not None:
-        options["group_size"] = group_size
-    reward = RewardConfig(kind="utility")
-    env = ConfigBandit(TABLE, batch_size=contexts, reward=reward, lean=True, seed=0, **options)
+    # under this reward a late answer costs nothing
+    env = ConfigBandit(
+        TABLE,
+        batch_size=contexts,
+        group_size=group_size,
+        reward=RewardConfig(kind="utility"),
+        lean=True,
+        seed=0,
+        repeats=repeats,
+    )
     drawn = env.rand_action(env.reset())
     actions = drawn["action"].reshape(contexts, group_size or 1, -1)
-    peers = {}
-    if not bench.ours:
-        peers["raw indexing"] = indexing(drawn, actions, repeats)
+
+    def peers() -> dict[str, Way]:
+        raw = indexing(drawn, actions, repeats)
         if repeats == "median":
             rewards = env.step(drawn)["next", "reward"].view(actions.shape[:2])
-            torch.testing.assert_close(peers["raw indexing"](), rewards)
+            torch.testing.assert_close(raw(), rewards)
+        return {"raw indexing": raw}
+
     size = f"{contexts:,}" if group_size is None else f"{contexts:,} × {group_size}"
     bench.line(
         f"ConfigBandit.step, {size}, {repeats}",
@@ -144,11 +147,14 @@ def time_vector(bench: Bench, size: int) -> None:
     vector = ConfigBanditVectorEnv(size, TABLE)
     vector.reset(seed=0)
     actions = vector.action_space.sample()
-    peers = {}
-    if size < 100 and not bench.ours:
+
+    def peers() -> dict[str, Way]:
+        if size > 100:
+            return {}
         plain = SyncVectorEnv([PlainEnv] * size, autoreset_mode=AutoresetMode.SAME_STEP)
         plain.reset(seed=0)
-        peers["SyncVectorEnv of plain environments"] = functools.partial(plain.step, actions)
+        return {"SyncVectorEnv of plain environments": functools.partial(plain.step, actions)}
+
     bench.line(
         f"gymnasium vector environment, {size:,}",
         "µs a decision",
@@ -162,18 +168,12 @@ def time_vector(bench: Bench, size: int) -> None:
 def time_single(bench: Bench) -> None:
     """Time a single environment."""
     env = ConfigBanditEnv(TABLE)
-    env.reset(seed=0)
     action = env.action_space.sample()
-    peers = {}
-    if not bench.ours:
-        plain = PlainEnv()
-        plain.reset(seed=0)
-        peers["a plain environment"] = functools.partial(episode, plain, action)
     bench.line(
         "gymnasium environment, reset and step",
         "µs",
         functools.partial(episode, env, action),
-        peers,
+        lambda: {"a plain environment": functools.partial(episode, PlainEnv(), action)},
         target="≤ 200 µs",
     )
 
@@ -182,8 +182,7 @@ if __name__ == "__main__":
     BENCH = Bench()
     time_steps(BENCH, 16_384, None, "median")
     time_steps(BENCH, 2_048, 8, "median")
-    if DRAWN:
-        time_steps(BENCH, 16_384, None, "draw")
+    time_steps(BENCH, 16_384, None, "draw")
     time_vector(BENCH, 4096)
     time_vector(BENCH, 64)
     time_single(BENCH)

@@ -9,9 +9,8 @@ training do not depend on the number of samples; splitting, standardising and ju
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
 
 import torch
@@ -47,8 +46,9 @@ def table_of(count: int) -> ProfileTable:
     )
 
 
-def train_on(count: int) -> None:
-    """Print the seconds of a training on so many samples, and the most memory in GB."""
+def train_on(count: int) -> tuple[float, float]:
+    """Return the seconds of a training on so many samples, and the most memory in GB."""
+    torch.set_num_threads(1)
     table = table_of(count)
     start = time.process_time()
     split = table.split()
@@ -60,23 +60,14 @@ def train_on(count: int) -> None:
     ).run()
     judge(static_of(table, split.train), table, split.test, budgets_ms)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(time.process_time() - start, most)
-
-
-def main() -> None:
-    """Run each size in a process of its own."""
-    bench = Bench()
-    for count in SIZES:
-        words = [sys.executable, __file__, str(count)]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        seconds, most = map(float, done.stdout.split()[-2:])
-        bench.tell(f"training and judging on {count:,} samples", "s", seconds)
-        bench.tell(f"most memory on {count:,} samples", "GB", most)
+    return time.process_time() - start, most
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1:] and sys.argv[1].isdecimal():
-        train_on(int(sys.argv[1]))
-    else:
-        main()
+    BENCH = Bench()
+    # a process of its own for each size
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for size in SIZES:
+            seconds, memory = pool.apply(train_on, (size,))
+            BENCH.tell(f"training and judging on {size:,} samples", "s", seconds)
+            BENCH.tell(f"most memory on {size:,} samples", "GB", memory)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict
-from timing import Bench
+from timing import Bench, Way
 from torch import Tensor
 
 from knobwise.agents.controller.actor import make_actor
@@ -115,7 +115,6 @@ def main() -> None:
             kl_to_ref_coeff=BETA,
             clip_epsilon=EPSILON,
             advantage="centred",
-            functional=False,
         )
         module.diagnostics = False
 
@@ -123,12 +122,12 @@ def main() -> None:
             out = module(batch)
             return out["loss_objective"] + out["loss_kl_to_ref"]
 
-        peers = {}
-        if not bench.ours:
+        def peers(ours: Way = ours, bare: Callable[..., Tensor] = bare) -> dict[str, Way]:
             function = functools.partial(bare, network, batch)
             expected = gradient(function, controller)
             torch.testing.assert_close(gradient(ours, controller), expected)
-            peers["a bare function"] = functools.partial(learn, function, controller)
+            return {"a bare function": functools.partial(learn, function, controller)}
+
         bench.line(
             f"GRPOLoss, {objective}, forward and backward",
             "ms",

@@ -82,7 +82,7 @@ def main() -> None:
             f"reading {2 * rows:,} records of exp5 and exp6",
             "s",
             functools.partial(read_exp5_exp6, folder / "exp5", folder / "exp6", "text_vqa"),
-            {"orjson and polars alone": functools.partial(plain_files, folder)},
+            lambda: {"orjson and polars alone": functools.partial(plain_files, folder)},
         )
         rows = 10_000_000
         path = folder / "table.parquet"
@@ -91,7 +91,7 @@ def main() -> None:
             f"reading {rows:,} rows of Parquet",
             "s",
             functools.partial(read_long_table, path),
-            {"polars alone": functools.partial(plain_parquet, path)},
+            lambda: {"polars alone": functools.partial(plain_parquet, path)},
         )
 
 

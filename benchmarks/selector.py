@@ -1,4 +1,4 @@
-"""A choice of demonstrations for one query, beside simple ways to choose them.
+"""A choice of demonstrations for one query, beside the nearest ones.
 
 The pool has 64 candidates with embeddings 64 wide. The selector is the default one, untrained: its
 time does not depend on training.
@@ -27,19 +27,6 @@ def nearest(query: Tensor, pool: Tensor, shots: int) -> Tensor:
     return functional.cosine_similarity(query.unsqueeze(1), pool, dim=-1).topk(shots).indices
 
 
-def maximal_marginal_relevance(query: Tensor, pool: Tensor, shots: int) -> Tensor:
-    """Return candidates near the query and far from each other (Carbonell and Goldstein 1998)."""
-    pool = functional.normalize(pool[0], dim=-1)
-    relevance = pool @ functional.normalize(query[0], dim=-1)
-    likeness = pool @ pool.T
-    chosen = [int(relevance.argmax())]
-    while len(chosen) < shots:
-        score = 0.5 * relevance - 0.5 * likeness[chosen].amax(0)
-        score[chosen] = -torch.inf
-        chosen.append(int(score.argmax()))
-    return torch.tensor([chosen])
-
-
 if __name__ == "__main__":
     BENCH = Bench()
     torch.manual_seed(0)
@@ -49,9 +36,6 @@ if __name__ == "__main__":
     SELECTOR = Selector(SelectorConfig(), WIDTH).eval()
     with torch.inference_mode():
         for shots in (2, 4):
-            peers = {}
-            for peer in (nearest, maximal_marginal_relevance):
-                title = peer.__name__.replace("_", " ")
-                peers[title] = functools.partial(peer, QUERY, CANDIDATES, shots)
+            simple = {"nearest": functools.partial(nearest, QUERY, CANDIDATES, shots)}
             ours = functools.partial(SELECTOR.choose, QUERY, CANDIDATES, MASK, shots)
-            BENCH.line(f"a choice of {shots} demonstrations of {POOL}", "µs", ours, peers)
+            BENCH.line(f"a choice of {shots} demonstrations of {POOL}", "µs", ours, simple.copy)

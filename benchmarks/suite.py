@@ -1,106 +1,45 @@
-"""Run every benchmark one after the other, and keep what they say in docs/benchmarks.json.
+"""Run every benchmark one after the other, and keep what they print in docs/speed.md.
 
-docs/speed.md holds the tables between two comments; they are written from the JSON. Run it on a
-quiet machine, and commit both files:
+Each script has a table there, under its command. Run it on a quiet machine:
 
-    python benchmarks/suite.py [--rounds=5] [SCRIPT …]
+    python benchmarks/suite.py [SCRIPT …]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-SCRIPTS = {
-    "environment": "Environments",
-    "loss": "GRPOLoss",
-    "loop": "Training",
-    "decision": "Decisions",
-    "selector": "Demonstrations",
-    "reading": "Reading",
-    "commands": "Commands",
-    "growth": "Growth",
-}
-"""Script → title of its table."""
+import torch
+
+from knobwise.profiling.measuring.machine import cpu_name
+
 FOLDER = Path(__file__).resolve().parent
-DOCS = FOLDER.parent / "docs"
-RECORD = DOCS / "benchmarks.json"
-PAGE = DOCS / "speed.md"
-BEGIN = "<!-- tables of benchmarks.json -->"
-END = "<!-- end of tables -->"
-Lines = list[dict[str, Any]]
+PAGE = FOLDER.parent / "docs/speed.md"
+HEAD = "| what | time | ours / theirs [quartiles] | target |\n|---|---|---|---|\n"
 
 
-def machine() -> str:
-    """Return what this machine is: processor, cores, Python and torch."""
-    import torch
-
-    from knobwise.profiling.measuring.machine import cpu_name
-
+def main(scripts: list[str]) -> None:
+    """Run these scripts, or all, and write their tables."""
+    page = PAGE.read_text()
+    for script in scripts or re.findall(r"^`python benchmarks/(\w+)\.py`$", page, re.MULTILINE):
+        words = [sys.executable, str(FOLDER / f"{script}.py"), "--rounds=5"]
+        rows = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print(rows)
+        # the table ends with an empty line
+        before, command, rest = page.partition(f"`python benchmarks/{script}.py`\n\n")
+        after = rest.partition("\n\n")[2]
+        page = f"{before}{command}{HEAD}{rows}\n{after}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
-
-
-def run(script: str, rounds: int) -> Lines:
-    """Run a benchmark in a process of its own, show what it prints, and return its lines."""
-    words = [sys.executable, str(FOLDER / f"{script}.py"), "--json", f"--rounds={rounds}"]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    lines = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
-    for line in lines:
-        print("  " + row_of(line), flush=True)
-    return lines
-
-
-def row_of(line: dict[str, Any]) -> str:
-    """Return a line as a row of a table in Markdown."""
-    if "peer" in line:
-        low, ratio, high = line["ratio"]
-        ours = f"{ratio:g} × [{low:g}, {high:g}]"
-        return f"| … beside {line['peer']} | {line['value']:g} {line['unit']} | {ours} | |"
-    return f"| {line['what']} | {line['value']:g} {line['unit']} | | {line.get('target', '')} |"
-
-
-def page(record: dict[str, Any]) -> str:
-    """Return the tables in Markdown."""
-    parts = [f"Measured on {record['date']}: {record['machine']}."]
-    for script, lines in record["lines"].items():
-        head = f"### {SCRIPTS[script]}\n\n`python benchmarks/{script}.py`\n"
-        titles = "| what | time | ours / theirs [quartiles] | target |\n|---|---|---|---|"
-        rows = [row_of(line) for line in lines]
-        parts.append("\n".join([head, titles, *rows]))
-    return "\n\n".join(parts)
-
-
-def main() -> None:
-    """Run the scripts, then write the record and the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=", ".join(SCRIPTS))
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    record: dict[str, Any] = {"lines": {}}
-    if RECORD.exists():
-        record = json.loads(RECORD.read_text())
-    start = time.perf_counter()
-    for script in options.scripts or SCRIPTS:
-        print(f"== {script}", flush=True)
-        record["lines"][script] = run(script, options.rounds)
-    record["lines"] = {name: record["lines"][name] for name in SCRIPTS if name in record["lines"]}
-    record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
-    # the tables stand between two comments of the page
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{page(record)}\n\n{END}{after}")
-    print(f"{time.perf_counter() - start:.0f} s; see {RECORD.name} and {PAGE.name}")
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
+    measured = f"Measured on {time.strftime('%Y-%m-%d')}: {machine}."
+    PAGE.write_text(re.sub("^Measured on .*", measured, page, flags=re.MULTILINE))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -6,22 +6,20 @@ over rounds of our time / theirs, with the quartiles.
 
 A benchmark is a script of `Bench.line`s. Run it alone, or all of them by `make bench`:
 
-    python benchmarks/environment.py [--json] [--ours] [--rounds=9]
+    python benchmarks/environment.py [--ours] [--rounds=9]
 
-With `--ours` nothing else is timed, as `benchmarks/compare.py` needs it; `--json` prints a line of
-JSON for each line. One round shows that a script works, and its times mean nothing.
+With `--ours` nothing else is timed, as `benchmarks/compare.py` needs it. One round shows that a
+script works, and its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 # before NumPy and torch are imported: idle threads wait, and their waiting counts as CPU time
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
@@ -76,15 +74,15 @@ def _after(before: Way, way: Way) -> float:
 
 
 class Bench:
-    """The lines of a benchmark, printed as they come; options are read from the command line."""
+    """The rows of a benchmark's table, printed in Markdown as they come.
 
-    json: bool
+    Options are read from the command line."""
+
     ours: bool
     rounds: int
 
     def __init__(self) -> None:
         parser = argparse.ArgumentParser(description="Time one part of knobwise beside its peers.")
-        parser.add_argument("--json", action="store_true", help="a line of JSON for each line")
         parser.add_argument("--ours", action="store_true", help="time nothing else")
         parser.add_argument("--rounds", type=int, default=9)
         parser.parse_args(namespace=self)
@@ -98,7 +96,7 @@ class Bench:
         what: str,
         unit: str,
         ours: Way,
-        peers: Mapping[str, Way] | None = None,
+        peers: Callable[[], Mapping[str, Way]] = dict,
         *,
         per: int = 1,
         target: str = "",
@@ -109,35 +107,31 @@ class Bench:
         Args:
             what: what is done.
             unit: of the time, from ns to s, and of what: `ns a draw`.
-            peers: other ways by their names.
+            peers: builds other ways, by their names; not called under `--ours`.
             per: how many of the unit's things a call does.
             target: what the time, or the ratio to the first peer, should be.
             before: what runs before each call, untimed.
         """
-        ways = {"": ours} if self.ours else {"": ours, **(peers or {})}
+        ways = {"": ours}
+        if not self.ours:
+            ways |= peers()
         seconds = seconds_of(ways, self.rounds, before)
         scale = UNITS[unit.split()[0]] / per
         mine = seconds.pop("")
-        more = {"target": target} if target else {}
-        self.tell(what, unit, statistics.median(mine) * scale, **more)
+        self.tell(what, unit, statistics.median(mine) * scale, target=target)
         for name, theirs in seconds.items():
-            ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+            low, ratio, high = ratios(mine, theirs)
             value = statistics.median(theirs) * scale
-            self.tell(what, unit, value, peer=name, ratio=quartiles(ratios))
+            self.tell(f"… beside {name}", unit, value, f"{ratio:.3g} × [{low:.3g}, {high:.3g}]")
 
-    def tell(self, what: str, unit: str, value: float, **more: Any) -> None:
+    def tell(self, what: str, unit: str, value: float, ratio: str = "", target: str = "") -> None:
         """Print a number with its unit, and what else belongs to it."""
-        value = float(f"{value:.4g}")
-        if self.json:
-            print(json.dumps({"what": what, "unit": unit, "value": value, **more}), flush=True)
-        elif "peer" in more:
-            low, ratio, high = more["ratio"]
-            print(f"  {more['peer']}: {value:g} {unit}; ratio {ratio} [{low}, {high}]", flush=True)
-        else:
-            print(f"{what}: {value:g} {unit}  {more.get('target', '')}", flush=True)
+        print(f"| {what} | {value:.4g} {unit} | {ratio} | {target} |", flush=True)
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """Return the three quartiles of values, to three digits."""
-    parts = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
-    return [float(f"{part:.3g}") for part in parts]
+def ratios(times: list[float], others: list[float]) -> list[float]:
+    """Return the quartiles of the ratios of times that were taken in turn."""
+    values = [time / other for time, other in zip(times, others, strict=True)]
+    if len(values) == 1:
+        return values * 3
+    return statistics.quantiles(values, n=4, method="inclusive")

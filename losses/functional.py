@@ -116,16 +116,12 @@ def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
         The kind, or the function, as `group_advantage` takes it.
 
     Raises:
-        ValueError: neither a function, nor `module:name`, nor one of `ADVANTAGES`.
+        ValueError: another kind, see `group_advantage`.
         InputError: see `advantage_function`.
     """
-    # a function of the user's, by its name or as such
     if isinstance(kind, str) and ":" in kind:
         return advantage_function(kind)
-    if not callable(kind) and kind not in ADVANTAGES:
-        raise ValueError(
-            f"advantage {kind!r}: must be module:name or one of {', '.join(ADVANTAGES)}"
-        )
+    group_advantage(torch.zeros(1, 2), kind)
     return kind
 
 
@@ -134,14 +130,13 @@ def group_advantage(
     kind: str | AdvantageFunction = "zscore",
     *,
     weight: Tensor | None = None,
-    std_floor: float = STD_FLOOR,
     clip: float = 5.0,
 ) -> Tensor:
     """Compute the advantages A of rewards r inside each group.
 
     - `unnormalised`: A = r, without a baseline.
     - `centred`: A = r − E r.
-    - `zscore`: A = (r − E r)/max(std, std_floor), the form of GRPO (Shao et al. 2024,
+    - `zscore`: A = (r − E r)/max(std, `STD_FLOOR`), the form of GRPO (Shao et al. 2024,
       "DeepSeekMath", section 4.1.1). Only the floor is ours. Without it, rewards that differ by
       noise alone would give advantages as large as any.
     - `rank`: see `rank_advantage`.
@@ -151,8 +146,6 @@ def group_advantage(
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
             the others.
-        std_floor: the least number that `zscore` divides by, in units of reward; `GRPOLoss` keeps
-            the default.
         clip: advantages are cut to ±clip.
 
     Returns: [*, J], not differentiable.
@@ -167,7 +160,7 @@ def group_advantage(
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
             std = expectation(advantage.square(), weight).sqrt()
-            advantage = advantage / std.clamp_min(std_floor).unsqueeze(-1)
+            advantage = advantage / std.clamp_min(STD_FLOOR).unsqueeze(-1)
     elif kind == "rank":
         advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":

@@ -70,13 +70,11 @@ class LossConfig(GRPOConfig):
         one_of("loss.objective", self.objective, ("exact", "sampled", "ppo"))
         if self.objective == "ppo":
             one_of("loss.advantage", self.advantage, ("centred", "zscore"))
-            if self.kl_to_ref_coeff:
+            if self.kl_to_ref_coeff or self.kl_band is not None:
                 raise InputError(
-                    f"loss.kl_to_ref_coeff={self.kl_to_ref_coeff}: PPO has no reference policy; "
-                    "leave it out"
+                    "loss.kl_to_ref_coeff, loss.kl_band: PPO has no reference policy; leave them "
+                    "out"
                 )
-            if self.kl_band is not None:
-                raise InputError("loss.kl_band: PPO has no reference policy; leave it out")
 
 
 @dataclass

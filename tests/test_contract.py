@@ -187,8 +187,8 @@ def test_c3_knobs_under_their_own_keys_go_from_the_environment_to_the_optimiser(
     policy = make_actor(driven_apart(table, PolicyConfig(hidden=16)), table, 8, separate=True)
     assert issubclass(policy[-1].distribution_class, CompositeDistribution)
     grpo, rce = (
-        GRPOLoss(policy, functional=False),
-        RCELoss(policy, temperature=0.2, functional=False),
+        GRPOLoss(policy),
+        RCELoss(policy, temperature=0.2),
     )
     assert (set(env.action_keys), policy.dist_sample_keys, grpo.tensor_keys.action) == (
         set(knobs),

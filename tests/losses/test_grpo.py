@@ -142,7 +142,7 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
     advantage,
 ):
     data = drawn(linear_actor(5, seed=1), 16, 5)
-    ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02, functional=False)
+    ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02)
     stock = ClipPPOLoss(
         linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False
     )
@@ -194,9 +194,7 @@ def played(objective, holes):
         data = env.rollout(1, actor).squeeze(-1)
     data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
     data["reference_log_prob"] = data["action_log_prob"]
-    loss = GRPOLoss(
-        actor, objective=objective, kl_to_ref_coeff=0.1, entropy_coeff=0.01, functional=False
-    )
+    loss = GRPOLoss(actor, objective=objective, kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     return loss, data
 
 
@@ -227,7 +225,7 @@ def test_the_index_of_a_draw_may_stand_in_for_its_action():
 
 
 def test_what_is_next_to_impossible_spoils_no_diagnostics():
-    loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact", functional=False)
+    loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact")
     with torch.no_grad():
         loss.actor_network[0].module.weight[1] -= (
             200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
@@ -298,7 +296,7 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient():
     net = nn.Linear(1, 4)
     net.bias.data = torch.tensor([200.0, 0.0, 0.0, 0.0])
     actor = actor_of(net, torch.arange(4).unsqueeze(1), 2)
-    loss = GRPOLoss(actor, kl_to_ref_coeff=0.0, functional=False)
+    loss = GRPOLoss(actor, kl_to_ref_coeff=0.0)
     data = {"observation": torch.zeros(1, 1), "action": torch.tensor([[[1], [2]]])}
     data |= {
         "action_log_prob": torch.full((1, 2), -200.0),
@@ -329,10 +327,7 @@ def separate_actor(group_size):
 
 @pytest.mark.parametrize("kind", ["sampled", "masked", "exact", "rce", "recorded"])
 @pytest.mark.parametrize("aggregate", [False, True])
-@pytest.mark.parametrize("functional", [False, True])
-def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actions(
-    kind, aggregate, functional
-):
+def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actions(kind, aggregate):
     data = drawn(linear_actor(4, seed=1), 8, 4)
     data["group_mask"] = torch.arange(4) < torch.arange(8).unsqueeze(1)
     data["reference_log_prob"] = data["action_log_prob"] - 0.1
@@ -347,8 +342,8 @@ def test_knobs_under_their_own_keys_have_the_losses_and_gradients_of_whole_actio
         options = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01, "masked": kind == "masked"}
         options["objective"] = "exact" if kind == "exact" else "sampled"
     with set_composite_lp_aggregate(aggregate):
-        whole = make(linear_actor(4), functional=functional, **options)
-        loss = make(separate_actor(4), functional=functional, **options)
+        whole = make(linear_actor(4), **options)
+        loss = make(separate_actor(4), **options)
         if kind == "sampled":
             wanted_keys = (
                 ["sample_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
@@ -381,7 +376,7 @@ def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
     reward = torch.rand(4, 3, dtype=torch.float64)
     flat["advantage"] = (reward - reward.mean(-1, keepdim=True)).reshape(-1, 1)
     stock = ClipPPOLoss(actor, None, critic_coeff=None, entropy_coeff=0.02, functional=False)
-    ours = GRPOLoss(actor, advantage="centred", entropy_coeff=0.02, functional=False)
+    ours = GRPOLoss(actor, advantage="centred", entropy_coeff=0.02)
     assert ours.tensor_keys.action == stock.tensor_keys.action == nested
     groups = flat.reshape(4, 3).set(("next", "reward"), reward)
     groups.batch_size = [4]

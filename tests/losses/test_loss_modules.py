@@ -28,7 +28,6 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 # tensordict asks for a setting that this torch no longer has
 library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
-either_way = pytest.mark.parametrize("functional", [True, False])
 
 
 def make_actor(seed=0):
@@ -83,10 +82,9 @@ def test_reading_and_writing_keys_are_told(kind):
 
 
 @every_kind
-@either_way
-def test_every_key_can_be_renamed(kind, functional):
-    wanted = make_loss(kind, functional=functional)(make_data())
-    loss = make_loss(kind, functional=functional)
+def test_every_key_can_be_renamed(kind):
+    wanted = make_loss(kind)(make_data())
+    loss = make_loss(kind)
     for name in loss.default_keys.__dataclass_fields__:
         key = getattr(loss.default_keys(), name)
         changed = copy.deepcopy(loss)
@@ -105,21 +103,12 @@ def test_every_key_can_be_renamed(kind, functional):
 
 
 @every_kind
-@either_way
-def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(kind, functional):
-    stock, loss = make_loss(kind), make_loss(kind, functional=functional)
-    assert loss.functional == functional
-    data = make_data()
-    wanted, result = stock(make_data()), loss(data)
-    assert_same(result, wanted)
+def test_the_input_is_left_and_all_parameters_get_a_gradient(kind):
+    loss, data = make_loss(kind), make_data()
+    total(loss(data)).backward()
     assert_same(data.flatten_keys(), make_data().flatten_keys())
-    total(wanted).backward()
-    total(result).backward()
     assert len(list(loss.parameters())) == 4
-    assert all(
-        torch.equal(p.grad, q.grad)
-        for p, q in zip(loss.parameters(), stock.parameters(), strict=True)
-    )
+    assert all(p.grad.abs().sum() > 0 for p in loss.parameters())
 
 
 @every_kind
@@ -183,20 +172,17 @@ def assert_same_under_compile(compiled, loss, data):
 
 
 @library_warning
-@pytest.mark.parametrize(
-    ("kind", "functional"),
-    [("masked", False), ("rce", False), ("recorded", False), ("sampled", True)],
-)
-def test_it_compiles(kind, functional):
+@pytest.mark.parametrize("kind", ["masked", "rce", "recorded"])
+def test_it_compiles(kind):
     """The others are compiled in the next test."""
-    loss = make_loss(kind, functional=functional)
+    loss = make_loss(kind)
     assert_same_under_compile(in_one_graph(loss), loss, make_data())
 
 
 @library_warning
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
 def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
-    loss, data = GRPOLoss(make_actor(), objective=objective, functional=False), make_data()
+    loss, data = GRPOLoss(make_actor(), objective=objective), make_data()
     compiled = in_one_graph(loss)
     far = data.clone()
     far["reference_log_prob"][0], far["reference_log_probs"][0] = 500.0, 500.0  # e⁵⁰⁰ is infinite
