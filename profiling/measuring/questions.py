@@ -52,8 +52,7 @@ class VQAItem:
     id: str
     image: Any
     """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes
-    such; or what draws a picture by `convert(mode)`, and has its `digest`. None for a question
-    about no image."""
+    such; or what draws a picture by `convert(mode)`. None for a question about no image."""
     question: str
     answers: tuple[str, ...]
     """At least one; data sets like VQA have ten, repeats included."""
