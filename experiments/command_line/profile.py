@@ -44,7 +44,7 @@ def profile(config: ProfileRun) -> None:
 
 
 def measure(config: ProfileRun) -> Path:
-    """Measure a model with knobs, or the part of it that this process does; return the folder."""
+    """Measure a model with knobs; return the folder."""
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.models import load_model
@@ -67,16 +67,12 @@ def measure(config: ProfileRun) -> Path:
 
 
 def _summary(folder: Path) -> None:
-    """Print what a measured profile holds, or only its folder while other processes still
-    measure."""
+    """Print what a measured profile holds."""
     from knobwise.common.parquet import read_parquet
 
-    # there is none before the last process is done
     table = folder / "table.parquet"
+    features = str(folder / "features.safetensors")
     print(f"profile: {folder}")
-    if not table.exists():
-        return
-    features = next(map(str, sorted(folder.glob("features.*"))), None)
     inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
     answers = read_parquet(table).select("accuracy", "pred")
     if not (answers["accuracy"] > 0).any():
@@ -85,10 +81,7 @@ def _summary(folder: Path) -> None:
             "no answer is right under any configuration; the model says, for example, "
             f"{', '.join(map(repr, texts))}: look at knobs.metric, knobs.prompt and the data"
         )
-    words = f"profile=table profile.path={table}"
-    if features is not None:
-        words += f" profile.features={features}"
-    print(f"next:    knobwise train {words}")
+    print(f"next:    knobwise train profile=table profile.path={table} profile.features={features}")
 
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:

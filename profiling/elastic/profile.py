@@ -10,10 +10,7 @@ written to DIR/builtin. Repeat the command to resume it.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,9 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.tables.tensor_file import digest_of, tensors_and_metadata
+from knobwise.common.json_text import read_json
+from knobwise.envs.readers.feature_files import read_features
+from knobwise.envs.tables.tensor_file import digest_of
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import (
@@ -34,12 +33,11 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
 )
 from knobwise.profiling.measuring.machine import digests, one_thread, write_json
-from knobwise.profiling.measuring.measuring import read_logs
-from knobwise.profiling.measuring.outputs import log_spread, write_table
+from knobwise.profiling.measuring.measuring import LOG, read_measurements
+from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
-REPEATS = 3
 WINDOW = 51
 """Measurements that one estimate of the machine's speed is the median of."""
 MEASURED = ("sample_id", *KNOBS)
@@ -50,12 +48,16 @@ REFERENCE = "extra.reference_ms"
 TOKENS = torch.ones(400, 96)
 WEIGHTS = torch.ones(96, 384)
 """The factors of these products."""
-FILES = ("table.parquet", "features.npz", "samples.parquet")
 
 
 class TimedElastic(ElasticAdaptive):
     """The elastic model, which also times fixed products before and after each answer: the extra
     `reference_ms`."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the model from others: a digest of its weights."""
+        return {"weights": digest_of(self.model.state_dict(), {})}
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Answer as the elastic model does."""
@@ -108,19 +110,18 @@ def without_drift(log: pl.DataFrame) -> pl.DataFrame:
     return log.with_columns(pl.col(TIMES) / level.exp())
 
 
-def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
+def table_of(log: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of the profile, by sample, configuration and repeat: exact match, the share
     of right words, and times with four significant digits."""
+    exact = ElasticRequests()
     soft = ElasticRequests(soft=True)
-    answers = log.select("sample_id", "text").unique(maintain_order=True)
-    scores = [(questions.score(*row), soft.score(*row)) for row in answers.rows()]
-    judged = answers.with_columns(
-        pl.Series("accuracy", [exact for exact, _ in scores], pl.Float32),
-        pl.Series("soft_score", [share for _, share in scores], pl.Float32),
-    )
+    answers = log.select("sample_id", "text").rows()
     return (
-        log.join(judged, ["sample_id", "text"])
-        .with_columns(pl.col("sample_id", *KNOBS, "repeat").cast(pl.Int32))
+        log.with_columns(
+            pl.Series("accuracy", [exact.score(*row) for row in answers], pl.Float32),
+            pl.Series("soft_score", [soft.score(*row) for row in answers], pl.Float32),
+            pl.col("sample_id", *KNOBS, "repeat").cast(pl.Int32),
+        )
         .sort(*MEASURED, "repeat")
         .select(
             *MEASURED,
@@ -134,51 +135,35 @@ def table_of(log: pl.DataFrame, questions: ElasticRequests) -> pl.DataFrame:
     )
 
 
-def identity_of(model: ElasticAdaptive) -> dict[str, Any]:
-    """Return what tells the model from others: its size, and a digest of its weights."""
-    weights = digest_of(model.model.state_dict(), {})
-    return {"size": asdict(model.model.size), "weights": weights}
-
-
-def write(out: Path, samples: int) -> Path:
+def write(out: Path) -> Path:
     """Write the profile from what was measured into ``out``; return its folder."""
     folder = out / "builtin"
     folder.mkdir(exist_ok=True)
-    questions = ElasticRequests()
-    log = read_logs(out / "state").filter(pl.col("sample_id").cast(pl.Int64) < samples)
-    table = table_of(without_drift(log), questions)
-    write_table(folder / "table.parquet", table)
-    # the features of a sample in half precision
-    blocks, metadata = tensors_and_metadata(out / "features.safetensors")
-    ids = np.array(json.loads(metadata["sample_id"]), np.int32)
-    image, language = (
-        blocks[name].numpy().astype(np.float16) for name in ("image_features", "language_features")
+    write_table(
+        folder / "table.parquet", table_of(without_drift(read_measurements(out / "state" / LOG)))
     )
+    ids, blocks, *_ = read_features(out / "features.safetensors")
+    halves = {name: block.half().numpy() for name, block in blocks.items()}
     with written_whole(folder / "features.npz") as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, sample_id=ids, image_features=image, language_features=language)
+        np.savez_compressed(file, sample_id=np.array(ids, np.int32), **halves)
     rows = []
-    for row in range(samples):
-        item = questions.item(str(row))
+    for row, item in enumerate(ElasticRequests()):
         height, width = item.image.shape[2:]
         kind = item.question.partition("?")[0]
         rows.append((row, kind, item.question, item.answer, height // CELL, width // CELL))
     columns = ["sample_id", "question_type", "question", "answer", "rows", "columns"]
     write_table(folder / "samples.parquet", pl.DataFrame(rows, columns, orient="row"))
-    facts = json.loads((out / "profile.json").read_text(encoding="utf-8"))
-    kept = ("config", "model", "machine", "features_ms", "cost_s", "knobs")
+    facts = read_json(out / "profile.json")
+    kept = ("name", "config", "model", "machine", "features_ms", "cost_s", "knobs", "samples")
     content = {
-        "name": "elastic_scenes",
         "command": "python -m knobwise.profiling.elastic.profile --out DIR",
-        **{name: facts[name] for name in kept},
-        "samples": samples,
-        "configurations": len(table.select(KNOBS).unique()),
+        **{name: facts[name] for name in (*kept, "configurations")},
         "clock": {
             "latency_ms": "CPU time of one thread, of four significant digits",
             "drift": f"divided out, by products that were timed before and after each answer, and "
             f"by the running median of {WINDOW} measurements",
-            "log_spread_of_one_measurement": log_spread(table, MEASURED, "latency_ms"),
         },
-        "sha256": digests(folder, FILES),
+        "sha256": digests(folder, ("table.parquet", "features.npz", "samples.parquet")),
     }
     write_json(folder / "profile.json", content)
     return folder
@@ -188,25 +173,13 @@ def main() -> None:
     """Measure and write as the command line says."""
     parser = argparse.ArgumentParser(description="Measure the built-in profile.")
     parser.add_argument("--out", type=Path, required=True, help="folder to measure into")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=ElasticRequests.length,
-        help="scenes, each with a question",
-    )
-    arguments = parser.parse_args()
-    if arguments.samples < 1:
-        parser.error(f"--samples {arguments.samples}: must be at least 1")
+    out: Path = parser.parse_args().out
     model = TimedElastic()
-    questions = ElasticRequests()
-    count = math.prod(len(values) for values in model.measured.values())
-    items = [questions.item(row) for row in range(arguments.samples)]
-    config = VLMProfileConfig(name="elastic_scenes", repeats=REPEATS, clock="cpu")
-    print(f"{arguments.samples} × {count} × {REPEATS} measurements")
+    config = VLMProfileConfig(name="elastic_scenes", repeats=3, clock="cpu")
     try:
         with one_thread():
-            profile_vlm(arguments.out, model, items, config, identity_of(model))
-        folder = write(arguments.out, arguments.samples)
+            profile_vlm(out, model, model.questions, config)
+        folder = write(out)
     except InputError as error:
         parser.error(str(error))
     print(f"profile: {folder}")

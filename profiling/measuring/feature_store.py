@@ -1,85 +1,47 @@
 """Keep the features of samples on disk, so that a kill does not lose them.
 
-They are computed once for each image, question and model. In the end they are written as one file
+They are computed once for each image and question. In the end they are written as one file
 that `knobwise.envs.readers.feature_files` reads.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, tensors_of
 from knobwise.profiling.measuring.questions import VQAItem
 
 
-def image_digests(items: Sequence[VQAItem]) -> list[str]:
-    """Return the SHA-256 of each image.
-
-    The bytes of a file are hashed, and of a picture its pixels in RGB, as models see them. Raises
-    InputError if a file cannot be read."""
-    digest = cache(_file_digest)  # many questions are asked about one image
-    return [
-        digest(item.image) if isinstance(item.image, Path) else _digest(item.image)
-        for item in items
-    ]
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        return _digest(path.read_bytes(), str(path))
-    except OSError as error:
-        raise InputError(f"{path}: the image cannot be read ({error.strerror})") from error
-
-
-def _digest(image: Any, where: str = "an image given as bytes") -> str:
-    if image is None:
-        return ""
-    if hasattr(image, "digest"):
-        return str(image.digest)
-    if isinstance(image, bytes):
-        content = image
-        try:
-            Image.open(io.BytesIO(image)).close()  # reads the head only, enough to know an image
-        except (OSError, Image.DecompressionBombError) as error:
-            raise InputError(f"{where}: is no image that can be read") from error
-    elif isinstance(image, Image.Image):
-        pixels = image.convert("RGB")  # the bytes of a palette image do not say its colours
-        content = f"{pixels.size} ".encode() + pixels.tobytes()
-    elif isinstance(image, Tensor | np.ndarray):
-        array = np.asarray(image)
-        content = f"{array.dtype} {array.shape} ".encode() + array.tobytes()
-    else:
-        raise InputError(f"an image of type {type(image).__name__}: cannot be hashed; use an array")
-    return hashlib.sha256(content).hexdigest()
-
-
-def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
-    """Return a key for each sample: a hash of its image, its question and the model.
-
-    Args:
-        images: the `image_digests` of the samples.
-        questions: their questions, as the model reads them.
-        model: a text that tells the model from others, its weights included.
-    """
-    parts = zip(images, questions, strict=True)
-    return [hashlib.sha256(json.dumps([*part, model]).encode()).hexdigest()[:32] for part in parts]
+def content_keys(items: Sequence[VQAItem], questions: Sequence[str]) -> tuple[str, ...]:
+    """Return a key for each sample: a hash of its picture's pixels, as models see them, and of its
+    question, as the model reads it. Raises InputError if an image cannot be read."""
+    pictures: dict[Any, bytes] = {}  # many questions are asked about one image
+    keys = []
+    for item, question in zip(items, questions, strict=True):
+        name = item.image if isinstance(item.image, Path) else item.id
+        if name not in pictures:
+            picture = item.picture()
+            pixels = np.asarray("" if picture is None else picture)
+            if pixels.dtype.hasobject:
+                kind = type(picture).__name__
+                raise InputError(f"image of item {item.id!r}: {kind} is no picture and no array")
+            head = f"{pixels.dtype} {pixels.shape} ".encode()
+            pictures[name] = hashlib.sha256(head + pixels.tobytes()).digest()
+        keys.append(hashlib.sha256(pictures[name] + question.encode()).hexdigest()[:32])
+    return tuple(keys)
 
 
 class FeatureStore:
-    """Features by content key, each in a file of its own, in a folder that processes may share."""
+    """Features by content key, each in a file of its own, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,12 +78,7 @@ class FeatureStore:
         save_tensors(self._path(key), blocks)
 
     def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
-        """Write one feature file with a row for each sample, in this order. Raises InputError if
-        features of a sample are missing."""
-        if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
-            raise InputError(
-                f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}"
-            )
+        """Write one feature file with a row for each sample, in this order."""
         rows = [tensors_of(self._path(key)) for key in keys]
         stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         save_tensors(path, stacked, {"sample_id": json.dumps(list(sample_ids))})

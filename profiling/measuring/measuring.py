@@ -10,12 +10,11 @@ sample whose image or question changed is.
 from __future__ import annotations
 
 import gc
-import io
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,7 +33,6 @@ from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
     FirstStage,
-    Request,
     clock_ms,
     clocked_by,
 )
@@ -45,7 +43,9 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 Bools = NDArray[np.bool_]
 SEED = 0
-"""Seed of the samples, the configurations, their parts and the order of measuring."""
+"""Seed of the samples, the configurations and the order of measuring."""
+LOG = "measured.jsonl"
+"""The file of the measurements."""
 TIMES = ("total_ms", "prefill_ms", "vision_ms")
 STAGE_TIMES = ("features_ms", "first_look_ms")
 """Times of the first stage that are not part of an answer's."""
@@ -130,28 +130,20 @@ class Plan:
         return done
 
 
-def read_logs(folder: str | Path) -> pl.DataFrame:
-    """Read what all processes have measured so far, one row for each measurement.
+def read_measurements(path: str | Path) -> pl.DataFrame:
+    """Read what has been measured so far, one row for each measurement.
 
     Raises InputError for a file that is not such a log.
     """
-    # without any log there is an empty one
-    frames = [pl.DataFrame(schema=_SCHEMA)]
-    for path in sorted(Path(folder).glob("measured-*.jsonl")):
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # another process may be writing its next line
-        if not whole:
-            continue
-        try:
-            frame = pl.read_ndjson(
-                io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA
-            )
-            frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-            raise InputError(
-                f"{path}: is damaged ({error}); move it away to measure its part again"
-            ) from error
-    return pl.concat(frames, how="diagonal_relaxed")
+    log = pl.DataFrame(schema=_SCHEMA)
+    if not (content := Path(path).read_bytes()):
+        return log
+    try:
+        frame = pl.read_ndjson(content, infer_schema_length=None, schema_overrides=_SCHEMA)
+        frame = frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise InputError(f"{path}: is damaged ({error}); move it away to measure again") from error
+    return pl.concat([log, frame], how="diagonal_relaxed")
 
 
 @contextmanager
@@ -165,8 +157,7 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
         # the lock goes with the process, even with a killed one
         if not lock_descriptor(file.fileno(), blocking=False):
             raise InputError(
-                f"{path}: another process is measuring into it; give each its own shard=…, or "
-                "another out folder"
+                f"{path}: another process is measuring into it; choose another out folder"
             )
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -174,50 +165,49 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def measure(
-    model: AdaptiveVLM,
-    plan: Plan,
-    log: BinaryIO,
-    done: Bools,
-    store: FeatureStore,
-    untaken: set[str],
+    model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools, store: FeatureStore
 ) -> None:
-    """Measure what is not `done`, one request at a time.
+    """Compute the features that the store lacks, and measure what is not `done`, one request at a
+    time.
 
-    The first stage runs anew for each measurement, since its time is part of what is measured. It
-    runs once for each sample where no answer can continue from it (`kept` is None), and once for
-    all configurations of a sample where the model has `answer_all`.
+    The first stage runs anew for each measurement, since its time is part of what is measured, or
+    once for all configurations of a sample where the model has `answer_all`.
 
     Args:
         model: the model to measure.
         plan: the measurements to take.
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
-        store: gets the features of the samples whose content keys are in `untaken`.
-        untaken: content keys of samples without features; a key is removed once it is taken.
+        store: gets the features of the samples.
 
     Raises:
         InputError: the model failed, or gave an impossible answer; the message names sample and
             configuration.
     """
-    if done.all():
-        return
     run = _Runner(model, plan)
     count = int(done.sum())
     with clocked_by(plan.config.clock):
+        _take_features(run, store)
         _warm_up(run, done, plan.config.warm_up)
         with progress("measuring", done.size, count) as tick, collected_between() as collect:
             for repeat, i, columns in _missing(done, run.answer_all is not None):
                 stage, answers = run(i, columns)
                 for j, answer in zip(columns, answers, strict=True):
                     log.write(run.line(repeat, i, j, stage, answer))
-                # the features of a sample come with its first measurement
-                if plan.contents[i] in untaken:
-                    store.add(plan.contents[i], stage.features, plan.items[i].id)
-                    untaken.discard(plan.contents[i])
                 count += len(columns)
                 tick(count)
                 if count % _COLLECT_EVERY < len(columns):
                     collect()
+
+
+def _take_features(run: _Runner, store: FeatureStore) -> None:
+    """Compute the features of the samples that the store lacks."""
+    missing = [i for i, key in enumerate(run.plan.contents) if key not in store]
+    with progress("features", len(missing), quiet_s=5) as tick:
+        for number, i in enumerate(missing, 1):
+            stage, _ = run(i, [])
+            store.add(run.plan.contents[i], stage.features, run.plan.items[i].id)
+            tick(number)
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
@@ -241,16 +231,12 @@ def _missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]
     one configuration at a time, or all of a sample `together`."""
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
-        # by sample, in the order of their first missing configuration
-        groups: dict[int, list[int]] = {}
+        # in the order of the first missing configuration
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, j in measuring_order(samples, configurations, (SEED, repeat)).tolist():
-            if done[repeat, i, j]:
-                continue
-            if together:
-                groups.setdefault(i, []).append(j)
-            else:
-                yield repeat, i, [j]
-        for i, columns in groups.items():
+            if not done[repeat, i, j]:
+                groups.setdefault((i, 0 if together else j), []).append(j)
+        for (i, _), columns in groups.items():
             yield repeat, i, columns
 
 
@@ -273,20 +259,17 @@ class _Runner:
         self.model = model
         self.plan = plan
         self.answer_all = getattr(model, "answer_all", None)
-        # first stages that no answer continues from, by sample; small, since images are left out
-        self._stages: dict[int, FirstStage] = {}
 
     def __call__(self, i: int, columns: Sequence[int]) -> tuple[FirstStage, list[Answer]]:
-        """Answer sample i under the configurations `columns`, several only for a model that answers
-        all at once."""
+        """Run the first stage of sample i, and answer it under the configurations `columns`."""
         item = self.plan.items[i]
         configurations = [self.plan.configurations[j] for j in columns]
         request = self.plan.requests.request(item.id)
         try:
             start_ns = time.thread_time_ns()
-            stage = self._first_stage(i, request)
+            stage = self.model.first_stage(request)
             if self.answer_all is None:
-                answers = self.model.answer([stage], configurations[0])
+                answers = [self.model.answer([stage], each)[0] for each in configurations]
             else:
                 answers = self.answer_all(stage, configurations)
             # the thread's own count, whatever the model says
@@ -296,21 +279,11 @@ class _Runner:
         except Exception as error:  # whatever a model may raise, out of memory included
             reason = " ".join(str(error).split())[:300]
             raise InputError(
-                f"sample {item.id!r} with {configurations[0]}: the model failed "
+                f"sample {item.id!r} with {configurations[:1]}: the model failed "
                 f"({type(error).__name__}: {reason}). What was measured is on disk: repeat the "
                 "command to continue, if need be without some values or samples"
             ) from error
         return stage, answers
-
-    def _first_stage(self, i: int, request: Request) -> FirstStage:
-        """Run the first stage, or return the sample's earlier one if no answer continues from
-        it."""
-        if i in self._stages:
-            return replace(self._stages[i], request=request)
-        stage = self.model.first_stage(request)
-        if stage.kept is None:
-            self._stages[i] = replace(stage, request=Request(None, None))
-        return stage
 
     def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
         """Return one measurement as a line of the log."""

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
-SAVES_NOTHING = 0.02
-"""The share of the time below which a knob is reported to save nothing."""
 CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
@@ -53,15 +52,14 @@ def records_of(plan: Plan, log: pl.DataFrame, dataset: str) -> pl.DataFrame:
         rows = rows.drop("first_look_ms")
     if plan.config.repeats == 1:
         rows = rows.drop("repeat")
-    # each different answer is judged once
-    answers = rows.select("sample", "pred").unique(maintain_order=True)
-    accuracy = [plan.requests.score(plan.items[i].id, answer) for i, answer in answers.iter_rows()]
-    judged = answers.with_columns(pl.Series("accuracy", accuracy, pl.Float64))
-    rows = rows.join(judged, on=answers.columns, how="left", maintain_order="left").with_columns(
-        num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS)
+    score = cache(plan.requests.score)  # each different answer is judged once
+    items = plan.items
+    accuracy = [score(items[i].id, text) for i, text in rows.select("sample", "pred").iter_rows()]
+    rows = rows.with_columns(
+        pl.Series("accuracy", accuracy, pl.Float64),
+        num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS),
     )
     # a column for each part of a sample, gathered for each measurement
-    items = plan.items
     ids = [item.id for item in items]
     columns: dict[str, list[Any]] = {"sample_id": ids, "question_id": ids}
     if any(item.image_id for item in items):  # an item without one has an image of its own
@@ -83,24 +81,6 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
         columns.write_parquet(temporary, compression="zstd", compression_level=19)
 
 
-def write_exp_files(
-    out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]
-) -> str:
-    """Write `exp5/` and `exp6/`, replacing those of an earlier call.
-
-    Other knobs than those of these files cannot be written. Return the reason then, else "".
-    """
-    for folder in ("exp5", "exp6"):
-        shutil.rmtree(out / folder, ignore_errors=True)
-    if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
-        return (
-            f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}, and these knobs "
-            f"are {', '.join(knobs)}; read table.parquet instead (profile=table)"
-        )
-    write_exp5_exp6(records, out / "exp5", out / "exp6", records["dataset"][0], metadata)
-    return ""
-
-
 def write_vlm_profile(
     out: Path,
     plan: Plan,
@@ -112,8 +92,8 @@ def write_vlm_profile(
 
     The files are `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
     `profile.json`. The log holds all of the plan. `facts` is what else is known of the run: `name`
-    of the data set; `config`; and `split`, `model`, `machine` and `command`, which go into the
-    exp5/exp6 files too.
+    of the data set; `config`; and `split`, `model` and `machine`, which go into the exp5/exp6 files
+    too. These hold whole numbers of `KNOBS` only; for other knobs there are none.
     """
     records = records_of(plan, log, facts["name"])
     wanted = ("sample_id", "image_id", "question_type", *plan.knobs, "repeat", "accuracy")
@@ -123,26 +103,31 @@ def write_vlm_profile(
     questions = [(item.id, item.question) for item in plan.items]
     samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
     write_table(out / "samples.parquet", samples)
-    metadata = {key: facts[key] for key in ("split", "model", "machine", "command")}
-    note = write_exp_files(out, records, plan.knobs, metadata)
+    content = dict(facts)
+    # those of an earlier call are replaced
+    for folder in ("exp5", "exp6"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    if set(plan.knobs) == set(KNOBS) and all(records[knob].dtype.is_integer() for knob in KNOBS):
+        metadata = {key: facts[key] for key in ("split", "model", "machine")}
+        write_exp5_exp6(records, out / "exp5", out / "exp6", facts["name"], metadata)
+    else:
+        content["note"] = (
+            f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}; read "
+            "table.parquet instead (profile=table)"
+        )
 
     measured = plan.select(log)
     # [N, C], as the records are sorted
     shape = (len(plan.items), len(plan.configurations))
     cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
     latency = cells["latency_ms"].to_numpy().reshape(shape)
-    changed = pl.col("text") != pl.col("text").sort_by("repeat").first().over(CELL)
-    content = {
-        **facts,
+    content |= {
         "samples": shape[0],
         "configurations": shape[1],
-        **({"note": note} if note else {}),
         "clock": {
             "latency_ms": f"{CLOCK_NAMES[plan.config.clock]}, as the model reads it",
             "statistic": f"median of {plan.config.repeats}",
             "drift": "left in",
-            "log_spread_of_one_measurement": log_spread(measured),
-            "repeats_that_changed_an_answer": measured.filter(changed).height,
         },
         "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
         "cost_s": round(float(measured["total_ms"].sum()) / 1e3, 1),
@@ -151,18 +136,6 @@ def write_vlm_profile(
     }
     write_json(out / "profile.json", content)
     return content
-
-
-def log_spread(
-    measured: pl.DataFrame, cell: Sequence[str] = CELL, time: str = "total_ms"
-) -> float | None:
-    """Return the spread of a measurement: the standard deviation of the logarithm of a cell's
-    times, averaged over the cells; None with a single repeat. A cell has its own values in the
-    columns `cell`."""
-    cells = measured.group_by(cell).agg(pl.col(time).clip(1e-6).log().std())
-    # one number has no standard deviation
-    spread: Any = cells[time].mean()
-    return spread and round(spread, 4)
 
 
 def knob_report(
@@ -174,7 +147,7 @@ def knob_report(
     (for names: the first against the last), the other knobs being equal. It comes from a linear
     fit to the logarithms of each sample's times, with a term for each value of each knob; on a full
     grid that is the mean over the other knobs. `saves_error` is its standard error over the
-    samples. `saves_nothing` is true if `saves` plus two errors is below `SAVES_NOTHING`.
+    samples.
 
     Args:
         knobs: the K knobs of the model.
@@ -205,24 +178,16 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
     """Return what each knob of a profile saves, a line each, and the profile's note."""
     lines = []
     for knob in profile["knobs"]:
-        error = 2 * (knob.get("saves_error") or 0)
-        text = "this model lacks it"
-        if knob["available"] and "saves" not in knob:
-            text = f"{knob['sets']}; too few configurations were measured to know what it saves"
-        elif knob["available"]:
-            saves = "saves"
-            if knob["saves_nothing"]:
-                saves = "SAVES NO TIME here:"
-            elif knob["saves"] <= error:
-                saves = "no saving shown by so few samples:"
+        text = f"{knob['name']}: {knob['sets']}"
+        if not knob["available"]:
+            text = f"{knob['name']}: this model lacks it"
+        elif "saves" in knob:
             least, *_, greatest = knob["measured"]
-            text = (
-                f"{knob['sets']}; {saves} {knob['saves']:.1%} ± {error:.1%} of the time, from "
-                f"{greatest} down to {least}"
+            text += (
+                f"; saves {knob['saves']:.1%} ± {2 * (knob['saves_error'] or 0):.1%} of the time, "
+                f"from {greatest} down to {least}"
             )
-        if knob["note"]:
-            text += f" ({knob['note']})"
-        lines.append(f"{knob['name']}: {text}")
+        lines.append(f"{text} ({knob['note']})" if knob["note"] else text)
     if "note" in profile:
         lines.append(profile["note"])
     return lines
@@ -234,22 +199,13 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     saves = 1 - np.exp(-slower.mean())
     error = None
     if len(slower) > 1:
-        error = float(slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves))
-    return {
-        "saves": round(float(saves), 4),
-        "saves_error": error and round(error, 4),
-        "saves_nothing": bool(saves + 2 * (error or 0.0) < SAVES_NOTHING),
-    }
+        error = round(float(slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)), 4)
+    return {"saves": round(float(saves), 4), "saves_error": error}
 
 
 def levels(column: NDArray[Any], order: Sequence[Any]) -> list[Any]:
-    """Return the values of a knob that occur: numbers in ascending order, names as in `order`.
-
-    If any name is not in `order`, all stay in the order of their first occurrence.
-    """
-    values = list(dict.fromkeys(column.tolist()))
-    if not any(isinstance(value, str) for value in values):
-        return sorted(values)
-    if set(values) <= set(order):
+    """Return the values of a knob that occur: numbers in ascending order, names as in `order`."""
+    values = set(column.tolist())
+    if any(isinstance(value, str) for value in values):
         return sorted(values, key=order.index)
-    return values
+    return sorted(values)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded, read_json
 from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.answer_metrics import normalised
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
 PARTS = ("query", "demonstration")
 """What an item of a file may be."""
-
-Rows = list[Any] | dict[str, list[Any]]
-"""Rows of a file, or of its `queries` and its `bank`."""
 
 
 def soft_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -52,8 +48,7 @@ class VQAItem:
     id: str
     image: Any
     """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes
-    such; or what draws a picture by `convert(mode)`, and has its `digest`. None for a question
-    about no image."""
+    such; or what draws a picture by `convert(mode)`. None for a question about no image."""
     question: str
     answers: tuple[str, ...]
     """At least one; data sets like VQA have ten, repeats included."""
@@ -76,20 +71,16 @@ class VQAItem:
         """Return the image in RGB; a tensor or array as it is. Raises InputError for a file that is
         no image."""
         image = self.image
-        where = "its bytes"
+        if isinstance(image, bytes):
+            image = io.BytesIO(image)
         try:
-            if isinstance(image, Path):
-                where = str(image)
+            if isinstance(image, Path | io.BytesIO):
                 image = Image.open(image)
-            elif isinstance(image, bytes):
-                image = Image.open(io.BytesIO(image))
             if hasattr(image, "convert"):
                 return image.convert("RGB")
             return image
         except (OSError, Image.DecompressionBombError) as error:
-            raise InputError(
-                f"image of item {self.id!r} cannot be read: {where} ({error})"
-            ) from error
+            raise InputError(f"image of item {self.id!r}: cannot be read ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -161,8 +152,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
     - `question_type`, optional: the kind of question
     - `part`, optional: `query`, or `demonstration` for an item of the bank
 
-    A JSON file is a list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and
-    without a bank or parts in the file, each item is both a query and a possible demonstration.
+    Without `bank`, and without parts in the file, each item is both a query and a possible
+    demonstration.
 
     Without `images` these are not read, and items with the same question count as one image.
 
@@ -170,93 +161,45 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
         InputError: no such file, another kind of file, or a row (named) that lacks a column,
             repeats an id, names a missing image, or whose choices include none of its answers.
     """
-    path = Path(path)
-    content = _rows(path)
-    if isinstance(content, dict):
-        if bank is not None:
-            raise InputError(
-                f"{path}: holds queries and a bank already; leave out the other bank, {bank}"
-            )
-        queries = _items(path, content["queries"], "queries, row", images)
-        return VQAData(queries, _items(path, content["bank"], "bank, row", images))
-    queries = _items(path, content, "row", images)
-    if bank is None:
-        return _in_parts(path, content, queries)
-    if any(row.get("part") for row in content):
-        raise InputError(f"{path}: has parts already; leave out the other bank, {bank}")
-    rows = _rows(Path(bank))
-    if isinstance(rows, dict):
-        raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
-    return VQAData(queries, _items(Path(bank), rows, "row", images))
-
-
-def _in_parts(path: Path, rows: Sequence[Any], items: tuple[VQAItem, ...]) -> VQAData:
-    """Divide the items of a file by `part`, if it has this column."""
-    parts = [row.get("part") for row in rows]
+    parts, queries = _items(Path(path), images)
+    if bank is not None:
+        if any(parts):
+            raise InputError(f"{path}: has parts already; leave out the other bank, {bank}")
+        return VQAData(queries, _items(Path(bank), images)[1])
     if not any(parts):
-        return VQAData(items, items)
-    for index, part in enumerate(parts, 1):
-        if part not in PARTS:
-            raise InputError(f"{path}, row {index}: part is {part!r}, not {' or '.join(PARTS)}")
+        return VQAData(queries, queries)
+    if unknown := set(parts) - set(PARTS):
+        raise InputError(f"{path}: part is {unknown.pop()!r}, not {' or '.join(PARTS)}")
     divided = []
     for name in PARTS:
-        divided.append(tuple(itertools.compress(items, [part == name for part in parts])))
+        divided.append(tuple(itertools.compress(queries, [part == name for part in parts])))
         if not divided[-1]:
             raise InputError(f"{path}: no item has part={name}")
     return VQAData(*divided)
 
 
-def _rows(path: Path) -> Rows:
-    """Read the rows of a file, or of a JSON file with queries and bank both lists of rows."""
-    if path.suffix not in (".json", ".jsonl", ".ndjson"):
-        return read_frame(path).to_dicts()
-    if path.suffix == ".json":
-        match content := read_json(path):
-            case list():
-                return content
-            case {"queries": list(), "bank": list(), **others} if not others:
-                return content
-        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    rows = []
-    for row, line in enumerate(filter(bytes.strip, lines), 1):
-        try:
-            rows.append(decoded(line))
-        except ValueError as error:
-            raise InputError(f"{path}, row {row}: is not JSON ({error})") from error
-    return rows
-
-
-def _items(path: Path, rows: Sequence[Any], what: str, images: bool) -> tuple[VQAItem, ...]:
-    """Read items from rows; `what` names a row in messages, such as "bank, row"."""
-    if not rows:
-        raise InputError(f"{path}: holds no items ({what.partition(',')[0]})")
+def _items(path: Path, images: bool) -> tuple[list[Any], tuple[VQAItem, ...]]:
+    """Read the items of a file, and the part of each."""
     items: dict[str, VQAItem] = {}
+    rows = read_frame(path).to_dicts()
+    if not rows:
+        raise InputError(f"{path}: holds no items")
     for index, row in enumerate(rows, 1):
-        where = f"{path}, {what} {index}"
+        where = f"{path}, row {index}"
         item = _item(path, row, where, images)
         if items.setdefault(item.id, item) is not item:
             raise InputError(f"{where}: the id {item.id!r} occurs twice; ids must be unique")
-    return tuple(items.values())
+    return [row.get("part") for row in rows], tuple(items.values())
 
 
-def _item(path: Path, row: Any, where: str, images: bool) -> VQAItem:
+def _item(path: Path, row: Mapping[str, Any], where: str, images: bool) -> VQAItem:
     """Read one item from a row of a file; `where` names the row in messages."""
-    if not isinstance(row, Mapping):
-        raise InputError(f"{where}: must be an object with id, image, question and answers")
 
     def value(*spellings: str) -> Any:
         for key in spellings:
             if row.get(key) not in (None, "", []):
                 return row[key]
-        # null counts as missing, as Parquet has it
-        columns = [str(key) for key in row if row[key] is not None]
-        raise InputError(
-            f"{where}: has no {' or '.join(spellings)}; it has {', '.join(columns) or 'nothing'}"
-        )
+        raise InputError(f"{where}: has no {' or '.join(spellings)}")
 
     # the required columns
     item_id = value("id", "question_id")

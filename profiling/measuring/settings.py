@@ -57,25 +57,13 @@ class VLMProfileConfig:
     """Untimed answers with each configuration before anything is timed."""
     max_new_tokens: int = 32
     """Length at which an answer is cut off."""
-    shard: int = 0
-    """Which part of the configurations this process measures, from 0."""
-    shards: int = 1
-    """Number of parts that the configurations are divided into."""
-    force: bool = False
-    """Compute all features anew, even those on disk; nothing is measured again."""
 
     def __post_init__(self) -> None:
         # numbers and names
-        for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1, "shards": 1}.items():
+        for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1}.items():
             at_least(f"knobs.{name}", getattr(self, name), least)
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
-        if not 0 <= self.shard < self.shards:
-            last = self.shards - 1
-            raise InputError(
-                f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not "
-                f"{self.shard}"
-            )
         if ":" not in self.metric:
             one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.clock", self.clock, CLOCKS)

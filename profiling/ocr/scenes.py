@@ -7,7 +7,6 @@ Serif Pro (OFL-1.1) and Pillow's own.
 
 from __future__ import annotations
 
-import hashlib
 import io
 from functools import cache, lru_cache
 from importlib import resources
@@ -74,7 +73,6 @@ class DrawnPicture(NamedTuple):
     2,000 pictures."""
 
     row: int
-    digest: str
 
     def convert(self, mode: str) -> Image.Image:
         """Return the picture in a mode of PIL."""
@@ -87,10 +85,9 @@ class Scenes(DrawnQuestions):
     def draw(self, row: int) -> VQAItem:
         """Return a scene as an item that is judged by ANLS."""
         scene = draw_scene(row)
-        picture = DrawnPicture(row, hashlib.sha256(scene.image.tobytes()).hexdigest())
         return VQAItem(
             str(row),
-            picture,
+            DrawnPicture(row),
             scene.question,
             (scene.answer,),
             question_type=scene.kind,

@@ -40,7 +40,7 @@ from knobwise.experiments.compare.words import results_cells, settings_cells
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.settings.options import CompareRun
 from knobwise.profiling.measuring.machine import claim
-from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_logs
+from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements
 from knobwise.profiling.measuring.questions import read_vqa_data
 
 LIMIT_S = 10
@@ -133,7 +133,7 @@ def _measured():
     rows = {"sample_id": list("012345"), "content": list("abcdef")}
     Path("m").mkdir()
     frame = pl.DataFrame(rows | times | {"repeat": 0, "max_crops": 2, "text": "a"})
-    frame.write_ndjson("m/measured-0.jsonl")
+    frame.write_ndjson("m/measured.jsonl")
 
 
 def _questions():
@@ -276,7 +276,9 @@ FORMATS = {
     "tracker state": Format(
         _tracker, "tracker.json", _tracked, refusals=(InputError, oracle.Wrong), named=("",)
     ),
-    "profiler: measured": Format(_measured, "m/measured-0.jsonl", lambda: read_logs("m")),
+    "profiler: measured": Format(
+        _measured, "m/measured.jsonl", lambda: read_measurements("m/measured.jsonl")
+    ),
     "profiler: config": _file("config.json", _claimed, _claimed),
     "questions": Format(_questions, "q.jsonl", lambda: read_vqa_data("q.jsonl")),
 }

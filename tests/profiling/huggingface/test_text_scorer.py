@@ -191,7 +191,7 @@ def test_a_file_may_hold_queries_and_demonstrations(tmp_path):
     assert [(item.id, item.question_type) for item in data.bank] == [("b", "y")]
     for wrong in ("other", ""):
         path.write_text(f"id,question,answer,part\na,A?,1,query\nb,B?,2,{wrong}\n")
-        with pytest.raises(InputError, match="row 2"):
+        with pytest.raises(InputError, match="part"):
             read_vqa_data(path, images=False)
     path.write_text("id,question,answer,part\na,A?,1,query\n")
     with pytest.raises(InputError, match="demonstration"):

@@ -10,7 +10,7 @@ from commands import OPTIMISER, main, mistake
 
 from knobwise.envs.readers.builtin import ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.measuring.measuring import read_logs
+from knobwise.profiling.measuring.measuring import LOG, read_measurements
 
 KNOBS = ["knobs.values={side:[288,416],boxes:[2],passes:[plain,second]}", "knobs.clock=cpu"]
 KNOBS += ["knobs.repeats=1", "knobs.warm_up=0"]
@@ -20,7 +20,7 @@ def test_scenes_are_measured_once_and_resumed(tmp_path):
     command = ["profile", "model=ocr", f"out={tmp_path}", *KNOBS]
     assert main([*command, "knobs.samples=1"]) == 0
     assert main([*command, "knobs.samples=2"]) == 0
-    log = read_logs(tmp_path / "state")
+    log = read_measurements(tmp_path / "state" / LOG)
     assert len(log) == 2 * 4
     # a first stage serves all configurations of a scene
     assert log["sample_id"].n_unique() == log.select("sample_id", "features_ms").n_unique() == 2
