@@ -332,25 +332,6 @@ def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
 # -- latencies -------------------------------------------------------------------------------------
 
 
-def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
-    """Draw latency / budget of requests in their order, and below it the tracked level.
-
-    Args:
-        requests: latency_ms, budget_ms, and the `level` that a tracker expects: latency here /
-            latency predicted.
-    """
-    share = pl.col("latency_ms") / pl.col("budget_ms")
-    rows = requests.with_row_index("request", 1).with_columns(share=share)
-    chart = alt.Chart(rows).encode(alt.X("request:Q"), tooltip=_tooltip(rows))
-    y = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
-    level = alt.Y("level:Q", title="tracked level", scale=CLOSE)
-    circles = chart.mark_circle(size=14, opacity=0.7).encode(y)
-    return [
-        layered(circles, dashed(y, "share", [1.0]), height=240),
-        layered(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
-    ]
-
-
 # -- knobs -----------------------------------------------------------------------------------------
 
 
