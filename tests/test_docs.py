@@ -371,7 +371,7 @@ def folder(tmp_path, monkeypatch):
 
 def shortened(words):
     if words[0] == "evaluate" and "live=true" in words:
-        return [*words, "stream.requests=6", "stream.repeats=1"]
+        return [*words, "stream.requests=6"]
     if words[0] == "profile" and "model=examples.own_model:DigitForest" in words:
         return [*words, "knobs.samples=20"]
     if words[0] != "train" or any(word.startswith("-") for word in words):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -50,7 +49,7 @@ from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
-from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clocked_by
+from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
@@ -102,52 +101,38 @@ def run_live(
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, budgets_ms)
     stream = draw_stream(table, test, fitted, budgets, requests, config)
-    with one_thread(), threadpool_limits(1), collected_between():
+    clocked = clocked_by(config.clock)
+    with one_thread(), threadpool_limits(1), collected_between(), clocked:
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=config.clock)
         # budgets are scaled by the speed of this machine
-        choices, ratios = _timed(served, table, stream)
+        choices: list[int] = []
+        ratios: list[float] = []
+        if stream.timed:
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
         server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
-        # what is served before an error still counts
         stopped = server.serve()
-    record = server.served
+    # what was served before an error still counts
+    stream, record = server.finished()
+    results: dict[str, Any] = {}
+    if server.done:
+        names = list(server.policies)
+        results = live_results(table, stream, names, record, served.controller, speed)
+        results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
+        results |= {"model": model.name, "clock": config.clock}
+        results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
+        print_live(results, Console())
+        write_json(json_path, results)
+        if page is not None:
+            write_live_page(page, results)
     if stopped is not None:
-        stream, record = server.finished()
-        if not len(stream.rows):
-            raise InputError(f"{stopped}; no request was served before that") from stopped.__cause__
-    results = live_results(table, stream, list(server.policies), record, served.controller, speed)
-    repeats = record["choice"].shape[2]
-    results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
-    results |= {"model": model.name, "clock": config.clock, "repeats": repeats}
-    results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-    _show(results, json_path, page)
-    if stopped is not None:
-        raise InputError(
-            f"{stopped}; results are of the {len(stream.rows)} requests × {repeats} before"
-        ) from stopped.__cause__
+        raise InputError(f"{stopped}; served before: {server.done} requests") from stopped.__cause__
     return results
-
-
-def _timed(
-    served: AdaptiveModel, table: ProfileTable, stream: Stream
-) -> tuple[list[int], list[float]]:
-    """Time cells of the profile: their configurations, and ln(time here / time in the profile)."""
-    if not stream.timed:
-        return [], []
-    return served.timed_cells(table, stream.timed, CALIBRATION)
-
-
-def _show(results: dict[str, Any], json_path: str | None, page: str | None) -> None:
-    """Print the results; write them as JSON, and as a page with charts, where a path is given."""
-    print_live(results, Console())
-    write_json(json_path, results)
-    if page is not None:
-        write_live_page(page, results)
 
 
 def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
@@ -242,7 +227,10 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
 
 
 class Server:
-    """The policies in front of the model. Each is a function that serves the i-th request."""
+    """The policies in front of the model. Each is a function that serves the i-th request.
+
+    All times are those of `clock_ms`.
+    """
 
     def __init__(
         self,
@@ -258,7 +246,6 @@ class Server:
         self.config = config
         self.score = requests.score
         self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
-        self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
         self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
         # what the latest choices of static cost; their median is taken off the next budget, as in
         # the runtime
@@ -270,22 +257,22 @@ class Server:
             STATIC: self.by_static,
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
-        shape = len(self.policies), len(stream.rows), config.repeats
+        shape = len(self.policies), len(stream.rows)
         self.served: Record = {name: np.zeros(shape) for name in Served._fields}
         self.served["drift"] = np.full(shape, None)
-        # the number of requests that every policy has served, over all repeats
+        # the number of requests that every policy has served
         self.done = 0
 
     def by_controller(self, model: AdaptiveModel, i: int) -> Served:
         """Serve the i-th request by a controller, tracked or frozen."""
-        start = self.clock()
+        start = clock_ms()
         name = self.stream.ids[i]
         result = model.answer(self.stream.requests[name], float(self.stream.budgets_ms[i]))
-        took_ms = (self.clock() - start) * 1e3
+        took_ms = clock_ms() - start
         inference_ms = result.answer.total_ms
         overhead_ms = max(took_ms - inference_ms, 0.0)
         score = self.score(name, result.answer.text)
-        decision = (result.limit_ms, result.decision_us, *result.expected, result.drift)
+        decision = (result.limit_ms, result.decision_us, result.drift)
         return Served(result.choice, score, inference_ms, overhead_ms, *decision)
 
     def by_static(self, i: int) -> Served:
@@ -294,13 +281,13 @@ class Server:
         spent_ms = statistics.median(self.latest or [0.0])
         limit = max(float(self.stream.budgets_ms[i]) - spent_ms, LEAST_LATENCY_MS)
         drift = static.tracker.drift
-        start = self.clock()
+        start = clock_ms()
         choice = static.decide(limit)
-        decision_ms = (self.clock() - start) * 1e3
+        decision_ms = clock_ms() - start
         served = self.by_configuration(choice, i)
-        answered = self.clock()
+        answered = clock_ms()
         static.update(choice, served.inference_ms)
-        overhead_ms = decision_ms + (self.clock() - answered) * 1e3
+        overhead_ms = decision_ms + clock_ms() - answered
         self.latest.append(overhead_ms)
         return served._replace(
             limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3
@@ -311,9 +298,8 @@ class Server:
         # only a controller needs features
         vlm = self.model.model
         name = self.stream.ids[i]
-        with clocked_by(self.config.clock):
-            stage = vlm.first_stage(self.stream.requests[name], features=False)
-            (answer,) = vlm.answer([stage], self.model.configurations[choice])
+        stage = vlm.first_stage(self.stream.requests[name], features=False)
+        (answer,) = vlm.answer([stage], self.model.configurations[choice])
         return Served(choice, self.score(name, answer.text), answer.total_ms)
 
     def serve(self) -> ServiceStopped | None:
@@ -323,34 +309,30 @@ class Server:
         order of the policies is random, so that the drift of the machine hits all alike.
         """
         n = len(self.stream.rows)
-        repeats = self.config.repeats
+        names = list(self.policies)
         rng = np.random.default_rng((self.config.seed, 1))
         try:
-            for i, policy in itertools.product(range(WARM_UP), self.policies):
+            for i, policy in itertools.product(range(WARM_UP), names):
                 self._serve_request(policy, i % n)
-            names = list(self.policies)
-            with progress("serving", n * repeats, 0) as tick:
-                for repeat, first in itertools.product(range(repeats), range(0, n, IN_A_ROW)):
-                    block = range(first, min(first + IN_A_ROW, n))
+            with progress("serving", n, 0) as tick:
+                while self.done < n:
+                    block = range(self.done, min(self.done + IN_A_ROW, n))
                     order = rng.permutation(len(names)).tolist()
                     for p, i in itertools.product(order, block):
                         served = self._serve_request(names[p], i)
                         for field, value in served._asdict().items():
-                            self.served[field][p, i, repeat] = value
-                    self.done = repeat * n + block.stop
+                            self.served[field][p, i] = value
+                    self.done = block.stop
                     tick(self.done)
         except ServiceStopped as stopped:
             return stopped
         return None
 
     def finished(self) -> tuple[Stream, Record]:
-        """Return what every policy served: all complete repeats or, if there is none, the beginning
-        of the first."""
-        repeats, n = divmod(self.done, len(self.stream.rows))
-        if repeats:
-            n = len(self.stream.rows)
-        served = {name: values[:, :n, : max(repeats, 1)] for name, values in self.served.items()}
-        parts = {name: getattr(self.stream, name)[:n] for name in ("rows", "budgets_ms", "ids")}
+        """Return the requests that every policy has served, and what it did."""
+        served = {name: values[:, : self.done] for name, values in self.served.items()}
+        fields = ("rows", "budgets_ms", "ids")
+        parts = {name: getattr(self.stream, name)[: self.done] for name in fields}
         return replace(self.stream, **parts), served
 
     def _serve_request(self, policy: str, i: int) -> Served:

@@ -51,16 +51,12 @@ class Served(NamedTuple):
     limit_ms: float = np.nan
     """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float = 0.0
-    log_latency: float = np.nan
-    """The predicted mean of ln ms, without drift; NaN where nothing was predicted."""
-    spread: float = np.nan
-    """The predicted standard deviation of ln ms, without drift; NaN where nothing was predicted."""
     drift: Drift | None = None
     """The drift of the machine that the decision allowed for."""
 
 
 Record = dict[str, Array]
-"""What P policies served in n requests and R repeats: the fields of `Served`, [P, n, R] each."""
+"""What P policies served in n requests: the fields of `Served`, [P, n] each."""
 
 
 def live_results(
@@ -83,12 +79,10 @@ def live_results(
     for p, name in enumerate(policies):
         row: dict[str, Any] = {"policy": name}
         for metric, values in live.items():
-            row |= with_interval(metric, values[p].mean(-1))
+            row |= with_interval(metric, values[p])
         row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
-        row["utility_per_run"] = live["utility"][p].mean(0).tolist()
         # on the same requests, so that the interval is a paired one
-        behind = live["utility"][0] - live["utility"][p]
-        rows.append(row | with_interval("behind", behind.mean(-1)))
+        rows.append(row | with_interval("behind", live["utility"][0] - live["utility"][p]))
     decided = {name: values[0] for name, values in served.items()}
     load = os.getloadavg()[0]
     results = {
@@ -103,12 +97,12 @@ def live_results(
         "agreement": [],
         "overhead": _overhead(decided),
         "decisions": {},
-        "timeline": _timeline(stream, decided),
     }
     # samples that the table does not hold cannot be replayed
     if (stream.rows >= 0).all():
         _add_replay(results, table, stream, served, live)
-        results["decisions"] = _replayed_decisions(table, stream, controller, decided)
+        same = _replayed_decisions(table, stream, controller, decided)
+        results["decisions"] = {"as_replayed_at_the_same_limit": same}
     return results
 
 
@@ -128,8 +122,8 @@ def _add_replay(
     """
     table = table.without_first_look
     choice = served["choice"].astype(int)
-    # the cell of each decision, by row and configuration [P, n, R]
-    cells = np.broadcast_to(stream.rows[:, None], choice.shape), choice
+    # the cell of each decision, by row and configuration [P, n]
+    cells = np.broadcast_to(stream.rows, choice.shape), choice
     profiled_ms = table.latency_ms.double().numpy()
     ratios = served["inference_ms"] / profiled_ms[cells].clip(LEAST_LATENCY_MS)
     low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
@@ -144,10 +138,10 @@ def _add_replay(
     replay = _metrics(table.accuracy.double().numpy()[cells], took_ms, stream)
     for p, row in enumerate(results["rows"]):
         on_time = live["satisfaction"][p][feasible]
-        row |= with_interval("satisfaction_feasible", on_time.mean(-1))
+        row |= with_interval("satisfaction_feasible", on_time)
         for metric, values in live.items():
             replayed = replay[metric][p]
-            gaps = (values[p] - replayed).mean(-1)
+            gaps = values[p] - replayed
             mean = float(replayed.mean())
             low, high = row[f"{metric}_ci95"]
             agrees = low <= mean <= high
@@ -173,9 +167,9 @@ def _add_replay(
 
 def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Record:
     """Return accuracy, latency in ms, satisfaction (the share of measurements that are on time) and
-    utility of every request, float [P, n, R] each, from accuracies [P, n, R] and latencies
-    [P, n, R, M] of M measurements, NaN for none."""
-    met = (latency_ms <= stream.budgets_ms[:, None, None]).mean(-1)
+    utility of every request, float [P, n] each, from accuracies [P, n] and latencies [P, n, M] of M
+    measurements."""
+    met = (latency_ms <= stream.budgets_ms[:, None]).mean(-1)
     return {
         "accuracy": accuracy,
         "latency_ms": latency_ms.mean(-1),
@@ -194,7 +188,6 @@ def _overhead(served: Record) -> dict[str, float]:
     overhead = {
         "inference_ms": inference_ms,
         "overhead_us": mean_us,
-        "overhead_us_p50": median_us,
         "decision_us_p50": decision_us,
         "features_and_knobs_us_p50": median_us - decision_us,
         "share": mean_us / 1e3 / inference_ms,
@@ -205,41 +198,12 @@ def _overhead(served: Record) -> dict[str, float]:
 
 def _replayed_decisions(
     table: ProfileTable, stream: Stream, controller: NumpyController, served: Record
-) -> dict[str, float]:
-    """Return how often a replay that allows for the same drift decides as the controller did, whose
-    `Served` are [n, R]: at its limits, and at whole budgets."""
-    whole_ms = np.broadcast_to(stream.budgets_ms[:, None], served["choice"].shape)
-    shares = {}
-    for name, limits in (("same_limit", served["limit_ms"]), ("whole_budget", whole_ms)):
-        same = []
-        for (i, repeat), choice in np.ndenumerate(served["choice"]):
-            row = stream.rows[i]
-            features = {block: values[row].numpy() for block, values in table.features.items()}
-            limit: Any = limits[i, repeat]
-            drift: Any = served["drift"][i, repeat]
-            same.append(controller.decide_index(features, float(limit), drift) == choice)
-        shares[f"as_replayed_at_the_{name}"] = float(np.mean(same))
-    return shares
-
-
-def _timeline(stream: Stream, served: Record) -> list[dict[str, float]]:
-    """Return the first run of the controller, whose `Served` are [n, R], request by request, with
-    residuals in units of the expected spread."""
-    served = {name: values[:, 0] for name, values in served.items()}
-    rows = []
-    for i, drift in enumerate(served["drift"]):
-        offsets, scale = drift or (0.0, 1.0)
-        # a tracker has an offset for each configuration, or one for all
-        choice = int(served["choice"][i])
-        offset = np.ravel(offsets)[choice % np.size(offsets)]
-        inference_ms = served["inference_ms"][i]
-        residual = np.log(max(inference_ms, LEAST_LATENCY_MS)) - served["log_latency"][i] - offset
-        row = {
-            "latency_ms": inference_ms + served["overhead_ms"][i],
-            "budget_ms": stream.budgets_ms[i],
-            "residual": residual / max(scale * served["spread"][i], 1e-3),
-            "level": np.exp(np.mean(offsets)),
-            "spread": scale,
-        }
-        rows.append({name: round(float(value), 4) for name, value in row.items()})
-    return rows
+) -> float:
+    """Return how often a replay at the same limits, which allows for the same drift, decides as the
+    controller did, whose `Served` are [n]."""
+    same = []
+    decided = zip(stream.rows, served["limit_ms"], served["drift"], served["choice"], strict=True)
+    for row, limit, drift, choice in decided:
+        features = {name: block[row].numpy() for name, block in table.features.items()}
+        same.append(controller.decide_index(features, float(limit), drift) == choice)
+    return float(np.mean(same))

@@ -13,23 +13,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
+from knobwise.agents.judging.baselines import Oracle, static_of
+from knobwise.agents.judging.evaluation import judge
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
 from knobwise.experiments.results.attainable import attainable, oracle_of_halves
-from knobwise.experiments.results.explanation import difficulty_of
 from knobwise.experiments.results.statistics import pareto_front
+from knobwise.experiments.results.summary import configurations_of
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
-QUANTILES = (0.05, 0.5, 0.95)
-"""The quantiles of latency for each configuration."""
-EXAMPLES = 6
-"""How many samples are given as examples."""
 
 
 def inspect_table(table: ProfileTable) -> dict[str, Any]:
@@ -47,8 +46,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `knobs`: means over the profiled cells with each value
         - `headroom`, `static_choices`, `feasible_share`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
-        - `configuration_means`, with the 5, 50 and 95 % quantiles of latency, and `pareto`
-        - `examples`: samples from easy to hard, with the latency of their cheapest right answer
+        - `configuration_means`, and which of them are on the Pareto front, `pareto`
         - `datasets`, `images`, `clusters`, `features`, `digest`, `notes` (of the reader),
           `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
     """
@@ -58,11 +56,14 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     # NaN where a cell was not profiled
     accuracy = table.accuracy.double()
     latency = table.latency_ms.double()
-    means = {"accuracy": accuracy.nanmean(0), "latency_ms": latency.nanmean(0)}
-    front = pareto_front(*(values.numpy() for values in means.values()))
-    lowest, highest = _range(accuracy.T)
+    means = configurations_of(table, torch.arange(table.num_samples))
+    plane = pl.DataFrame(means).select("accuracy", "latency_ms")
+    front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
+    lowest = accuracy.nan_to_num(nan=torch.inf).amin(1)
+    highest = accuracy.nan_to_num(nan=-torch.inf).amax(1)
     budgets_ms = default_budgets(table)
-    deviation = (latency - means["latency_ms"]).square().nanmean(0).sqrt()
+    mean_ms = latency.nanmean(0)
+    deviation = (latency - mean_ms).square().nanmean(0).sqrt()
     facts = {
         "name": table.name,
         "digest": whole.digest,
@@ -72,58 +73,23 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "grid": math.prod(table.knob_sizes),
         "coverage": float(table.mask.double().mean()),
         "config_dependent_share": float((highest - lowest > 1e-6).double().mean()),
-        "latency_cv_within_configuration": float(
-            (deviation / means["latency_ms"].clamp_min(1e-9)).mean()
-        ),
+        "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
         "latency_jitter_within_cell": _log_spread(table.measurements_ms),
         "latency_spread_between_configurations": _log_spread(table.latency_ms),
         "knobs": _marginals(table, accuracy, latency),
-        **_headroom(table, accuracy, latency, budgets_ms),
+        **_headroom(table, budgets_ms),
         "attainable": attainable(whole, budgets_ms),
         "oracle_of_halves": oracle_of_halves(table, budgets_ms),
-        "configuration_means": _configuration_means(table, means),
+        "configuration_means": means,
         "datasets": dict(Counter(table.dataset_names)),
         "images": len(set(table.image_ids)) or None,
         "clusters": len(set(table.clusters)) or None,
-        "features": [_feature_facts(name, block) for name, block in table.features.items()],
+        "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
         "faults": list(map(str, faults_of(whole))),
-        "examples": _examples(table, accuracy),
-        "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
+        "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }
     return facts | {"warnings": _warnings(facts) + few_budgets(budgets_ms)}
-
-
-def _configuration_means(table: ProfileTable, means: Mapping[str, Tensor]) -> list[Any]:
-    """Describe each configuration: its knobs, how many samples were profiled with it, and its means
-    and the quantiles of its latency over these samples."""
-    profiled = table.mask.sum(0).tolist()
-    # three quantiles for each configuration, [3, C] → C lists
-    quantiles = np.nanquantile(table.latency_ms.numpy(), QUANTILES, axis=0).T.tolist()
-    rows = []
-    for c in range(table.num_configurations):
-        row = {"label": table.label(c), "knobs": table.configuration(c), "samples": profiled[c]}
-        row |= {name: float(values[c]) for name, values in means.items()}
-        rows.append(row | {"latency_ms_quantiles": quantiles[c]})
-    return rows
-
-
-def _feature_facts(name: str, block: Tensor) -> dict[str, Any]:
-    """Return the width of a feature block, its share of missing values, and its number of constant
-    columns."""
-    lowest, highest = _range(block)
-    return {
-        "name": name,
-        "width": block.shape[1],
-        "missing": float(block.isnan().double().mean()),
-        "constant": int((lowest >= highest).sum()),
-    }
-
-
-def _range(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest known value of each column: float [n, d] → two float
-    [d]."""
-    return values.nan_to_num(nan=torch.inf).amin(0), values.nan_to_num(nan=-torch.inf).amax(0)
 
 
 def _log_spread(latency_ms: Tensor) -> float | None:
@@ -139,23 +105,9 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     return float(median_of(spreads)) if len(spreads) else None
 
 
-def _examples(table: ProfileTable, accuracy: Tensor) -> list[Facts]:
-    """Return some samples, from easy to hard.
-
-    A sample is harder if its fastest right answer takes longer.
-    """
-    needed = difficulty_of(accuracy, table.latency_ms)
-    known = needed.argsort()[: int(needed.isfinite().sum())].numpy()
-    spaced = np.linspace(0, len(known) - 1, min(EXAMPLES, len(known))).round().astype(int)
-    return [
-        {"sample_id": table.sample_ids[row], "needed_ms": float(needed[row])}
-        for row in known[spaced]
-    ]
-
-
 def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
     """Return for each value of each knob the mean accuracy and latency over all profiled cells with
-    this value, and the number of these cells."""
+    this value."""
     marginals = {}
     for k, knob in enumerate(table.knobs):
         # [C, V]: whether a configuration has a value
@@ -165,40 +117,29 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
             "values": list(knob.values),
             "accuracy": (accuracy.nansum(0) @ has / cells).tolist(),
             "latency_ms": (latency.nansum(0) @ has / cells).tolist(),
-            "cells": cells.int().tolist(),
         }
     return marginals
 
 
-def _headroom(
-    table: ProfileTable, accuracy: Tensor, latency: Tensor, budgets_ms: Tensor
-) -> dict[str, Any]:
-    """Return at each budget, float [B], what the best static configuration is, its utility, that of
-    the oracle (the best one of each sample), and the share of samples that some configuration
-    answers on time."""
-    headroom: dict[str, list[float]] = {"budgets_ms": [], "budget_aware_static": [], "oracle": []}
+def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any]:
+    """Return at each budget, float [B], what the best static configuration is, the utility of
+    static and of the oracle, and the share of samples that some configuration answers on time."""
+    rows = torch.arange(table.num_samples)
+    static = static_of(table, rows)
+    judged = judge(static, table, rows, budgets_ms)
+    best = judge(Oracle(table, rows), table, rows, budgets_ms)
+    utility = judged.utility.double().mean(0).tolist()
     choices = []
-    feasible = []
-    for budget in budgets_ms.tolist():
-        # [N, C]; utility is NaN where a cell was not profiled
-        in_time = (latency <= budget).double()
-        utility = accuracy * in_time
-        means = utility.nanmean(0)
-        best = int(means.argmax())
-        headroom["budgets_ms"].append(budget)
-        headroom["budget_aware_static"].append(float(means[best]))
-        headroom["oracle"].append(float(utility.nan_to_num().amax(1).mean()))
-        feasible.append(float(in_time.amax(1).mean()))
-        choices.append(
-            {
-                "budget_ms": budget,
-                "label": table.label(best),
-                "knobs": table.configuration(best),
-                "utility": float(means[best]),
-                "satisfaction": float(in_time[table.mask[:, best], best].mean()),
-                "samples": int(table.mask[:, best].sum()),
-            }
-        )
+    chosen = static.choose({}, budgets_ms.numpy()).tolist()
+    for budget, c, mean in zip(budgets_ms.tolist(), chosen, utility, strict=True):
+        choice = {"budget_ms": budget, "label": table.label(c), "knobs": table.configuration(c)}
+        choices.append(choice | {"utility": mean})
+    headroom = {
+        "budgets_ms": budgets_ms.tolist(),
+        "budget_aware_static": utility,
+        "oracle": best.utility.double().mean(0).tolist(),
+    }
+    feasible = best.feasible.double().mean(0).tolist()
     return {"headroom": headroom, "static_choices": choices, "feasible_share": feasible}
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import itertools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from knobwise.experiments.report.sentences import learnable
 from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
 from knobwise.experiments.report.words import (
     interval_words,
-    listed,
     number,
     points,
     policy_name,
@@ -54,7 +49,7 @@ def lead(facts: Facts) -> str:
 def _sentences(facts: Facts) -> list[str]:
     """Say what the profile holds, and what choosing per input could gain."""
     counts = ", ".join(f"{name} {count:,}" for name, count in facts["datasets"].items())
-    widths = ", ".join(f"{block['name']} ({block['width']})" for block in facts["features"])
+    widths = ", ".join(f"{name} ({width})" for name, width in facts["features"].items())
     lines = [
         f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
         f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
@@ -126,28 +121,19 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
             "configuration": mean["label"],
             "accuracy": f"{mean['accuracy']:.3f}",
             "latency": quantity(mean["latency_ms"], facts["unit"]),
-            "samples": f"{mean['samples']:,}",
         }
-        for mean in _front(facts)
+        for mean in (facts["configuration_means"][i] for i in facts["pareto"])
     ]
     pareto = "Pareto front: no other configuration is more accurate without being slower"
     tables = {
         "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
         "What the profile holds": _sentences(facts),
         "Faults, warnings and notes": facts["faults"] + facts["warnings"] + facts["notes"],
-        "Samples": None,
         "Accuracy and latency": Folded(pareto, [table_of(best)]),
-        "Latency distributions": None,
         "Effect of each knob": Folded("Means over all profiled cells", [table_of(knobs)]),
-        "Coverage": None,
     }
     # a figure stands above its numbers
     return {name: [*figures.get(name, []), block] for name, block in tables.items()}
-
-
-def _front(facts: Facts) -> list[Facts]:
-    """Return the means of the configurations that no other beats."""
-    return [facts["configuration_means"][c] for c in facts["pareto"]]
 
 
 def write_inspection(facts: Facts, path: str | Path) -> Path:
@@ -190,8 +176,7 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
 
 
 def _figures(facts: Facts) -> dict[str, list[Any]]:
-    """Draw the figures of the page, heading → blocks; that of the coverage only where there are
-    holes."""
+    """Draw the figures of the page, heading → blocks."""
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
@@ -202,13 +187,6 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
         names, index="budget_ms", variable_name="policy", value_name="utility"
     )
     utility = utility.with_columns(name="policy").unique(maintain_order=True)
-    spread = []
-    # a line from the fastest to the slowest samples, a dot at the median
-    for configuration in _front(facts):
-        low, median, high = configuration["latency_ms_quantiles"]
-        values = " · ".join(map(str, configuration["knobs"].values()))
-        name = f"{values}: {configuration['accuracy']:.1%} right"
-        spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
             charts.by_budget(utility, "utility", "utility (0 to 1)", names, unit=facts["unit"]),
@@ -220,64 +198,10 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
             charts.plane(facts["configuration_means"], unit=facts["unit"]),
             "Each dot is one configuration; no other beats those on the dashed line.",
         ),
-        "Latency distributions": Figure(
-            charts.dots(pl.DataFrame(spread), f"latency ({facts['unit']})"),
-            "Of the configurations on the dashed line above, named by their "
-            f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
-            "fastest 5% to the slowest 5%.",
-        ),
         "Effect of each knob": Figure(
             charts.knob_effects(facts["knobs"]),
             "Means over all profiled cells with this value.",
             columns=2,
         ),
     }
-    if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
-        figures["Coverage"] = Figure(
-            [charts.coverage(frame) for frame in _coverage(facts)],
-            "Share of all samples × combinations with these values that were profiled; blank: "
-            "none.",
-        )
-    return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
-
-
-def _pictures(facts: Facts) -> list[Any]:
-    """Return the examples as pictures with question and latency needed; only the built-in profile
-    has any."""
-    if facts["name"] != "builtin":
-        return []
-    from markupsafe import Markup
-    from PIL import Image
-
-    from knobwise.profiling.elastic.adapter import builtin_input
-
-    pictures = Markup("")
-    cell = Markup('<div><img src="{}" alt="{}"><small>{}<br>{}</small></div>')
-    for example in facts["examples"]:
-        question, pixels = builtin_input(example["sample_id"])
-        file = io.BytesIO()
-        Image.fromarray((255 * pixels).astype(np.uint8)).save(file, "PNG")
-        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        pictures += cell.format(uri, question, question, quantity(example["needed_ms"]))
-    return [
-        "From easy to hard: below each picture its question and the latency of the cheapest "
-        "configuration that answers it right.",
-        Markup("<div class=samples>{}</div>").format(pictures),
-    ]
-
-
-def _coverage(facts: Facts) -> list[pl.DataFrame]:
-    """Return the share that is profiled for every pair of the first three knobs, or for a single
-    knob: a frame each, with the columns share and the knobs' names."""
-    names = list(facts["knobs"])[:3]
-    means = facts["configuration_means"]
-    counts = [row["knobs"] | {"share": row["samples"]} for row in means]
-    rows = pl.DataFrame(counts, schema=[*names, "share"])
-    frames = []
-    for pair in itertools.combinations(names, min(2, len(names))):
-        # how often a pair of values could have been profiled
-        sizes = [len(facts["knobs"][name]["values"]) for name in pair]
-        whole = facts["samples"] * facts["grid"] / math.prod(sizes)
-        cells = rows.group_by(*pair, maintain_order=True)
-        frames.append(cells.agg(pl.col("share").sum() / whole))
-    return frames
+    return {name: [figure] for name, figure in figures.items()}

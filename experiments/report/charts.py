@@ -332,25 +332,6 @@ def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
 # -- latencies -------------------------------------------------------------------------------------
 
 
-def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
-    """Draw latency / budget of requests in their order, and below it the tracked level.
-
-    Args:
-        requests: latency_ms, budget_ms, and the `level` that a tracker expects: latency here /
-            latency predicted.
-    """
-    share = pl.col("latency_ms") / pl.col("budget_ms")
-    rows = requests.with_row_index("request", 1).with_columns(share=share)
-    chart = alt.Chart(rows).encode(alt.X("request:Q"), tooltip=_tooltip(rows))
-    y = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
-    level = alt.Y("level:Q", title="tracked level", scale=CLOSE)
-    circles = chart.mark_circle(size=14, opacity=0.7).encode(y)
-    return [
-        layered(circles, dashed(y, "share", [1.0]), height=240),
-        layered(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
-    ]
-
-
 # -- knobs -----------------------------------------------------------------------------------------
 
 
@@ -456,18 +437,3 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.L
         line = base.mark_line(strokeWidth=0 if names else 2, point={"size": 50})
         figure += [layered(line.encode(height), height=140) for height in heights]
     return figure
-
-
-def coverage(rows: pl.DataFrame) -> alt.LayerChart:
-    """Draw how much was profiled; white is nothing.
-
-    Args:
-        rows: a column for each of one or two knobs, under its name, and share (0 to 1).
-    """
-    names = [name for name in rows.columns if name != "share"]
-    x = alt.X(f"{names[0]}:O", axis=SPARSE).axis(labelAngle=0)
-    y = [alt.Y(f"{name}:O", sort="descending") for name in names[1:]]
-    scale = alt.Scale(domain=[0, 1])
-    colour = alt.Color("share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%"))
-    cells = alt.Chart(rows).mark_rect().encode(x, *y, colour, tooltip=_tooltip(rows))
-    return layered(cells, height=170 if y else 30)

@@ -55,6 +55,8 @@ def summary_of(
     clusters = None
     if table.clusters:
         clusters = len({table.clusters[row] for row in test.tolist()})
+    # only deadlines have a utility
+    limits = budgets if problem is DEADLINE else []
     results: Results = {
         "profile": profile_of(table),
         "split": "test",
@@ -64,7 +66,7 @@ def summary_of(
         "unit": table.unit,
         "budgets_ms": budgets,
         "rows": _rows(problem, decisions, reference, budgets),
-        "configurations": _configurations(problem, table, test, budgets),
+        "configurations": configurations_of(table, test, limits),
         "knob_usage": _usage(problem, decisions, table, budgets, reference),
     }
     if bins := reliability(decisions):
@@ -83,25 +85,23 @@ def summary_of(
     return results
 
 
-def _configurations(
-    problem: Problem, table: ProfileTable, test: Tensor, budgets: Sequence[float]
-) -> Rows:
-    """Return the means of every profiled configuration over the test samples, under deadlines with
-    the mean utility over the budgets."""
-    cells = {"accuracy": table.accuracy[test], "latency_ms": table.latency_ms[test]}
-    if problem is DEADLINE:
+def configurations_of(table: ProfileTable, rows: Tensor, budgets: Sequence[float] = ()) -> Rows:
+    """Return the means of every configuration that was profiled for these samples (int64 [n]), with
+    the mean utility over the budgets if there are any."""
+    cells = {"accuracy": table.accuracy[rows], "latency_ms": table.latency_ms[rows]}
+    if budgets:
         # [n, C, B]; what was not profiled has no utility
-        measured = cells["accuracy"][..., None], table.measurements_ms[test][..., None, :]
+        measured = cells["accuracy"][..., None], table.measurements_ms[rows][..., None, :]
         utility = expected_utility(*measured, torch.tensor(budgets)).mean(-1)
-        cells["utility"] = utility.where(table.mask[test], torch.nan)
+        cells["utility"] = utility.where(table.mask[rows], torch.nan)
     means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
     # the rest was never measured
-    rows = []
+    configurations = []
     for c, label in enumerate(labels_of(table)):
-        if table.mask[test, c].any():
-            row = {"label": label, "knobs": table.configuration(c)}
-            rows.append(row | {name: values[c] for name, values in means.items()})
-    return rows
+        if table.mask[rows, c].any():
+            known = {name: values[c] for name, values in means.items()}
+            configurations.append({"label": label, "knobs": table.configuration(c)} | known)
+    return configurations
 
 
 def _most_important(problem: Problem, means: Rows) -> Rows:

@@ -152,8 +152,6 @@ class LiveConfig:
     skip: int = 0
     """With `fresh`: how many such samples to skip first, so that different calls serve different
     samples."""
-    repeats: int = 1
-    """How often the whole stream is served, each time with the policies in another random order."""
     clock: str = "wall"
     """wall; or cpu, which counts the CPU time of the thread, for a machine that others use at the
     same time."""
@@ -161,7 +159,7 @@ class LiveConfig:
     """Seed of budgets and orders."""
 
     def __post_init__(self) -> None:
-        for name, least in {"requests": 1, "repeats": 1, "skip": 0}.items():
+        for name, least in {"requests": 1, "skip": 0}.items():
             at_least(f"stream.{name}", getattr(self, name), least)
         a_seed("stream.seed", self.seed)
         one_of("stream.clock", self.clock, ("wall", "cpu"))

@@ -178,7 +178,7 @@ MISTAKES = {
     "profile knobs.samples=-1": "samples",
     "evaluate split.seed=-1": "split.seed=-1",
     "evaluate stream.seed=-1": "stream.seed=-1",
-    "evaluate stream.repeats=0": "stream.repeats=0",
+    "evaluate stream.requests=0": "stream.requests=0",
     "evaluate stream.skip=5": "stream.skip=5",
     "evaluate beams=files beams.path=b.json beams.split_seed=-1": "beams.split_seed=-1",
     "evaluate judged_shots=1,2": "judged_shots=1,2",
