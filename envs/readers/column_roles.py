@@ -42,7 +42,6 @@ def knobs_and_features(
     features: Any,
     columns: Sequence[Column],
     other: set[str],
-    source: str,
     notes: list[str],
 ) -> tuple[Sequence[str], Any]:
     """Return the columns that are knobs, and features, read if they are columns of the frame.
@@ -51,7 +50,7 @@ def knobs_and_features(
         frame, rows: the rows as they were read, and their ids.
         knobs, features, columns: the options of `table_from_frame`.
         other: columns that are neither knobs nor features.
-        source, notes: for messages, and what is noticed.
+        notes: what is noticed.
 
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
@@ -59,27 +58,27 @@ def knobs_and_features(
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
-        names = _feature_names(frame, rows, features, columns, knobs, other, source)
-        features = _features_in(frame, rows, names, columns, features == AUTO, source, notes)
+        names = _feature_names(frame, rows, features, columns, knobs, other)
+        features = _features_in(frame, rows, names, columns, features == AUTO, notes)
     if knobs is None:
-        knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
-    _check_knobs(frame, knobs, other, source)
+        knobs = _find_knobs(frame, rows, {*other, *names}, notes)
+    _check_knobs(frame, knobs, other)
     return knobs, features
 
 
-def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
+def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str]) -> None:
     """Raise InputError if there are no knobs, or a knob is no column or one of these others."""
     wrong = [k for k in knobs if k not in frame.columns or k in other]
     if wrong or not knobs:
         raise InputError(
-            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
+            f"{', '.join(wrong) or 'no column'} for a knob; its columns are "
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
             "configurations in one column"
         )
 
 
 def _find_knobs(
-    frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], source: str, notes: list[str]
+    frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], notes: list[str]
 ) -> list[str]:
     """Return the columns that are knobs by default; note which others might have been.
 
@@ -111,7 +110,7 @@ def _find_knobs(
     if 50 < count > len(frame) / 2:
         sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
         raise InputError(
-            f"{source}: {count} configurations in {len(frame)} rows, so a column taken as a knob "
+            f"{count} configurations in {len(frame)} rows, so a column taken as a knob "
             f"must be a measurement: {sizes}. Name the knobs with knobs="
         )
     return names
@@ -124,7 +123,6 @@ def _feature_names(
     columns: Sequence[Column],
     knobs: Sequence[str] | None,
     other: set[str],
-    source: str,
 ) -> list[str]:
     """Return the columns that are to be features: those that a checkpoint knows, those that are
     named, or with `auto` all that are constant inside each sample."""
@@ -138,9 +136,9 @@ def _feature_names(
         if name not in frame.columns:
             close = get_close_matches(name, frame.columns, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"{source}: features: {name}: there is no such column{hint}")
+            raise InputError(f"features: {name}: there is no such column{hint}")
         if name in other:
-            raise InputError(f"{source}: features: {name} cannot be a feature: it has another use")
+            raise InputError(f"features: {name} cannot be a feature: it has another use")
     return names
 
 
@@ -150,7 +148,6 @@ def _features_in(
     names: Sequence[str],
     columns: Sequence[Column],
     auto: bool,
-    source: str,
     notes: list[str],
 ) -> Features:
     """Return the features in these columns of a frame.
@@ -169,27 +166,27 @@ def _features_in(
     for name in names:
         if samples.select(*keys.columns, name).n_unique() > count:
             raise InputError(
-                f"{source}: features: {name} varies inside a sample, so nobody knows it when the "
+                f"features: {name} varies inside a sample, so nobody knows it when the "
                 "knobs are set; leave it out"
             )
     fitted = list(columns)
     if not columns:
         for name in names:
             try:
-                fitted.append(fit_column(samples[name], source))
+                fitted.append(fit_column(samples[name]))
             except InputError as error:
                 if not auto:
                     raise
                 notes.append(f"not a feature: {error}")
     if not fitted:
         raise InputError(
-            f"{source}: features: no column varies between samples but not inside them; name the "
+            "features: no column varies between samples but not inside them; name the "
             f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
         )
     notes.append(f"features: {', '.join(str(column) for column in fitted)}")
-    block = encode_samples(samples, fitted, source)
+    block = encode_samples(samples, fitted)
     ids = {name: samples[name].to_numpy() for name in keys.columns}
-    return features_from({**ids, FEATURES: block}, source)._replace(columns=tuple(fitted))
+    return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
 
 
 def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import polars as pl
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import read_json
 from knobwise.common.progress import progress
 from knobwise.envs.readers.frames import as_share, check_range
@@ -90,17 +90,18 @@ def read_configurations(
         unread = ": not read" * (folder == root)
         names = ", ".join(sorted(set(foreign)))
         notes.append(f"{folder}: {len(foreign)} files that name the data set {names}{unread}")
-    return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
+    with naming(folder):
+        return _checked(pl.concat(frames), columns, accuracy_unit, notes), summaries
 
 
 def _checked(
-    cells: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
+    cells: pl.DataFrame, columns: Collection[str], accuracy_unit: str, notes: list[str]
 ) -> pl.DataFrame:
     """Return the cells with accuracies as shares. Raises InputError for a value out of range."""
     if "accuracy" in columns:
-        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, source, notes))
+        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, notes))
     for column in columns:
-        check_range(cells, column, column, source)
+        check_range(cells, column, column)
     return cells
 
 

@@ -145,7 +145,7 @@ def _broadcast(
         notes.append(f"{count}: they are left out (see broadcast_latency)")
         return times
     notes.append(f"{count}: it is given to all their samples")
-    check_range(means, "latency_ms", "mean latency_ms", "")
+    check_range(means, "latency_ms", "mean latency_ms")
     spread = scores.drop("file").join(means, on=KNOBS)
     return pl.concat([times, spread.select(times.columns)])
 
