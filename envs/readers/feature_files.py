@@ -35,8 +35,6 @@ class Features(NamedTuple):
     """n data set names, or none."""
     columns: tuple[Column, ...] = ()
     """What the block `features` holds, if its columns have names."""
-    notes: tuple[str, ...] = ()
-    """What was left out."""
 
 
 def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
@@ -156,9 +154,8 @@ def attach_features(
         )
     rows = torch.tensor([row_of[key] for key in keys])
     blocks = {name: block[rows] for name, block in features.blocks.items()}
-    notes = (*table.notes, *features.notes)
-    unused = len(known) - len(keys)
-    if unused:
+    notes = table.notes
+    if unused := len(known) - len(keys):
         notes = (*notes, f"{unused} rows of features without a sample: not used")
     return replace(table, features=blocks, columns=features.columns, notes=notes)
 
@@ -166,30 +163,23 @@ def attach_features(
 def write_features(table: ProfileTable, path: str | Path) -> None:
     """Write the table's feature blocks with its ids, as `read_features` reads them.
 
-    The suffix of the path decides the format: `.safetensors`, `.npz`, `.pt` or `.parquet`.
+    The suffix of the path decides the format: `.safetensors` or `.npz`.
     """
     ids = {"sample_id": list(table.sample_ids)}
     if table.datasets:
         ids["dataset"] = list(table.datasets)
-    blocks = {name: block.contiguous() for name, block in table.features.items()}
     suffix = Path(path).suffix
-    if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
+    if not table.features or suffix not in (".safetensors", ".npz"):
         raise InputError(
-            f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: "
-            f"{list(blocks)}"
+            f"{path}: features are written as .safetensors or .npz; blocks: {list(table.features)}"
         )
     if suffix == ".safetensors":
-        save_tensors(path, blocks, {key: json.dumps(names) for key, names in ids.items()})
+        save_tensors(path, table.features, {key: json.dumps(names) for key, names in ids.items()})
         return
-    arrays = {name: block.numpy() for name, block in blocks.items()}
+    arrays = {key: np.array(names) for key, names in ids.items()}
+    arrays |= {name: block.numpy() for name, block in table.features.items()}
     with written_whole(path) as temporary:
-        if suffix == ".npz":
-            id_arrays = {key: np.array(names) for key, names in ids.items()}
-            np.savez_compressed(temporary, allow_pickle=False, **id_arrays, **arrays)
-        elif suffix == ".pt":
-            torch.save({**ids, **blocks}, temporary)
-        else:
-            pl.DataFrame({**ids, **arrays}).write_parquet(temporary)
+        np.savez_compressed(temporary, allow_pickle=False, **arrays)
 
 
 def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
@@ -239,12 +229,10 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
     frame = read_frame(path)
     arrays: dict[str, ArrayLike] = {}
     names = []
-    unused = []
-    for column in frame:
+    # the other keys are no features
+    for column in frame.drop([*KEYS - {"sample_id", "dataset"}], strict=False):
         if column.name in ("sample_id", "dataset"):
             arrays[column.name] = name_column(column).to_numpy()
-        elif column.name in KEYS:
-            unused.append(column.name)
         elif not column.dtype.is_nested():
             names.append(column.name)
         else:
@@ -266,8 +254,4 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
             )
         named = columns or [fit_column(frame[name]) for name in names]
         arrays[FEATURES] = encode_samples(frame, named)
-    notes = []
-    if unused:
-        notes.append(f"keys that are no features: {', '.join(unused)}")
-    features = features_from(arrays)
-    return features._replace(columns=tuple(named), notes=tuple(notes))
+    return features_from(arrays)._replace(columns=tuple(named))

@@ -31,7 +31,7 @@ from knobwise.envs.readers.frames import (
     read_frame,
 )
 from knobwise.envs.tables.columns import Column
-from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
@@ -100,10 +100,9 @@ def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFram
     """
     frame = frame.unnest(pl.selectors.struct()).rename(TRAINING_COLUMNS, strict=False)
     # the features of a sample stand in each of its examples
-    vectors = [name for name in ("image_features", "language_features") if name in frame.columns]
+    samples = frame.select("sample_id", pl.selectors.nested()).unique(maintain_order=True)
     features = None
-    if vectors:
-        samples = frame.select("sample_id", *vectors).unique(maintain_order=True)
+    if samples.width > 1:
         features = features_from(samples.to_dict(as_series=False))
     measured = frame.drop(BUDGET, pl.selectors.nested())
     # of the rows with equal measurements, keep those of the first budget
@@ -161,17 +160,24 @@ def table_from_frame(
     with naming(source or name):
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
+        named = [
+            f"{key}={name}"
+            for key, name in (("group", group), ("time", time))
+            if name and name not in frame.columns
+        ]
+        if named:
+            raise InputError(
+                f"{', '.join(named)}: no such column; its columns are {', '.join(frame.columns)}"
+            )
         frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
         if unused := [name for name in UNUSED if name in frame.columns]:
             notes.append(f"keys that are not used: {', '.join(unused)}")
-        other = {"dataset", "sample_id", "repeat", accuracy, latency}
-        if group is not None:
-            rows = rows.with_columns(_clusters(frame, rows, group))
+        other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
         if time is not None:
-            rows = rows.with_columns(_times(frame, time))
-        other.update(filter(None, (group, time)))
-        knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, notes)
-        fields = _dense_fields(frame, rows, knobs, notes)
+            rows = rows.with_columns(_times(frame[time]))
+        keys = keys_of(rows)
+        knobs, blocks = knobs_and_features(frame, keys, knobs, features, columns, other, notes)
+        fields = _dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if blocks is None:
         return table
@@ -179,9 +185,14 @@ def table_from_frame(
 
 
 def _dense_fields(
-    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], notes: list[str]
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    columns: Sequence[str],
+    group: str | None,
+    notes: list[str],
 ) -> dict[str, Any]:
-    """Return the fields of the `ProfileTable` with these columns as knobs.
+    """Return the fields of the `ProfileTable` with these columns as knobs, and clusters by the
+    column `group`.
 
     `frame` and `rows` are what `_profiled_rows` returns.
     """
@@ -190,14 +201,11 @@ def _dense_fields(
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
-    samples = _samples(frame.drop(columns), keys)
+    samples = _samples(frame.drop(columns), keys, group)
     if TIME in rows.columns:
         first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
         samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
         samples = samples.sort(TIME, maintain_order=True).drop(TIME)
-    if CLUSTER in rows.columns:
-        of_samples = rows.select(*keys.columns, CLUSTER).unique()
-        samples = samples.join(of_samples, on=keys.columns, how="left", maintain_order="left")
     shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
     cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
@@ -209,8 +217,7 @@ def _dense_fields(
         cell = rows["cell"].to_numpy()
         first_of_cell = count.cumsum() - count
         repetition = np.arange(cell.size) - first_of_cell[cell]
-        _refuse_copies(rows, samples, configurations, knobs)
-        _note_repeated(rows, count, notes)
+        _check_repeated(rows, notes)
     # from rows to cells
     repeats = np.full((count.size, count.max()), np.nan, np.float32)
     repeats[cell, repetition] = rows["latency"].clip(0)
@@ -327,61 +334,56 @@ def _as_above(*columns: str) -> pl.Expr:
     return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
 
 
-def _refuse_copies(
-    rows: pl.DataFrame,
-    samples: pl.DataFrame,
-    configurations: pl.DataFrame,
-    knobs: Sequence[Knob],
-) -> None:
-    """Raise InputError if measurements of a cell cannot be told apart.
+def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
+    """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
 
-    `repeat` tells them apart, or without it accuracy and latency do.
+    `repeat` tells measurements of a cell apart, or without it accuracy and latency do. Raises
+    InputError if nothing does.
     """
+    keys = ["repeat"]
     if rows["repeat"].null_count():
         keys = ["latency", "accuracy"]
-    else:
-        keys = ["repeat"]
-    copies = rows.filter(_as_above("cell", *keys))["cell"]
-    if copies.is_empty():
-        return
-    sample, configuration = divmod(copies[0], len(configurations))
-    codes = configurations.row(configuration)
-    setting = [f"{k.name}={k.values[v]}" for k, v in zip(knobs, codes, strict=True)]
-    pair = " ".join([samples["sample_id"][sample], *setting])
-    raise InputError(
-        f"{copies.n_unique()} (sample, configuration) pairs occur more than once with "
-        f"the same {' and '.join(keys)}, such as {pair}. Remove the copies; or number the "
-        "measurements of each pair in a column `repeat`. Ids must be unique inside a data set (do "
-        "they restart in every batch or on every rank?), and every knob needs a column"
-    )
-
-
-def _note_repeated(rows: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
-    """Note how many cells were measured repeatedly without numbers, or differ in accuracy."""
-    if rows["repeat"].null_count():
+        times = rows["cell"].value_counts()["count"]
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
             "measurements"
+        )
+    copies = rows.filter(_as_above("cell", *keys))
+    if copies.height:
+        raise InputError(
+            f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
+            f"the same {' and '.join(keys)}, such as one of sample {copies['sample_id'][0]}; "
+            "remove the copies, or number the measurements of each pair in a column `repeat`. Ids "
+            "must be unique inside a data set (do they restart in every batch or on every rank?), "
+            "and every knob needs a column"
         )
     differ = rows.filter(_as_above("cell"), ~_as_above("accuracy"))["cell"].n_unique()
     if differ:
         notes.append(f"{differ} cells differ in accuracy between measurements: the mean is used")
 
 
-def _samples(frame: pl.DataFrame, keys: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per sample, with its key, image, part and question type.
+def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.DataFrame:
+    """Return one row per sample, with its key, image, part, question type and cluster.
 
     Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
-    Raises InputError if a sample's rows differ, or a part is unknown.
+    Raises InputError if a sample's rows differ, a part is unknown, or an image is in several
+    clusters.
     """
     # further names of a sample, which must be the same in all its rows
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
     extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
+    if group is not None:
+        extra.append(name_column(frame[group]).alias(CLUSTER))
     samples = keys.with_columns(extra).unique()
     # a column that varies inside a sample makes more distinct rows than there are samples
     for column in extra:
         if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
-            raise InputError(f"{column.name} must be the same in all rows of a sample")
+            name = f"group={group}" if column.name == CLUSTER else column.name
+            raise InputError(f"{name} must be the same in all rows of a sample")
+    if group is not None:
+        unit = [c for c in ("dataset", "image_id") if c in samples.columns]
+        if "image_id" in unit and samples.n_unique([*unit, CLUSTER]) > samples.n_unique(unit):
+            raise InputError(f"group={group} must be the same in all rows of an image")
     # several spellings stand for the same part
     if "split" in samples.columns:
         splits = samples["split"].str.to_lowercase()
@@ -395,36 +397,9 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame) -> pl.DataFrame:
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
 
 
-def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str) -> pl.Series:
-    """Return the cluster that each row belongs to, by the column `group`.
-
-    `frame` and `rows` are what `_profiled_rows` returns.
-
-    Raises:
-        InputError: there is no such column, it varies inside a sample, or an image is in several
-            clusters.
-    """
-    clusters = name_column(_column(frame, "group", group)).alias(CLUSTER)
-    units = {"a sample": keys_of(rows)}
-    if "image_id" in frame.columns and not frame["image_id"].is_null().all():
-        image = name_column(frame["image_id"])
-        units["an image"] = units["a sample"].drop("sample_id").with_columns(image)
-    for what, keys in units.items():
-        if keys.with_columns(clusters).n_unique() > keys.n_unique():
-            raise InputError(
-                f"group={group}: the rows of {what} have several values; it must be the "
-                f"same in all rows of {what}"
-            )
-    return clusters
-
-
-def _times(frame: pl.DataFrame, time: str) -> pl.Series:
-    """Return when each row was measured, float64 on any scale, by the column `time`.
-
-    Raises:
-        InputError: there is no such column, or a value in it is no time.
-    """
-    column = _column(frame, "time", time)
+def _times(column: pl.Series) -> pl.Series:
+    """Return when each row was measured, float64 on any scale. Raises InputError for a value that
+    is no time."""
     times = column
     # text may hold numbers, or dates and times
     if column.dtype == pl.String and column.cast(pl.Float64, strict=False).is_null().any():
@@ -436,19 +411,10 @@ def _times(frame: pl.DataFrame, time: str) -> pl.Series:
     if times.null_count():
         wrong = column.filter(times.is_null())
         raise InputError(
-            f"time={time}: {len(wrong)} values are neither numbers nor dates and times, "
+            f"time={column.name}: {len(wrong)} values are neither numbers nor dates and times, "
             f"as 2026-01-31 12:00:05 is: {wrong[0]!r}, …"
         )
     return times.alias(TIME)
-
-
-def _column(frame: pl.DataFrame, option: str, name: str) -> pl.Series:
-    """Return the column that an option names. Raises InputError if there is none."""
-    if name not in frame.columns:
-        raise InputError(
-            f"{option}={name}: no such column; its columns are {', '.join(frame.columns)}"
-        )
-    return frame[name]
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
