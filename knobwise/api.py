@@ -163,4 +163,4 @@ def _content(features: Any, **ids: Any) -> Any:
         blocks = {"features": features}
     if "sample_id" not in blocks:
         blocks = ids | {**blocks}
-    return features_from(blocks, "features")
+    return features_from(blocks)

@@ -37,21 +37,20 @@ def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
 
 def knobs_and_features(
     frame: pl.DataFrame,
-    rows: pl.DataFrame,
+    keys: pl.DataFrame,
     knobs: Sequence[str] | None,
     features: Any,
     columns: Sequence[Column],
     other: set[str],
-    source: str,
     notes: list[str],
 ) -> tuple[Sequence[str], Any]:
     """Return the columns that are knobs, and features, read if they are columns of the frame.
 
     Args:
-        frame, rows: the rows as they were read, and their ids.
+        frame, keys: the rows as they were read, and their ids.
         knobs, features, columns: the options of `table_from_frame`.
         other: columns that are neither knobs nor features.
-        source, notes: for messages, and what is noticed.
+        notes: what is noticed.
 
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
@@ -59,27 +58,22 @@ def knobs_and_features(
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
-        names = _feature_names(frame, rows, features, columns, knobs, other, source)
-        features = _features_in(frame, rows, names, columns, features == AUTO, source, notes)
+        names = _feature_names(frame, keys, features, columns, knobs, other)
+        features = _features_in(frame, keys, names, columns, features == AUTO, notes)
     if knobs is None:
-        knobs = _find_knobs(frame, rows, {*other, *names}, source, notes)
-    _check_knobs(frame, knobs, other, source)
-    return knobs, features
-
-
-def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
-    """Raise InputError if there are no knobs, or a knob is no column or one of these others."""
+        knobs = _find_knobs(frame, keys, {*other, *names}, notes)
     wrong = [k for k in knobs if k not in frame.columns or k in other]
     if wrong or not knobs:
         raise InputError(
-            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are "
+            f"{', '.join(wrong) or 'no column'} for a knob; its columns are "
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
             "configurations in one column"
         )
+    return knobs, features
 
 
 def _find_knobs(
-    frame: pl.DataFrame, rows: pl.DataFrame, measures: set[str], source: str, notes: list[str]
+    frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]
 ) -> list[str]:
     """Return the columns that are knobs by default; note which others might have been.
 
@@ -89,7 +83,7 @@ def _find_knobs(
     columns = _candidates(frame, measures)
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     # a column with one value for each sample is a property of the sample
-    fixed = _constant_columns(frame, rows, columns, True)
+    fixed = _constant_columns(frame, keys, columns, True)
     names = [c for c in columns if c not in (*nested, *fixed)]
     labels = []
     # a name of the configuration adds nothing to its knobs
@@ -111,7 +105,7 @@ def _find_knobs(
     if 50 < count > len(frame) / 2:
         sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
         raise InputError(
-            f"{source}: {count} configurations in {len(frame)} rows, so a column taken as a knob "
+            f"{count} configurations in {len(frame)} rows, so a column taken as a knob "
             f"must be a measurement: {sizes}. Name the knobs with knobs="
         )
     return names
@@ -119,12 +113,11 @@ def _find_knobs(
 
 def _feature_names(
     frame: pl.DataFrame,
-    rows: pl.DataFrame,
+    keys: pl.DataFrame,
     features: Any,
     columns: Sequence[Column],
     knobs: Sequence[str] | None,
     other: set[str],
-    source: str,
 ) -> list[str]:
     """Return the columns that are to be features: those that a checkpoint knows, those that are
     named, or with `auto` all that are constant inside each sample."""
@@ -133,63 +126,59 @@ def _feature_names(
         names = [column.name for column in columns]
     elif features == AUTO:
         candidates = _candidates(frame, other.union(knobs or ()))
-        names = _constant_columns(frame, rows, candidates, knobs is None)
+        names = _constant_columns(frame, keys, candidates, knobs is None)
     for name in names:
         if name not in frame.columns:
             close = get_close_matches(name, frame.columns, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"{source}: features: {name}: there is no such column{hint}")
-        if name in other:
-            raise InputError(f"{source}: features: {name} cannot be a feature: it has another use")
+            raise InputError(f"features: {name}: there is no such column{hint}")
+        if name in other or frame[name].dtype.is_nested():
+            raise InputError(f"features: {name} has another use, or holds lists; leave it out")
     return names
 
 
 def _features_in(
     frame: pl.DataFrame,
-    rows: pl.DataFrame,
+    keys: pl.DataFrame,
     names: Sequence[str],
     columns: Sequence[Column],
     auto: bool,
-    source: str,
     notes: list[str],
 ) -> Features:
     """Return the features in these columns of a frame.
 
     Args:
-        frame, rows: as in `knobs_and_features`.
+        frame, keys: as in `knobs_and_features`.
         columns: what they hold, if a checkpoint knows it; else it is fitted.
         auto: whether columns that cannot be features are left out, with a note.
 
     Raises:
         InputError: a column varies inside a sample, or cannot be a feature.
     """
-    keys = keys_of(rows)
+    if varying := _varying(frame, keys, names):
+        raise InputError(
+            f"features: {', '.join(varying)} varies inside a sample, so nobody knows it when the "
+            "knobs are set; leave it out"
+        )
     samples = keys.hstack(frame.select(names)).unique(maintain_order=True)
-    count = keys.n_unique()
-    for name in names:
-        if samples.select(*keys.columns, name).n_unique() > count:
-            raise InputError(
-                f"{source}: features: {name} varies inside a sample, so nobody knows it when the "
-                "knobs are set; leave it out"
-            )
     fitted = list(columns)
     if not columns:
         for name in names:
             try:
-                fitted.append(fit_column(samples[name], source))
+                fitted.append(fit_column(samples[name]))
             except InputError as error:
                 if not auto:
                     raise
                 notes.append(f"not a feature: {error}")
     if not fitted:
         raise InputError(
-            f"{source}: features: no column varies between samples but not inside them; name the "
+            "features: no column varies between samples but not inside them; name the "
             f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
         )
     notes.append(f"features: {', '.join(str(column) for column in fitted)}")
-    block = encode_samples(samples, fitted, source)
+    block = encode_samples(samples, fitted)
     ids = {name: samples[name].to_numpy() for name in keys.columns}
-    return features_from({**ids, FEATURES: block}, source)._replace(columns=tuple(fitted))
+    return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
 
 
 def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
@@ -198,17 +187,22 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
 
 
+def _varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
+    """Return those of these columns that have several values in a sample."""
+    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
+    return [name for name in names if spread[name].max() > 1]
+
+
 def _constant_columns(
-    frame: pl.DataFrame, rows: pl.DataFrame, names: list[str], with_knobs: bool
+    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], with_knobs: bool
 ) -> list[str]:
     """Return those of these columns that have one value in each sample, but not one in all.
 
     With one row per sample every column looks like that, so where knobs are among the columns there
     are none then.
     """
-    keys = keys_of(rows)
-    names = [c for c in names if not frame[c].dtype.is_nested()]
-    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
-    if with_knobs and len(frame) < 2 * len(spread):
+    if with_knobs and len(frame) < 2 * keys.n_unique():
         return []
-    return [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
+    names = [c for c in names if not frame[c].dtype.is_nested()]
+    varying = _varying(frame, keys, names)
+    return [c for c in names if c not in varying and frame[c].n_unique() > 1]

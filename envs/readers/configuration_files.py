@@ -13,7 +13,7 @@ from typing import Any
 
 import polars as pl
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import read_json
 from knobwise.common.progress import progress
 from knobwise.envs.readers.frames import as_share, check_range
@@ -60,7 +60,6 @@ def read_configurations(
     # a merged file replaces the files of its ranks
     ranks = _by_merge(settings)
     foreign = []
-    short = 0
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
@@ -68,60 +67,36 @@ def read_configurations(
             tick(done)
             setting = settings[path]
             content, rows = _load(path, setting, keys)
-            named = content["config"].get("dataset_name")
-            if isinstance(named, str) and named.replace("_", "-") != dataset.replace("_", "-"):
+            named = str(content["config"].get("dataset_name") or dataset)
+            # a folder with the data set's name is trusted more than what its files say
+            if folder == root and named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
-                # a folder with the data set's name is trusted more than what its files say
-                if folder == root:
-                    continue
-            sizes = [len(_load(part, setting, keys)[1]) for part in parts]
-            _check_merge(path, len(rows), sizes)
-            counts = [record.get("num_samples") for record in (*content["summary"], content)]
-            short += sum(n for n in counts if isinstance(n, int)) > len(rows) > 0
+                continue
+            _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts])
             if not setting:
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
         tick(len(ranks))
-    if foreign and not frames:
+    if not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
-    notes += _notes(folder, settings, kind, len(ranks), short)
-    if foreign:
-        unread = ": not read" * (folder == root)
-        names = ", ".join(sorted(set(foreign)))
-        notes.append(f"{folder}: {len(foreign)} files that name the data set {names}{unread}")
-    return _checked(pl.concat(frames), columns, accuracy_unit, str(folder), notes), summaries
-
-
-def _checked(
-    cells: pl.DataFrame, columns: Collection[str], accuracy_unit: str, source: str, notes: list[str]
-) -> pl.DataFrame:
-    """Return the cells with accuracies as shares. Raises InputError for a value out of range."""
-    if "accuracy" in columns:
-        cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, source, notes))
-    for column in columns:
-        check_range(cells, column, column, source)
-    return cells
-
-
-def _notes(
-    folder: Path, settings: Collection[Path], kind: str, num_read: int, num_short: int
-) -> list[str]:
-    """Return notes on files that were not read, and on files that are short."""
     # files of the other kind may be in the same folder
-    others = tuple({"exp5_", "exp6_"} - {kind[:5]})
-    num_unread = sum(
-        path not in settings
-        and not path.stem.endswith("_results")
-        and not path.name.startswith(others)
-        for path in folder.glob("*.json")
-    )
+    other = {"exp5_", "exp6_"} - {kind[:5]}
+    others = [path for path in folder.glob("*.json") if path.name[:5] not in other]
+    unread = [p for p in others if p not in settings and not p.stem.endswith("_results")]
     skipped = {
-        "rank files not read, since files merged from them are there": len(settings) - num_read,
-        "JSON files not read, since their names do not fit": num_unread,
-        "files with fewer rows than num_samples in their summary": num_short,
+        "rank files not read, since files merged from them are there": len(settings) - len(ranks),
+        "JSON files not read, since their names do not fit": len(unread),
+        "files that name another data set: not read": len(foreign),
     }
-    return [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    cells = pl.concat(frames)
+    if "accuracy" in columns:
+        with naming(folder):
+            cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, notes))
+    for column in columns:
+        check_range(cells, column, column)
+    return cells, summaries
 
 
 def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
@@ -129,10 +104,10 @@ def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
     ranks: dict[Path, list[Path]] = {}
     for path in paths:
         merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
-        whole = merge if merge in paths else path
-        parts = ranks.setdefault(whole, [])
-        if path != whole:
-            parts.append(path)
+        if merge == path or merge not in paths:
+            ranks.setdefault(path, [])
+        else:
+            ranks.setdefault(merge, []).append(path)
     return ranks
 
 
@@ -226,49 +201,36 @@ def _with_knobs(
 ) -> list[Record]:
     """Return the rows of a whole run with the values of all knobs.
 
-    Raises InputError if a row or a summary lacks one.
+    Where no row has any, the first `num_samples` rows have those of the first summary, and so on.
+    Raises InputError if the counts do not add up, a summary's accuracy is not the mean score of its
+    rows, or a row or a summary lacks a knob.
     """
+    named = rows
     if rows and not any(row.keys() & {*KNOBS} for row in rows):
-        rows = _in_order(path, summary, rows)
-        notes.append(
-            f"{path}: its rows name no knobs; these were taken in the order of its {len(summary)} "
-            "summaries"
-        )
-    for record in (*summary, *rows):
+        named = []
+        counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
+        fits = sum(counts) == len(rows)
+        for record, count in zip(summary, counts, strict=True):
+            part = rows[len(named) : len(named) + count]
+            named += [row | {knob: record.get(knob) for knob in KNOBS} for row in part]
+            accuracy: Any = record.get("accuracy")
+            scores: list[Any] = [row.get("score") for row in part]
+            if part and {*map(type, [accuracy, *scores])} <= {int, float}:
+                fits &= abs(sum(scores) / count - accuracy) < 1e-3
+        if not fits:
+            raise InputError(
+                f"{path}: its rows do not name {', '.join(KNOBS)}, and do not fit num_samples and "
+                "accuracy of its summaries. Add the knobs to every row, or give a file for each "
+                "configuration"
+            )
+        notes.append(f"{path}: its rows name no knobs; they have those of its summaries in order")
+    for record in (*summary, *named):
         values = [record.get(knob) for knob in KNOBS]
         if not all(type(value) is int and value >= 0 for value in values):
             raise InputError(
                 f"{path}: a row or summary has {values} for {', '.join(KNOBS)}; all must be whole "
                 "numbers ≥ 0"
             )
-    return rows
-
-
-def _in_order(path: Path, summary: list[Record], rows: list[Record]) -> list[Record]:
-    """Return the rows with the knobs of their summaries, taken in order.
-
-    The first `num_samples` rows belong to the first summary, and so on. Raises InputError if the
-    counts do not add up, or a summary's accuracy is not the mean score of its rows.
-    """
-    # the counts of the summaries must add up to the rows
-    counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
-    fits = sum(counts) == len(rows)
-    named: list[Record] = []
-    for record, count in zip(summary, counts, strict=True):
-        part = rows[len(named) : len(named) + count]
-        setting = {knob: record.get(knob) for knob in KNOBS}
-        named += [row | setting for row in part]
-        # the mean score of the rows must be the accuracy of their summary
-        accuracy: Any = record.get("accuracy")
-        scores: list[Any] = [row.get("score") for row in part]
-        if part and {*map(type, [accuracy, *scores])} <= {int, float}:
-            fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
-    if not fits:
-        raise InputError(
-            f"{path}: its rows do not name {', '.join(KNOBS)}, and do not fit num_samples and "
-            "accuracy of its summaries. Add the knobs to every row, or give a file for each "
-            "configuration"
-        )
     return named
 
 
@@ -302,19 +264,12 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
     # if no row has the key, it may stand in the rows' metadata
     if not _occurs(key, rows):
         names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-    kinds = set(map(type, names))
-    if not kinds <= {int, float, str, type(None)}:
+    # the id 7.0 is 7; a larger float is not exact
+    if float in map(type, names):
+        exact = [isinstance(x, float) and x.is_integer() and abs(x) < 1 << 63 for x in names]
+        names = [int(x) if whole else x for x, whole in zip(names, exact, strict=True)]
+    if not {*map(type, names)} <= {int, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    if float in kinds:
-        for i, name in enumerate(names):
-            if isinstance(name, float) and not abs(name) < 1 << 63:
-                raise InputError(
-                    f"{path}: {key} {name} is NaN or infinite, or too large to be exact; give "
-                    "every row a whole number or a text"
-                )
-            # the id 7.0 is 7
-            if isinstance(name, float) and name.is_integer():
-                names[i] = int(name)
     return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
 
 

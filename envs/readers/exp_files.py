@@ -67,10 +67,7 @@ def read_exp5_exp6(
             are wrong, or exp5 and exp6 have nothing in common.
     """
     one_of("latency", latency, ("total", "prefill", "decode"))
-    if isinstance(dataset_name, str):
-        datasets = [dataset_name]
-    else:
-        datasets = list(dataset_name)
+    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
     columns = {"accuracy": [[accuracy]]}
     # join the two kinds of files, one data set after another
@@ -110,21 +107,20 @@ def _read_exp6(
     # mean times, for configurations without rows
     means = []
     for record in summaries:
+        mean = record.get(f"latency_{stage}_ms")
+        if mean is None and stage == "total":
+            mean = record.get("latency_mean")
         # either a number, or an object of statistics
-        written = [
-            record.get(f"latency_{stage}_ms"),
-            record.get("latency_mean" if stage == "total" else ""),
-        ]
-        values = [value.get("mean") if isinstance(value, dict) else value for value in written]
-        mean = next((float(m) for m in values if isinstance(m, int | float)), None)
-        weight = 1
-        if isinstance(n := record.get("num_samples"), int):
-            weight = max(n, 1)
-        setting = {key: record[key] for key in (*KNOBS, "file")}
-        means.append({**setting, "mean": mean, "weight": weight})
+        if isinstance(mean, dict):
+            mean = mean.get("mean")
+        if isinstance(mean, int | float):
+            count = record.get("num_samples")
+            weight = max(count, 1) if isinstance(count, int) else 1
+            setting = {key: record[key] for key in (*KNOBS, "file")}
+            means.append({**setting, "mean": float(mean), "weight": weight})
     numbers = dict.fromkeys(("mean", "weight"), pl.Float64)
     schema = dict.fromkeys(KNOBS, pl.Int64) | numbers | {"file": pl.String}
-    return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")
+    return times, pl.DataFrame(means, schema=schema)
 
 
 def _broadcast(
@@ -140,12 +136,12 @@ def _broadcast(
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    count = f"{means.height} configurations have only a mean latency"
+    notes.append(
+        f"{means.height} configurations have only a mean latency: broadcast_latency={wanted}"
+    )
     if not wanted:
-        notes.append(f"{count}: they are left out (see broadcast_latency)")
         return times
-    notes.append(f"{count}: it is given to all their samples")
-    check_range(means, "latency_ms", "mean latency_ms", "")
+    check_range(means, "latency_ms", "mean latency_ms")
     spread = scores.drop("file").join(means, on=KNOBS)
     return pl.concat([times, spread.select(times.columns)])
 
@@ -156,21 +152,15 @@ def _join(
     """Return the cells that have a score and a time; note how many have only one of them."""
     on = ["sample_id", *KNOBS]
     cells = scores.drop("repeat").join(times.select(*on, "repeat", "latency_ms"), on=on)
-    sides = (("exp5", scores), ("exp6", times))
     # what each side has alone
-    for (name, side), (other_name, other) in (sides, sides[::-1]):
-        alone = side.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
+    for name, side, other in (("exp5", scores, times), ("exp6", times, scores)):
+        alone = side.join(other, on=on, how="anti").unique(on)
         if alone.height:
-            examples = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
-            more = ", …" * (alone.height > 3)
+            settings = alone.select(KNOBS).unique().sort(KNOBS)
+            example = "/".join(map(str, settings.row(0)))
             notes.append(
-                f"{dataset}: {alone.height} configurations are only in {name} ({examples}{more})"
-            )
-        lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
-        if lost.height:
-            count = f"{lost.select(on).n_unique()} cells of {lost['sample_id'].n_unique()} samples"
-            notes.append(
-                f"{dataset}: {count} have no partner in {other_name}, so they count as not profiled"
+                f"{dataset}: {alone.height} cells of {settings.height} configurations (such as "
+                f"{example}) are only in {name}, so they count as not profiled"
             )
     if cells.is_empty():
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
@@ -262,16 +252,13 @@ def _to_write(
     folder_name("name", dataset_name)
     # refuses what is no table
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
-    if len(set(table.dataset_names)) > 1:
+    values = [value for knob in table.knobs for value in knob.values]
+    whole = all(isinstance(value, int) and value >= 0 for value in values)
+    if not whole or len(set(table.dataset_names)) > 1:
         raise InputError(
-            f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own "
-            "name"
+            f"{source}: has data sets {sorted(set(table.dataset_names))} and knob values {values}; "
+            f"it must hold one data set, and whole numbers ≥ 0 for {', '.join(KNOBS)}"
         )
-    for knob in table.knobs:
-        if not all(isinstance(value, int) and value >= 0 for value in knob.values):
-            raise InputError(
-                f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}"
-            )
     encoded(metadata, source)
     frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
     # JSON has no NaN

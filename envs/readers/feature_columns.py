@@ -28,18 +28,17 @@ LARGEST = 3.4e38
 """The largest float32."""
 
 
-def fit_column(series: pl.Series, source: str) -> Column:
+def fit_column(series: pl.Series) -> Column:
     """Return what a column is: numbers, or text with its values.
 
     Args:
         series: a value for each sample.
-        source: of the rows, for messages.
 
     Raises:
         InputError: the column is empty, mixes numbers and text, is neither of them, or is a text
             with too many values to learn from.
     """
-    what = f"{source}: the feature {series.name!r}"
+    what = f"the feature {series.name!r}"
     dtype = series.dtype
     if not (dtype.is_numeric() or dtype in KINDS):
         raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")
@@ -72,15 +71,12 @@ def fit_column(series: pl.Series, source: str) -> Column:
     return Column(series.name, tuple(categories), gaps)
 
 
-def encode(
-    frame: pl.DataFrame, columns: Sequence[Column], source: str
-) -> tuple[np.ndarray, pl.Series]:
+def encode(frame: pl.DataFrame, columns: Sequence[Column]) -> tuple[np.ndarray, pl.Series]:
     """Turn named columns into the block of features.
 
     Args:
         frame: n rows with these columns; it may have others.
         columns: as fitted.
-        source: of the rows, for messages.
 
     Returns:
         The block, float32 [n, d]; and for each row what is wrong with it, null for nothing. A
@@ -97,7 +93,7 @@ def encode(
         name = column.name
         if name not in frame.columns or frame.schema[name].is_nested():
             raise InputError(
-                f"{source}: there is no column {name!r} of numbers or text; the controller needs "
+                f"there is no column {name!r} of numbers or text; the controller needs "
                 f"{', '.join(known.name for known in columns)}. Leave a field empty where its "
                 "value is unknown"
             )
@@ -124,18 +120,18 @@ def encode(
     return block, fault["fault"]
 
 
-def encode_samples(samples: pl.DataFrame, columns: Sequence[Column], source: str) -> np.ndarray:
+def encode_samples(samples: pl.DataFrame, columns: Sequence[Column]) -> np.ndarray:
     """Return the block of a profile's samples, float32 [n, d], in which any value may be missing.
 
     Raises:
         InputError: as `encode`, or a value is not a finite number.
     """
     forgiving = [column._replace(gaps=True) for column in columns]
-    block, faults = encode(samples, forgiving, source)
+    block, faults = encode(samples, forgiving)
     wrong = faults.drop_nulls()
     if len(wrong):
         raise InputError(
-            f"{source}: features: {wrong[0]} (in {len(wrong)} samples); leave empty what is missing"
+            f"features: {wrong[0]} (in {len(wrong)} samples); leave empty what is missing"
         )
     return block
 

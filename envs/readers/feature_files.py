@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.feature_columns import encode_samples, fit_column
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
@@ -35,8 +35,6 @@ class Features(NamedTuple):
     """n data set names, or none."""
     columns: tuple[Column, ...] = ()
     """What the block `features` holds, if its columns have names."""
-    notes: tuple[str, ...] = ()
-    """What was left out."""
 
 
 def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
@@ -58,30 +56,30 @@ def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    with _unreadable(str(path)):
+    with naming(path), _readable():
         if path.suffix in (".npz", ".pt", ".safetensors"):
-            return features_from(_read_arrays(path), str(path))
+            return features_from(_read_arrays(path))
         return _read_columns(path, columns)
 
 
 @contextmanager
-def _unreadable(source: str) -> Iterator[None]:
-    """Raise InputError with the name `source` instead of any other error."""
+def _readable() -> Iterator[None]:
+    """Raise InputError instead of any other error."""
     try:
         yield
     except InputError:
         raise
     # ids of mixed types, rows of different lengths, …
     except (Exception, pl.exceptions.PanicException) as error:
-        raise InputError(f"{source}: cannot be read as features ({error})") from error
+        raise InputError(f"cannot be read as features ({error})") from error
 
 
-def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+def features_from(content: Mapping[str, ArrayLike | Tensor]) -> Features:
     """Return ids and named blocks from arrays by name, as `read_features` finds them in a file.
 
-    Raises InputError, with the name `source`, as `read_features`.
+    Raises InputError as `read_features`.
     """
-    with _unreadable(source):
+    with _readable():
         arrays = {key: np.asarray(values) for key, values in content.items()}
         # ids first: they say how many rows a block must have
         names: dict[str, tuple[str, ...]] = {}
@@ -90,17 +88,17 @@ def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Fea
                 values = arrays.pop(key)
                 # text in NumPy files may be bytes
                 values = values.astype(str) if values.dtype.kind == "S" else values
-                names[key] = tuple(name_column(pl.Series(key, values), source))
+                names[key] = tuple(name_column(pl.Series(key, values)))
         if "sample_id" not in names or not arrays:
             raise InputError(
-                f"{source}: features need sample_id [n] and at least one block [n, d]; has "
+                f"features need sample_id [n] and at least one block [n, d]; has "
                 f"{[*names, *arrays]}"
             )
         n = len(names["sample_id"])
-        blocks = {key: _block(f"{source}: features {key!r}", x, n) for key, x in arrays.items()}
+        blocks = {key: _block(f"features {key!r}", x, n) for key, x in arrays.items()}
     if twice := n - len(set(zip(*names.values(), strict=True))):
         raise InputError(
-            f"{source}: {twice} ids occur more than once; keep one row of features for each sample"
+            f"{twice} ids occur more than once; keep one row of features for each sample"
         )
     return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
@@ -156,9 +154,8 @@ def attach_features(
         )
     rows = torch.tensor([row_of[key] for key in keys])
     blocks = {name: block[rows] for name, block in features.blocks.items()}
-    notes = (*table.notes, *features.notes)
-    unused = len(known) - len(keys)
-    if unused:
+    notes = table.notes
+    if unused := len(known) - len(keys):
         notes = (*notes, f"{unused} rows of features without a sample: not used")
     return replace(table, features=blocks, columns=features.columns, notes=notes)
 
@@ -166,30 +163,23 @@ def attach_features(
 def write_features(table: ProfileTable, path: str | Path) -> None:
     """Write the table's feature blocks with its ids, as `read_features` reads them.
 
-    The suffix of the path decides the format: `.safetensors`, `.npz`, `.pt` or `.parquet`.
+    The suffix of the path decides the format: `.safetensors` or `.npz`.
     """
     ids = {"sample_id": list(table.sample_ids)}
     if table.datasets:
         ids["dataset"] = list(table.datasets)
-    blocks = {name: block.contiguous() for name, block in table.features.items()}
     suffix = Path(path).suffix
-    if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
+    if not table.features or suffix not in (".safetensors", ".npz"):
         raise InputError(
-            f"{path}: features are written as .safetensors, .npz, .pt or .parquet; blocks: "
-            f"{list(blocks)}"
+            f"{path}: features are written as .safetensors or .npz; blocks: {list(table.features)}"
         )
     if suffix == ".safetensors":
-        save_tensors(path, blocks, {key: json.dumps(names) for key, names in ids.items()})
+        save_tensors(path, table.features, {key: json.dumps(names) for key, names in ids.items()})
         return
-    arrays = {name: block.numpy() for name, block in blocks.items()}
+    arrays = {key: np.array(names) for key, names in ids.items()}
+    arrays |= {name: block.numpy() for name, block in table.features.items()}
     with written_whole(path) as temporary:
-        if suffix == ".npz":
-            id_arrays = {key: np.array(names) for key, names in ids.items()}
-            np.savez_compressed(temporary, allow_pickle=False, **id_arrays, **arrays)
-        elif suffix == ".pt":
-            torch.save({**ids, **blocks}, temporary)
-        else:
-            pl.DataFrame({**ids, **arrays}).write_parquet(temporary)
+        np.savez_compressed(temporary, allow_pickle=False, **arrays)
 
 
 def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
@@ -236,16 +226,13 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
 
     A column of lists is a block. The columns of single values form one block together.
     """
-    source = str(path)
     frame = read_frame(path)
     arrays: dict[str, ArrayLike] = {}
     names = []
-    unused = []
-    for column in frame:
+    # the other keys are no features
+    for column in frame.drop([*KEYS - {"sample_id", "dataset"}], strict=False):
         if column.name in ("sample_id", "dataset"):
-            arrays[column.name] = name_column(column, source).to_numpy()
-        elif column.name in KEYS:
-            unused.append(column.name)
+            arrays[column.name] = name_column(column).to_numpy()
         elif not column.dtype.is_nested():
             names.append(column.name)
         else:
@@ -253,23 +240,18 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
                 column = column.arr.to_list()
             if column.list.len().n_unique() > 1:
                 raise InputError(
-                    f"{path}: rows of features {column.name!r} have different lengths, or are "
-                    "missing"
+                    f"rows of features {column.name!r} have different lengths, or are missing"
                 )
             # all lists, one after the other
-            values = number_column(column.explode(), source).fill_null(np.nan).to_numpy()
+            values = number_column(column.explode()).fill_null(np.nan).to_numpy()
             arrays[column.name] = values.reshape(len(column), -1)
     named: Sequence[Column] = ()
     if names:
         if FEATURES in [*arrays, *names]:
             raise InputError(
-                f"{path}: the columns of single values form a block `features`, but the file "
+                "the columns of single values form a block `features`, but the file "
                 "already has a column of this name; rename it"
             )
-        named = columns or [fit_column(frame[name], source) for name in names]
-        arrays[FEATURES] = encode_samples(frame, named, source)
-    notes = []
-    if unused:
-        notes.append(f"keys that are no features: {', '.join(unused)}")
-    features = features_from(arrays, source)
-    return features._replace(columns=tuple(named), notes=tuple(notes))
+        named = columns or [fit_column(frame[name]) for name in names]
+        arrays[FEATURES] = encode_samples(frame, named)
+    return features_from(arrays)._replace(columns=tuple(named))

@@ -47,14 +47,10 @@ def read_frame(path: Path) -> pl.DataFrame:
             content = path
         # the name without .gz decides the format
         if name.endswith(".csv"):
-            # the parser would rename a second column, which would then be taken for a knob
-            header = pl.read_csv(
-                content, has_header=False, n_rows=1, infer_schema=False, glob=False
-            )
-            names = header.row(0)
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"the column {twice[0]!r} occurs twice")
-            return pl.read_csv(content, infer_schema=False, glob=False)
+            # the parser would give a second column of a name another one, as if it were a knob
+            frame = pl.read_csv(content, has_header=False, infer_schema=False, glob=False)
+            names = [name or "" for name in frame.row(0)]
+            return frame.slice(1).rename(dict(zip(frame.columns, names, strict=True)))
         if name.endswith((".json", ".jsonl", ".ndjson")):
             text = content if isinstance(content, bytes) else path.read_bytes()
             if name.endswith(".json"):
@@ -94,14 +90,10 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
                 kinds[name].add(type(value))
     # true is 1 to polars, and a fraction becomes text
     for name, types in kinds.items():
-        if bool in types and len(types) > 1:
+        if (bool in types and len(types) > 1) or (float in types and types - {int, float}):
             raise ValueError(
-                f"the column {name!r} holds true or false in some rows, and something else in "
-                "others"
-            )
-        if float in types and types - {int, float}:
-            raise ValueError(
-                f"the column {name!r} holds fractions in some rows, and something else in others"
+                f"the column {name!r} holds true, false or fractions in some rows, and something "
+                "else in others"
             )
     return pl.DataFrame(rows, infer_schema_length=None)
 
@@ -114,7 +106,7 @@ def _unpacked(path: Path) -> bytes:
     return content
 
 
-def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Series:
+def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """Return the column as Float64.
 
     Text is parsed, and empty text is null. If `logical`, true and false are 1 and 0. Raises
@@ -129,17 +121,17 @@ def number_column(series: pl.Series, source: str, logical: bool = True) -> pl.Se
         numbers = text.cast(pl.Float64, strict=False)
         if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
             raise InputError(
-                f"{source}: column {series.name!r} has {len(wrong)} values that are not numbers: "
+                f"column {series.name!r} has {len(wrong)} values that are not numbers: "
                 f"{wrong[0]!r}, …"
             )
         return numbers
     known = series.dtype.is_numeric() or series.dtype == pl.Null
     if known or (logical and series.dtype == pl.Boolean):
         return series.cast(pl.Float64)
-    raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
+    raise InputError(f"column {series.name!r} holds {series.dtype}, expected numbers")
 
 
-def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> pl.Series:
+def as_share(accuracy: pl.Series, unit: str, notes: list[str]) -> pl.Series:
     """Return accuracies from 0 to 1; those in per cent are divided by 100, and a note says so.
 
     Raises:
@@ -149,19 +141,18 @@ def as_share(accuracy: pl.Series, unit: str, source: str, notes: list[str]) -> p
     if unit == "share":
         return accuracy
     if not (accuracy > 1).any():
-        raise InputError(f"{source}: accuracy_unit=percent, but no accuracy is above 1")
+        raise InputError("accuracy_unit=percent, but no accuracy is above 1")
     notes.append("accuracy is in per cent: it is divided by 100")
     return accuracy / 100
 
 
-def check_range(rows: pl.DataFrame, column: str, name: str, source: str) -> None:
+def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
     """Raise InputError, with the first of them, for accuracies out of range or impossible times.
 
     Args:
         rows: `sample_id`, optionally `dataset` and the `file` that a row is from, and the column.
         column: `accuracy`, or any time; null is none.
         name: of the column in its file.
-        source: of rows without `file`.
     """
     if column == "accuracy":
         valid = pl.col(column).is_between(-1e-6, 1 + 1e-6)
@@ -174,34 +165,32 @@ def check_range(rows: pl.DataFrame, column: str, name: str, source: str) -> None
         return
     first = bad.row(0, named=True)
     at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
+    file = f"{first['file']}: " if "file" in first else ""
     raise InputError(
-        f"{first.get('file', source)}: {bad.height} rows with {name} {fault}, the first at {at}. "
-        "Fix or remove them"
+        f"{file}{bad.height} rows with {name} {fault}, the first at {at}. Fix or remove them"
     )
 
 
-def name_column(series: pl.Series, source: str) -> pl.Series:
+def name_column(series: pl.Series) -> pl.Series:
     """Return the column as text; the float 7.0 is the id 7.
 
     Raises InputError if a row is empty, NaN, infinite, or neither a name nor a number.
     """
-    if series.null_count():
-        raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
-    if series.dtype.is_nested() or series.dtype == pl.Binary:
+    wrong = series.is_null()
+    if series.dtype.is_float():
+        wrong |= ~series.is_finite().fill_null(False)
+    if wrong.any() or series.dtype.is_nested() or series.dtype == pl.Binary:
         raise InputError(
-            f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole "
-            "numbers"
+            f"column {series.name!r} must hold a name or a finite number in every row: "
+            f"{wrong.sum()} rows do not, and its type is {series.dtype}"
         )
-    if series.dtype.is_float() and not series.is_finite().all():
-        count = len(series) - series.is_finite().sum()
-        raise InputError(f"{source}: column {series.name!r} is NaN or infinite in {count} rows")
     # pandas writes whole numbers as 7.0 where a column has gaps
     if series.dtype.is_float() and (series % 1 == 0).all():
         series = series.cast(pl.Int64)
     return series.cast(pl.String)
 
 
-def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
+def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     """Return the knob of a column, and the index of each row's value.
 
     Text such as `8` is a number, `08` is not. Raises InputError if a row has no value, or one that
@@ -213,7 +202,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
         series = series.cast(pl.Float64)
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
         raise InputError(
-            f"{source}: knob {series.name!r} must be a number or a name in every row; "
+            f"knob {series.name!r} must be a number or a name in every row; "
             f"{series.null_count()} are empty, and its type is {series.dtype}"
         )
     # each spelling is parsed once
@@ -223,7 +212,7 @@ def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):
         read = [json.loads(value) for value in written]
     if any(isinstance(value, float) and not math.isfinite(value) for value in read):
-        raise InputError(f"{source}: knob {series.name!r} has values that are not finite")
+        raise InputError(f"knob {series.name!r} has values that are not finite")
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]

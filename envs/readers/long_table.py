@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
@@ -31,7 +31,7 @@ from knobwise.envs.readers.frames import (
     read_frame,
 )
 from knobwise.envs.tables.columns import Column
-from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
@@ -80,16 +80,15 @@ def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any
     notes = list[str]()
     if BUDGET in frame.columns:
         try:
-            frame, features = _without_budgets(frame, str(path), notes)
+            with naming(path):
+                frame, features = _without_budgets(frame, notes)
         except pl.exceptions.PolarsError as error:
             raise InputError(f"{path}: not training data ({error})") from error
         choices["features"] = choices.get("features") or features
     return table_from_frame(frame, name=name, source=str(path), notes=notes, **choices)
 
 
-def _without_budgets(
-    frame: pl.DataFrame, source: str, notes: list[str]
-) -> tuple[pl.DataFrame, Features | None]:
+def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:
     """Return the measurements of training examples, and the features in them.
 
     The original system wrote `controller_training_data.json`: the examples of a cell repeat its
@@ -101,11 +100,10 @@ def _without_budgets(
     """
     frame = frame.unnest(pl.selectors.struct()).rename(TRAINING_COLUMNS, strict=False)
     # the features of a sample stand in each of its examples
-    vectors = [name for name in ("image_features", "language_features") if name in frame.columns]
+    samples = frame.select("sample_id", pl.selectors.nested()).unique(maintain_order=True)
     features = None
-    if vectors:
-        samples = frame.select("sample_id", *vectors).unique(maintain_order=True)
-        features = features_from(samples.to_dict(as_series=False), source)
+    if samples.width > 1:
+        features = features_from(samples.to_dict(as_series=False))
     measured = frame.drop(BUDGET, pl.selectors.nested())
     # of the rows with equal measurements, keep those of the first budget
     is_first = pl.col(BUDGET).eq_missing(pl.col(BUDGET).first().over(measured.columns))
@@ -159,20 +157,27 @@ def table_from_frame(
         InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
     notes = list(notes)
-    source = source or name
-    if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
-        accuracy = "score"
-    frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, source, notes)
-    if unused := [name for name in UNUSED if name in frame.columns]:
-        notes.append(f"keys that are not used: {', '.join(unused)}")
-    other = {"dataset", "sample_id", "repeat", accuracy, latency}
-    if group is not None:
-        rows = rows.with_columns(_clusters(frame, rows, group, source))
-    if time is not None:
-        rows = rows.with_columns(_times(frame, time, source))
-    other.update(filter(None, (group, time)))
-    knobs, blocks = knobs_and_features(frame, rows, knobs, features, columns, other, source, notes)
-    fields = _dense_fields(frame, rows, knobs, source, notes)
+    with naming(source or name):
+        if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
+            accuracy = "score"
+        named = [
+            f"{key}={name}"
+            for key, name in (("group", group), ("time", time))
+            if name and name not in frame.columns
+        ]
+        if named:
+            raise InputError(
+                f"{', '.join(named)}: no such column; its columns are {', '.join(frame.columns)}"
+            )
+        frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
+        if unused := [name for name in UNUSED if name in frame.columns]:
+            notes.append(f"keys that are not used: {', '.join(unused)}")
+        other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
+        if time is not None:
+            rows = rows.with_columns(_times(frame[time]))
+        keys = keys_of(rows)
+        knobs, blocks = knobs_and_features(frame, keys, knobs, features, columns, other, notes)
+        fields = _dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if blocks is None:
         return table
@@ -180,25 +185,27 @@ def table_from_frame(
 
 
 def _dense_fields(
-    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], source: str, notes: list[str]
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    columns: Sequence[str],
+    group: str | None,
+    notes: list[str],
 ) -> dict[str, Any]:
-    """Return the fields of the `ProfileTable` with these columns as knobs.
+    """Return the fields of the `ProfileTable` with these columns as knobs, and clusters by the
+    column `group`.
 
     `frame` and `rows` are what `_profiled_rows` returns.
     """
     # each knob is coded by the index of its value
-    knobs, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
+    knobs, codes = zip(*(knob_column(frame[column]) for column in columns), strict=True)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
-    samples = _samples(frame.drop(columns), keys, source)
+    samples = _samples(frame.drop(columns), keys, group)
     if TIME in rows.columns:
         first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
         samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
         samples = samples.sort(TIME, maintain_order=True).drop(TIME)
-    if CLUSTER in rows.columns:
-        of_samples = rows.select(*keys.columns, CLUSTER).unique()
-        samples = samples.join(of_samples, on=keys.columns, how="left", maintain_order="left")
     shape = len(samples), len(configurations)
     # each row belongs to one cell of the dense table
     cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
@@ -210,8 +217,7 @@ def _dense_fields(
         cell = rows["cell"].to_numpy()
         first_of_cell = count.cumsum() - count
         repetition = np.arange(cell.size) - first_of_cell[cell]
-        _refuse_copies(rows, samples, configurations, knobs, source)
-        _note_repeated(rows, count, notes)
+        _check_repeated(rows, notes)
     # from rows to cells
     repeats = np.full((count.size, count.max()), np.nan, np.float32)
     repeats[cell, repetition] = rows["latency"].clip(0)
@@ -279,7 +285,6 @@ def _profiled_rows(
     accuracy: str,
     accuracy_unit: str,
     latency: str,
-    source: str,
     notes: list[str],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have an accuracy and a latency, or raise InputError.
@@ -291,22 +296,22 @@ def _profiled_rows(
     """
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
-            f"{source}: no column {', '.join(missing)}; its columns are "
+            f"no column {', '.join(missing)}; its columns are "
             f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
             "latency: rename the columns, or give their names as accuracy=… and latency=… (on the "
             "command line profile.accuracy=… and profile.latency=…)"
         )
     # every measurement as a number
-    shares = as_share(number_column(frame[accuracy], source), accuracy_unit, source, notes)
+    shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
-        {"accuracy": shares, "latency": number_column(frame[latency], source, False)}
+        {"accuracy": shares, "latency": number_column(frame[latency], False)}
     ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0))
     if "repeat" in frame.columns and not frame["repeat"].is_null().all():
-        repeat = number_column(frame["repeat"], source, False).fill_null(0.0)
+        repeat = number_column(frame["repeat"], False).fill_null(0.0)
         measured = measured.with_columns(repeat=repeat)
     # a first look is a time, so it cannot be added to another cost
     if latency == "latency_ms" and "first_look_ms" in frame.columns:
-        first_look = number_column(frame["first_look_ms"], source, False).fill_null(0.0)
+        first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
     # a row that lacks one of the two says nothing
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
@@ -315,12 +320,12 @@ def _profiled_rows(
         frame = frame.filter(profiled)
         measured = measured.filter(profiled)
     if frame.is_empty():
-        raise InputError(f"{source}: no row with both {accuracy} and {latency}")
-    ids = [name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns]
+        raise InputError(f"no row with both {accuracy} and {latency}")
+    ids = [name_column(frame[c]) for c in ("dataset", "sample_id") if c in frame.columns]
     rows = measured.with_columns(ids)
-    check_range(rows, "accuracy", accuracy, source)
-    check_range(rows, "latency", latency, source)
-    check_range(rows, "first_look", "first_look_ms", source)
+    check_range(rows, "accuracy", accuracy)
+    check_range(rows, "latency", latency)
+    check_range(rows, "first_look", "first_look_ms")
     return frame, rows
 
 
@@ -329,68 +334,62 @@ def _as_above(*columns: str) -> pl.Expr:
     return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
 
 
-def _refuse_copies(
-    rows: pl.DataFrame,
-    samples: pl.DataFrame,
-    configurations: pl.DataFrame,
-    knobs: Sequence[Knob],
-    source: str,
-) -> None:
-    """Raise InputError if measurements of a cell cannot be told apart.
+def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
+    """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
 
-    `repeat` tells them apart, or without it accuracy and latency do.
+    `repeat` tells measurements of a cell apart, or without it accuracy and latency do. Raises
+    InputError if nothing does.
     """
+    keys = ["repeat"]
     if rows["repeat"].null_count():
         keys = ["latency", "accuracy"]
-    else:
-        keys = ["repeat"]
-    copies = rows.filter(_as_above("cell", *keys))["cell"]
-    if copies.is_empty():
-        return
-    sample, configuration = divmod(copies[0], len(configurations))
-    codes = configurations.row(configuration)
-    setting = [f"{k.name}={k.values[v]}" for k, v in zip(knobs, codes, strict=True)]
-    pair = " ".join([samples["sample_id"][sample], *setting])
-    raise InputError(
-        f"{source}: {copies.n_unique()} (sample, configuration) pairs occur more than once with "
-        f"the same {' and '.join(keys)}, such as {pair}. Remove the copies; or number the "
-        "measurements of each pair in a column `repeat`. Ids must be unique inside a data set (do "
-        "they restart in every batch or on every rank?), and every knob needs a column"
-    )
-
-
-def _note_repeated(rows: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
-    """Note how many cells were measured repeatedly without numbers, or differ in accuracy."""
-    if rows["repeat"].null_count():
+        times = rows["cell"].value_counts()["count"]
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
             "measurements"
+        )
+    copies = rows.filter(_as_above("cell", *keys))
+    if copies.height:
+        raise InputError(
+            f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
+            f"the same {' and '.join(keys)}, such as one of sample {copies['sample_id'][0]}; "
+            "remove the copies, or number the measurements of each pair in a column `repeat`. Ids "
+            "must be unique inside a data set (do they restart in every batch or on every rank?), "
+            "and every knob needs a column"
         )
     differ = rows.filter(_as_above("cell"), ~_as_above("accuracy"))["cell"].n_unique()
     if differ:
         notes.append(f"{differ} cells differ in accuracy between measurements: the mean is used")
 
 
-def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFrame:
-    """Return one row per sample, with its key, image, part and question type.
+def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.DataFrame:
+    """Return one row per sample, with its key, image, part, question type and cluster.
 
     Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
-    Raises InputError if a sample's rows differ, or a part is unknown.
+    Raises InputError if a sample's rows differ, a part is unknown, or an image is in several
+    clusters.
     """
     # further names of a sample, which must be the same in all its rows
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
-    extra = [name_column(frame[c], source) for c in optional if not frame[c].is_null().all()]
+    extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
+    if group is not None:
+        extra.append(name_column(frame[group]).alias(CLUSTER))
     samples = keys.with_columns(extra).unique()
     # a column that varies inside a sample makes more distinct rows than there are samples
     for column in extra:
         if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
-            raise InputError(f"{source}: {column.name} must be the same in all rows of a sample")
+            name = f"group={group}" if column.name == CLUSTER else column.name
+            raise InputError(f"{name} must be the same in all rows of a sample")
+    if group is not None:
+        unit = [c for c in ("dataset", "image_id") if c in samples.columns]
+        if "image_id" in unit and samples.n_unique([*unit, CLUSTER]) > samples.n_unique(unit):
+            raise InputError(f"group={group} must be the same in all rows of an image")
     # several spellings stand for the same part
     if "split" in samples.columns:
         splits = samples["split"].str.to_lowercase()
         if unknown := sorted(set(splits) - set(PARTS)):
             raise InputError(
-                f"{source}: split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
+                f"split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
             )
         samples = samples.with_columns(splits.replace_strict(PARTS))
     # ids that are no whole numbers become null, and come last
@@ -398,36 +397,9 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, source: str) -> pl.DataFra
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
 
 
-def _clusters(frame: pl.DataFrame, rows: pl.DataFrame, group: str, source: str) -> pl.Series:
-    """Return the cluster that each row belongs to, by the column `group`.
-
-    `frame` and `rows` are what `_profiled_rows` returns.
-
-    Raises:
-        InputError: there is no such column, it varies inside a sample, or an image is in several
-            clusters.
-    """
-    clusters = name_column(_column(frame, "group", group, source), source).alias(CLUSTER)
-    units = {"a sample": keys_of(rows)}
-    if "image_id" in frame.columns and not frame["image_id"].is_null().all():
-        image = name_column(frame["image_id"], source)
-        units["an image"] = units["a sample"].drop("sample_id").with_columns(image)
-    for what, keys in units.items():
-        if keys.with_columns(clusters).n_unique() > keys.n_unique():
-            raise InputError(
-                f"{source}: group={group}: the rows of {what} have several values; it must be the "
-                f"same in all rows of {what}"
-            )
-    return clusters
-
-
-def _times(frame: pl.DataFrame, time: str, source: str) -> pl.Series:
-    """Return when each row was measured, float64 on any scale, by the column `time`.
-
-    Raises:
-        InputError: there is no such column, or a value in it is no time.
-    """
-    column = _column(frame, "time", time, source)
+def _times(column: pl.Series) -> pl.Series:
+    """Return when each row was measured, float64 on any scale. Raises InputError for a value that
+    is no time."""
     times = column
     # text may hold numbers, or dates and times
     if column.dtype == pl.String and column.cast(pl.Float64, strict=False).is_null().any():
@@ -439,19 +411,10 @@ def _times(frame: pl.DataFrame, time: str, source: str) -> pl.Series:
     if times.null_count():
         wrong = column.filter(times.is_null())
         raise InputError(
-            f"{source}: time={time}: {len(wrong)} values are neither numbers nor dates and times, "
+            f"time={column.name}: {len(wrong)} values are neither numbers nor dates and times, "
             f"as 2026-01-31 12:00:05 is: {wrong[0]!r}, …"
         )
     return times.alias(TIME)
-
-
-def _column(frame: pl.DataFrame, option: str, name: str, source: str) -> pl.Series:
-    """Return the column that an option names. Raises InputError if there is none."""
-    if name not in frame.columns:
-        raise InputError(
-            f"{source}: {option}={name}: no such column; its columns are {', '.join(frame.columns)}"
-        )
-    return frame[name]
 
 
 def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:

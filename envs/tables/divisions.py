@@ -16,25 +16,6 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import Split, middles
 
 
-def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
-    """Return for each data set the split that tests on all of its samples.
-
-    The others are divided into training and validation, data set by data set and by image or
-    sample, without those that show an image of the test part (see `unseen`). A split fixed by the
-    file is ignored. Raises InputError if there is one data set, or too few samples.
-    """
-    names = np.array(table.dataset_names)
-    known = sorted(set(table.dataset_names))
-    if len(known) < 2:
-        raise InputError(
-            f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at "
-            "least two"
-        )
-    return {
-        name: _held_out(table, torch.from_numpy(names == name), validation, seed) for name in known
-    }
-
-
 def unseen(table: ProfileTable, split: Split) -> Split:
     """Return the split without training and validation samples that show an image of the test part.
 
@@ -45,33 +26,25 @@ def unseen(table: ProfileTable, split: Split) -> Split:
     agree and so does, bit for bit, a feature block. Raises InputError if nothing is left to train
     or to validate on.
     """
+    fitted = list(split[:2])
     if table.clusters:
         clusters = np.unique(table.clusters, return_inverse=True)[1]
         tested = clusters[split.test.numpy()]
-        train, validation = (
-            rows[torch.from_numpy(~np.isin(clusters[rows.numpy()], tested))] for rows in split[:2]
-        )
-        split = _not_empty(table, Split(train, validation, split.test))
-    if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
-        return split
-    # images of the test part, as every block of features shows them
-    test_images = set().union(*_images(table, split.test))
-
-    kept = []
-    for rows in split[:2]:
-        fresh = [test_images.isdisjoint(images) for images in _images(table, rows)]
-        kept.append(rows[torch.tensor(fresh, dtype=torch.bool)])
-    return _not_empty(table, Split(kept[0], kept[1], split.test))
-
-
-def _not_empty(table: ProfileTable, split: Split) -> Split:
-    """Return the split. Raises InputError if nothing is left to train or to validate on."""
-    if not all(map(len, split[:2])):
+        fitted = [
+            rows[torch.from_numpy(~np.isin(clusters[rows.numpy()], tested))] for rows in fitted
+        ]
+    if table.image_ids and table.features and len(set(table.dataset_names)) > 1:
+        # images of the test part, as every block of features shows them
+        shown = set().union(*_images(table, split.test))
+        for i, rows in enumerate(fitted):
+            fresh = [shown.isdisjoint(images) for images in _images(table, rows)]
+            fitted[i] = rows[torch.tensor(fresh, dtype=torch.bool)]
+    if not all(map(len, fitted)):
         raise InputError(
             f"profile {table.name!r}: all other samples show images, or are of groups, of its test "
             "part, so none is left to fit on"
         )
-    return split
+    return Split(*fitted, split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
@@ -116,9 +89,10 @@ def divide(
             several splits and none changes the test part.
     """
     if (repeats > 1 or folds) and (leave_out is not None or table.parts):
-        setting = f"split.folds={folds}" if folds else f"split.repeats={repeats}"
-        fixed = f"profile {table.name!r}" if leave_out is None else "split.leave_out"
-        raise InputError(f"{setting}: {fixed} fixes the test part, which all splits would share")
+        raise InputError(
+            f"split.folds={folds}, split.repeats={repeats}: split.leave_out or profile "
+            f"{table.name!r} fixes the test part, which all splits would share"
+        )
     if leave_out is None and not folds:
         return unseen(table, table.split(train, validation, seed + number))
     if not min(train, validation) > 0:
@@ -136,10 +110,14 @@ def divide(
             )
         return _held_out(table, fold == number, share, seed)
     # one data set left out
-    splits = leave_one_out(table, share, seed)
-    if leave_out not in splits:
-        raise InputError(f"split.leave_out={leave_out!r}: must be one of {', '.join(splits)}")
-    return splits[leave_out]
+    names = np.array(table.dataset_names)
+    known = sorted({*table.dataset_names})
+    if leave_out not in known or len(known) < 2:
+        raise InputError(
+            f"split.leave_out={leave_out!r}: must be one of several data sets; profile "
+            f"{table.name!r} has {', '.join(known)}"
+        )
+    return _held_out(table, torch.from_numpy(names == leave_out), share, seed)
 
 
 def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -> Split:

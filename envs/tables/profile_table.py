@@ -112,33 +112,28 @@ class ProfileTable:
     a request for its features adds. It is 0 where the answer continues from that reading."""
 
     def __post_init__(self) -> None:
-        self._check_shapes()
-        for what, count in self._count_problems().items():
-            if count:
-                raise InputError(f"profile {self.name!r}: {count} × {what}")
-        if self.repeats_ms is not None:
-            _check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
-        names = set(zip(self.dataset_names, self.sample_ids, strict=True))
-        if len(names) != self.num_samples:
-            raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
-        if len(self.configurations.unique(dim=0)) != self.num_configurations:
-            raise InputError(f"profile {self.name!r}: a configuration occurs twice")
-
-    def _check_shapes(self) -> None:
-        """Raise InputError if lengths disagree, or the table is empty."""
+        name = f"profile {self.name!r}"
         # every axis has one length
-        check_axes(f"profile {self.name!r}", self, self.AXES)
+        check_axes(name, self, self.AXES)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
-            raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
+            raise InputError(f"{name} is empty: {n} samples, {c} configurations")
+        for what, count in self._count_problems().items():
+            if count:
+                raise InputError(f"{name}: {count} × {what}")
 
-    def _count_problems(self) -> dict[str, int]:
-        """Return what may be wrong with the cells, and how often it occurs."""
+    def _count_problems(self) -> Counter[str]:
+        """Return what may be wrong with the content, and how often it occurs."""
+        ids = set(zip(self.dataset_names, self.sample_ids, strict=True))
+        different = len(self.configurations.unique(dim=0))
         counts = Counter[str]()
         counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
+        counts["sample ids that are not unique inside a data set"] = self.num_samples - len(ids)
+        counts["configuration that occurs twice"] = self.num_configurations - different
         # in pieces, because a table mapped from a file may be larger than the memory
-        pieces = [x.split(1 << 18) for x in (self.accuracy, self.latency_ms, self.mask)]
-        for accuracy, latency, mask in zip(*pieces, strict=True):
+        tensors = self.accuracy, self.latency_ms, self.mask, self.measurements_ms
+        pieces = [x.split(1 << 16) for x in tensors]
+        for accuracy, latency, mask, repeats in zip(*pieces, strict=True):
             problems = {
                 "accuracy that is NaN or infinite": mask & ~accuracy.isfinite(),
                 "latency_ms that is NaN or infinite": mask & ~latency.isfinite(),
@@ -147,6 +142,17 @@ class ProfileTable:
                 "samples without any profiled configuration": ~mask.any(1),
                 "unprofiled cells that are not NaN": ~mask & ~(accuracy.isnan() & latency.isnan()),
             }
+            if self.repeats_ms is not None:
+                missing = repeats.isnan()
+                median = median_of(repeats)
+                same = torch.isclose(median, latency, rtol=1e-5, atol=0.0, equal_nan=True)
+                problems |= {
+                    "repeats_ms that are infinite or negative": (repeats < 0) | repeats.isinf(),
+                    "repeats_ms after NaN, which may only follow the last of a cell": (
+                        missing[..., :-1] & ~missing[..., 1:]
+                    ),
+                    "latency_ms that is not the median_of repeats_ms": ~same,
+                }
             for what, wrong in problems.items():
                 counts[what] += int(wrong.sum())
         # what only some tables have
@@ -337,26 +343,3 @@ def median_of(repeats_ms: Tensor) -> Tensor:
     low = ((count - 1) // 2).clamp_min(0)
     high = (count // 2).clamp_max(ordered.shape[-1] - 1)
     return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
-
-
-def _check_repeats(table: str, repeats_ms: Tensor, latency_ms: Tensor) -> None:
-    """Raise InputError unless the latencies [N, C] are the medians of the measurements [N, C, R].
-
-    Measurements must be finite and not negative, and NaN only after the last of a cell.
-    """
-    # in pieces, because a table mapped from a file may be larger than the memory
-    for repeats, median in zip(repeats_ms.split(1 << 16), latency_ms.split(1 << 16), strict=True):
-        # finite, not negative, without gaps
-        missing = repeats.isnan()
-        gaps = missing[..., :-1] & ~missing[..., 1:]
-        if bool(gaps.any() | (repeats < 0).any() | repeats.isinf().any()):
-            raise InputError(
-                f"{table}: repeats_ms must be finite, not negative, and NaN only after the last "
-                "measurement of a cell"
-            )
-        wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
-        if wrong.any():
-            raise InputError(
-                f"{table}: in {int(wrong.sum())} cells latency_ms is not the median of "
-                "repeats_ms. Set latency_ms=median_of(repeats_ms)"
-            )

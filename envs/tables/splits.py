@@ -106,10 +106,11 @@ def split_fixed(
         )
     # count the parts that each image is in
     parts_of = Counter(group for group, _ in {*zip(groups, parts, strict=True)})
-    if torn := [group for group in dict.fromkeys(groups) if parts_of[group] > 1]:
+    torn = [group for group in groups if parts_of[group] > 1]
+    if torn:
         raise InputError(
-            f"{table}: {len(torn)} images or groups are in several parts of its split (the first: "
-            f"{torn[0]!r}); give all samples of an image or group the same `split`"
+            f"{table}: {len(set(torn))} images or groups are in several parts of its split (the "
+            f"first: {torn[0]!r}); give all samples of an image or group the same `split`"
         )
     return fixed
 

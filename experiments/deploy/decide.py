@@ -16,7 +16,7 @@ import polars as pl
 
 from knobwise.agents.policy.arrays import Array
 from knobwise.agents.policy.controller import MOST_MS, NumpyController
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_columns import encode, number
@@ -58,7 +58,8 @@ def run(config: DecideRun) -> int:
     untried = 0
     with written_whole(out) as temporary, temporary.open("wb") as file:
         for lines, frame, faults in _batches(path):
-            ids, chosen, faults = _decided(controller, frame, faults, config)
+            with naming(path):
+                ids, chosen, faults = _decided(controller, frame, faults, config)
             ids.insert_column(0, pl.Series("line", lines))
             good = faults.is_null()
             decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
@@ -110,7 +111,7 @@ def _decided(
     faults = [fault]
     blocks = {}
     for name in controller.feature_sizes:
-        blocks[name], wrong = _block(controller, frame, name, config.requests)
+        blocks[name], wrong = _block(controller, frame, name)
         faults.append(wrong)
     limits = _limits(frame, config)
     valid = (limits > 0) & (limits < MOST_MS)
@@ -137,14 +138,12 @@ def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
         known = number("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
         budget = pl.when(~missing).then(known)
     elif config.budget_ms is None:
-        raise InputError(f"{config.requests}: no column budget_ms; give budget_ms=…")
+        raise InputError("no column budget_ms; give budget_ms=…")
     default = pl.repeat(config.budget_ms, len(frame), dtype=pl.Float64)
     return frame.select(budget_ms=pl.coalesce(budget, default))["budget_ms"]
 
 
-def _block(
-    controller: NumpyController, frame: pl.DataFrame, name: str, source: str
-) -> tuple[Array, pl.Series]:
+def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple[Array, pl.Series]:
     """Return a feature block of the rows, and what is wrong with each, null for nothing.
 
     A block is a column of lists, or named columns, or without names columns such as `name[0]`.
@@ -155,7 +154,7 @@ def _block(
         try:
             lists = frame[name].cast(pl.Array(pl.Float64, width))
         except pl.exceptions.PolarsError as error:
-            raise InputError(f"{source}: {name} must hold {width} numbers in each row") from error
+            raise InputError(f"{name} must hold {width} numbers in each row") from error
         values = [lists.arr.get(i).alias(column.name) for i, column in enumerate(columns)]
         frame = pl.DataFrame(values)
     elif name == FEATURES and controller.columns:
@@ -165,10 +164,10 @@ def _block(
         columns = [Column(name, tuple(controller.datasets), True)]
     elif columns[0].name not in frame.columns:
         raise InputError(
-            f"{source}: no features {name!r}, whose {width} columns have no names; give a column "
+            f"no features {name!r}, whose {width} columns have no names; give a column "
             f"of lists in Parquet, or columns {name}[0], {name}[1], …"
         )
-    block, faults = encode(frame, columns, source)
+    block, faults = encode(frame, columns)
     return block[:, :width], faults
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Something a person gave us is wrong: a file, a folder, a setting.
@@ -33,3 +36,14 @@ class Damaged(InputError):
             f"{self.args[0]}: is damaged (its checksum does not match); "
             "make it again, or restore a copy"
         )
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Put the name of what is read in the block before the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        if str(error).startswith(f"{source}: "):
+            raise
+        raise InputError(f"{source}: {error}") from error

@@ -6,6 +6,7 @@ import errno
 import glob
 import json
 import os
+import resource
 import shutil
 import tempfile
 import uuid
@@ -19,8 +20,6 @@ from filelock import lock_descriptor
 
 from knobwise.common.errors import InputError
 
-WINDOWS = os.name == "nt"
-"""Windows flushes no folders, and renames no open files."""
 FULL_BYTES = 64 * 1024
 """If a writer failed and less than this is free, the disk counts as full."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -69,27 +68,11 @@ def limit_of(error: BaseException) -> str:
 
 def sync(path: str | Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on disk."""
-    if WINDOWS and Path(path).is_dir():
-        return
-    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def longest_file() -> int:
-    """Return how many bytes a file may have (ulimit -f); -1 where there is no such limit."""
-    return _limit("RLIMIT_FSIZE")
-
-
-def _limit(name: str) -> int:
-    """Return a limit of this process by its name in `resource`; -1 where there is no such limit."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return -1
-    return resource.getrlimit(getattr(resource, name))[0]
 
 
 def check_address_space() -> None:
@@ -99,7 +82,7 @@ def check_address_space() -> None:
     Raises:
         OSError: less than `LEAST_ADDRESSES` bytes are allowed.
     """
-    allowed = _limit("RLIMIT_AS")
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= allowed < LEAST_ADDRESSES:
         problem = f"{allowed / 2**30:.1f} GiB of addresses are allowed, torch and BLAS take 6"
         raise OSError(errno.ENOMEM, problem)
@@ -135,14 +118,10 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
             raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     temporary = Path(name)
-    holder = os.fdopen(handle)
     try:
-        if WINDOWS:
-            holder.close()
-        else:
-            # files in use are locked; the lock of a killed process is gone
-            lock_descriptor(handle)
-            _remove_abandoned(path)
+        # files in use are locked; the lock of a killed process is gone
+        lock_descriptor(handle)
+        _remove_abandoned(path)
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new
         # file
@@ -160,11 +139,12 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
         # writers call a full disk by many names
         if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        if temporary.exists() and temporary.stat().st_size >= longest_file() >= 0:
+        longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if temporary.exists() and temporary.stat().st_size >= longest >= 0:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
         raise
     finally:
-        holder.close()
+        os.close(handle)
         temporary.unlink(missing_ok=True)
 
 
@@ -278,14 +258,10 @@ def write_json(path: str | Path | None, content: Any) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Let only one process at a time run a block for this folder, which is made when it is missing.
 
-    The lock is on the folder itself, since files in it may be replaced. Windows cannot open a
-    folder; there the lock is on the file `.lock` in it.
+    The lock is on the folder itself, since files in it may be replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if WINDOWS:
-        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    else:
-        handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         lock_descriptor(handle)
         yield

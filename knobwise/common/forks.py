@@ -19,6 +19,4 @@ def _renew() -> None:
         living.after_fork()
 
 
-# Windows has no fork
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_renew)

@@ -18,8 +18,7 @@ from types import FrameType
 
 from knobwise.common.progress import say as write
 
-SIGNALS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-"""Windows has no SIGHUP."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 1.0
 """A signal within so many seconds of another one is the same wish: terminals, schedulers and
 `timeout` signal a whole group of processes, and the parent passes the signal on."""

@@ -35,11 +35,9 @@ def decoded(text: bytes | str) -> Any:
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
         if isinstance(text, bytes):
-            # Windows puts a mark at the beginning
-            content = text.decode("utf-8-sig")
-        else:
-            content = text
-        return json.loads(content, object_pairs_hook=_unique)
+            # some programs put a mark at the beginning
+            text = text.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     finally:
@@ -58,13 +56,9 @@ def encoded(content: Any, source: object) -> str:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object as a dictionary. Raises ValueError: a key occurs twice."""
-    record: dict[str, Any] = {}
-    repeated = set()
-    for key, value in pairs:
-        if key in record:
-            repeated.add(key)
-        record[key] = value
-    if repeated:
-        first = next(key for key in record if key in repeated)
-        raise ValueError(f"the key {first!r} occurs twice in one object")
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in record if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in one object")
     return record

@@ -150,7 +150,6 @@ def test_a_feature_file_may_hold_numbers_and_text(tmp_path):
     features = read_features(tmp_path / "f.csv")
     assert features.columns == COLUMNS
     assert features.blocks["features"].tolist() == BLOCK
-    assert any(note.endswith("split") for note in features.notes)
     table = read(wide().drop("kind", "tokens"), features=tmp_path / "f.csv")
     assert (table.columns, table.features["features"].tolist()) == (COLUMNS, BLOCK)
     bad = samples.with_columns(features=1)
@@ -195,7 +194,7 @@ def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
     columns = [column._replace(gaps=gaps) for column in COLUMNS]
     request = {"kind": kind, "tokens": tokens, "other": 1}
     frame = pl.DataFrame({name: [value] for name, value in request.items()}, strict=False)
-    block, faults = encode(frame, columns, "requests")
+    block, faults = encode(frame, columns)
     # a file does not tell the number 3 from the text 3
     is_number = not isinstance(kind, str) and kind is not None and kind == kind
     if faults[0] is not None or is_number:
@@ -208,5 +207,5 @@ def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
 def test_only_the_most_frequent_texts_get_a_place():
     names = [f"k{i:02}" for i in range(60)]
     samples = pl.DataFrame({"kind": names * 2 + ["k59", "rare"]})
-    column = fit_column(samples["kind"], "t")
+    column = fit_column(samples["kind"])
     assert column.categories == (*names[:49], "k59")

@@ -14,7 +14,7 @@ from knobwise.agents.predictors.folds import folds_of
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame
-from knobwise.envs.tables.divisions import divide, leave_one_out
+from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 SAMPLES = 120
@@ -102,12 +102,13 @@ def test_nothing_is_fitted_on_clusters_of_a_data_set_that_is_left_out():
     users += [f"other {row % 3}" for row in range(30)]
     datasets = ["a"] * 60 + ["b"] * 30 + ["a"] * 30
     table = clustered(users, datasets=tuple(datasets))
-    for name, split in leave_one_out(table).items():
+    for name in ("a", "b"):
+        split = divide(table, 0.75, 0.25, leave_out=name)
         train, validation, test = clusters_of(table, split)
         assert not (train | validation) & test, name
         assert {datasets[row] for row in split.test.tolist()} == {name}
     with pytest.raises(InputError, match="none is left"):
-        leave_one_out(replace(table, clusters=tuple("abcde" * 24)))
+        divide(replace(table, clusters=tuple("abcde" * 24)), leave_out="a")
 
 
 def test_a_fixed_split_that_parts_a_cluster_is_refused():
@@ -148,11 +149,15 @@ def test_groups_that_are_refused():
     gaps = pl.when(pl.col("sample_id") != "3").then("user").alias("user")
     for changed, options, what in (
         (frame, {"group": "document"}, "group=document: no such column"),
-        (frame, {"group": "max_crops"}, "group=max_crops: the rows of a sample"),
+        (frame, {"group": "max_crops"}, "group=max_crops must be the same in all rows of a sample"),
         (frame, {"group": "user", "knobs": ["user"]}, "user for a knob"),
         (frame, {"group": "user", "features": ["user"]}, "user cannot be a feature"),
-        (frame.with_columns(image), {"group": "user"}, "group=user: the rows of an image"),
-        (frame.with_columns(gaps), {"group": "user"}, "'user' is empty"),
+        (
+            frame.with_columns(image),
+            {"group": "user"},
+            "group=user must be the same in all rows of an image",
+        ),
+        (frame.with_columns(gaps), {"group": "user"}, "'user' must hold a name"),
     ):
         with input_error(what):
             table_from_frame(changed, name="t", **options)

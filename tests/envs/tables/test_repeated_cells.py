@@ -52,11 +52,11 @@ def test_a_table_measured_once_holds_nothing_more():
     [
         ({"repeats_ms": torch.ones(2, 2)}, "repeats_ms has shape"),
         ({"repeats_ms": torch.ones(2, 3, 1)}, "repeats_ms has shape"),
-        ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "NaN only after"),
-        ({"repeats_ms": -torch.tensor(CELLS)}, "finite"),
-        ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "finite"),
-        ({"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)}, "in 3 cells"),
-        ({"latency_ms": 2 * TABLE.latency_ms}, "in 3 cells"),
+        ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "repeats_ms after NaN"),
+        ({"repeats_ms": -torch.tensor(CELLS)}, "negative"),
+        ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "infinite"),
+        ({"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)}, "3 × latency_ms"),
+        ({"latency_ms": 2 * TABLE.latency_ms}, "3 × latency_ms"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, what):

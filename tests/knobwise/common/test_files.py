@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import re
 import resource
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import knobwise
 from knobwise.common.errors import InputError
 from knobwise.common.files import (
     LEAST_ADDRESSES,
@@ -210,34 +208,6 @@ def test_too_little_address_space_is_refused_before_a_library_ends_the_process()
         resource.setrlimit(resource.RLIMIT_AS, before)
     status, line = refused_by_system(caught.value)
     assert (status, "ulimit -v" in line) == (1, True)
-
-
-WITHOUT = """
-import signal, sys
-sys.modules |= dict.fromkeys(("fcntl", "resource", "termios"))
-signal.Signals = [number for number in signal.Signals if number.name != "SIGHUP"]
-del signal.SIGHUP, signal.pthread_sigmask
-from knobwise.common import files, interruption
-files.check_address_space()
-print(files.longest_file(), len(interruption.SIGNALS))
-"""
-
-
-def test_what_windows_lacks_is_not_needed_to_begin(tmp_path):
-    """Windows itself has not been tried."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout.split() == ["-1", "2"]
-    folders = os.walk(Path(knobwise.__file__).parent, followlinks=True)
-    ours = [
-        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
-    ]
-    assert len(ours) > 200
-    for path in ours:
-        assert not re.search(
-            r"^(?:import|from) (?:fcntl|resource|termios|pwd|grp)\b", path.read_text(), re.M
-        ), path
 
 
 def test_a_limit_is_named_with_what_helps():
