@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.common.json_text import encoded, read_json
+from knobwise.common.json_text import encoded
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Query,
     Record,
     beam_file,
     read_queries,
-    whole_numbers,
 )
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
-from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.tables.tensor_file import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
-Images = str | Path | Sequence[str]
-"""The image that each candidate shows: M names ("" if unknown), a JSON list of them, a JSON object
-from id to name, or a table file with the columns `id` and `image_id`."""
 
 
 def read_beam_data(
     path: str | Path,
     embeddings: Embeddings,
     query_embeddings: Embeddings | None = None,
-    *,
-    candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
     """Read recorded beams from a file, or from a folder with one JSON file.
@@ -68,9 +61,8 @@ def read_beam_data(
         embeddings: of the candidates, [M, d].
         query_embeddings: of the queries, [n, d]. If there are none, or they equal `embeddings`,
             queries and candidates are the same items. Then a query is never its own candidate, and
-            an item has the same image on both sides.
-        candidate_images: the image that each candidate shows, by default as `write_rl_data` noted
-            it. Candidates that show the query's own image are dropped.
+            an item has the same image on both sides. Candidates that show the query's own image are
+            dropped; `write_rl_data` notes the images of a bank of its own.
         name: of the table, by default as `write_rl_data` noted it, otherwise the file's name.
 
     Raises:
@@ -82,12 +74,9 @@ def read_beam_data(
     path = beam_file(path)
     counts = Counter[str]()
     queries, meta = read_queries(path, counts)
-    # arguments replace what the file notes about the table
     saved = _saved_by_us(path, meta)
     if name is not None:
         saved["name"] = name
-    if candidate_images is not None:
-        saved["candidate_images"] = candidate_images
     bank = read_embeddings(embeddings)
     features = bank if query_embeddings is None else read_embeddings(query_embeddings)
     return _table(path, queries, saved, features, bank, counts)
@@ -110,7 +99,12 @@ def _table(
         counts: what was dropped so far.
     """
     _check_rows(path, queries, len(features), len(bank))
-    images = _read_images(saved["candidate_images"], len(bank), str(path))
+    images = tuple(map(str, saved["candidate_images"]))
+    if len(images) not in (0, len(bank)):
+        raise InputError(
+            f"{path}: _meta.knobwise names the images of {len(images)} candidates, but there are "
+            f"{len(bank)} embeddings; give those that were written with it"
+        )
     # if the embeddings are equal, queries are items of the bank: where one side lacks the image of
     # an item, it takes that of the other
     same_items = torch.equal(features, bank)
@@ -213,10 +207,9 @@ def _count(queries: list[Query], images: tuple[str, ...], counts: Counter[str]) 
     if named:
         counts["queries of unknown image"] = len(queries) - named
     if not any(images):
-        counts[
-            "queries name their image, candidates do not: none could be dropped for that (see "
-            "candidate_images)"
-        ] = named
+        counts["queries name their image, candidates do not: none could be dropped for that"] = (
+            named
+        )
     sizes = Counter(len(query.beams) for query in queries)
     counts["queries without any beam"] = sizes[0]
     counts["queries with only one beam, which can be compared with no other"] = sizes[1]
@@ -238,37 +231,6 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
                 "candidate_images are lists, blocks are columns [from, to] by name"
             ) from error
     return saved
-
-
-def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
-    """Return the image of each of `count` candidates, "" if unknown; or none at all."""
-    names: Any = images
-    # from a file, a list or an object, or a table by id
-    if isinstance(images, str | Path):
-        source = str(images)
-        if source.endswith(".json"):
-            names = read_json(source)
-        else:
-            frame = read_frame(Path(source))
-            names = None
-            if {"id", "image_id"} <= {*frame.columns} and frame["id"].is_unique().all():
-                names = dict(frame.select("id", "image_id").iter_rows())
-    # by id: "" for candidates without a name
-    if isinstance(names, dict):
-        ids = whole_numbers(source, "id", [*names])
-        by_id = dict(zip(ids, names.values(), strict=True))
-        names = [by_id.pop(i, None) for i in range(count)]
-        names += by_id.values()  # ids beyond the candidates are too many names
-    if (
-        not isinstance(names, list | tuple)
-        or len(names) not in (0, count)
-        or not {*map(type, names)} <= {str, int, type(None)}
-    ):
-        raise InputError(
-            f"{source}: expected the image of each of {count} candidates: a list of names, names "
-            "by id, or a table with columns id (each once) and image_id"
-        )
-    return tuple("" if image is None else str(image) for image in names)
 
 
 def write_rl_data(
@@ -337,32 +299,22 @@ def read_embeddings(embeddings: Embeddings) -> Tensor:
     source = "embeddings"
     if not isinstance(embeddings, Tensor):
         source = str(embeddings)
-        path = Path(embeddings)
-        if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
-            raise InputError(
-                f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
-            )
         # arrays of numbers alone: a file may hold names too
         matrices = {}
-        for name, x in read_arrays(path, "embeddings").items():
+        for name, x in read_arrays(Path(embeddings), "embeddings").items():
             if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
                 matrices[name] = torch.as_tensor(x)
         if len(matrices) != 1 and "embeddings" not in matrices:
             raise InputError(
-                f"{path}: expected one matrix, or one named embeddings; it holds "
+                f"{source}: expected one matrix, or one named embeddings; it holds "
                 f"{[*matrices] or 'none'}"
             )
         embeddings = matrices.get("embeddings", next(iter(matrices.values())))
     # numbers, all of them finite
-    kind = embeddings.dtype
-    shape = tuple(embeddings.shape)
-    if len(shape) != 2 or 0 in shape or kind.is_complex or kind == torch.bool:
-        raise InputError(
-            f"{source}: embeddings have shape {shape} of {kind}, expected numbers [N, d]"
-        )
     matrix = embeddings.detach().to("cpu", torch.float32).contiguous()
-    if count := int((~matrix.isfinite().all(1)).sum()):
+    if matrix.ndim != 2 or not matrix.numel() or not matrix.isfinite().all():
         raise InputError(
-            f"{source}: {count} of {len(matrix)} embeddings hold NaN or infinite values"
+            f"{source}: embeddings are {embeddings.dtype} {[*matrix.shape]}; expected finite "
+            "numbers [N, d]"
         )
     return matrix
