@@ -22,7 +22,7 @@ from knobwise.agents.judging.policy import Array, requests_of
 from knobwise.agents.predictors.experts import Experts, Fitted
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.stack.guard import verdict
+from knobwise.agents.stack.guard import CONFIDENCE, verdict
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -319,12 +319,12 @@ def worths_for(
 
 
 def compared(
-    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor
 ) -> list[dict[str, Any]]:
     """Compare a policy with the static mix at each budget; plain values, with a `reason` in words.
 
     The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
-    chance at the one-sided `confidence`.
+    chance.
 
     Args:
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
@@ -338,7 +338,7 @@ def compared(
         kept = spent <= budget * (1 + 1e-9)
         row = {
             "budget_ms": budget,
-            "deployed": kept and is_better(gains, confidence),
+            "deployed": kept and is_better(gains, CONFIDENCE),
             "reason": "",
             "accuracy_policy": float(right.mean()),
             "accuracy_static_mix": float(rival.mean()),
@@ -346,7 +346,7 @@ def compared(
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        row["reason"] = verdict(row, "the static mix", confidence)
+        row["reason"] = verdict(row, "the static mix")
         if not kept:
             lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
