@@ -96,11 +96,12 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
 
 def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
     """Return the plain cross-entropy to the teacher's policy."""
-    lessons = trainer.lessons
+    names = "x", "limit", "worth", "by_value"
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            yield imitation_loss(network, *lessons.draw(MINIBATCH).values())
+            drawn = trainer.stage.draw(MINIBATCH)
+            yield imitation_loss(network, *(drawn[name] for name in names))
 
     return losses
 

@@ -70,7 +70,7 @@ def test_train_leaves_what_the_contract_says(folder):
         assert list(chosen["weights"]) == ["network", *EXPERTS]
         assert list(chosen["settings"]) == list(EXPERTS)
         assert chosen["iteration"] in (12, 16, 20)  # of heads, after 8 of the teacher
-        assert chosen["grpo"]["best"] >= chosen["grpo"]["last"]
+        assert chosen["grpo"].keys() == {"start"}
     assert results["grpo_gain"].keys() == {"test", "test_ci95", "held_out", "held_out_ci95"}
 
 
