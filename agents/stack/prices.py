@@ -268,11 +268,6 @@ class MeanBudgetPolicy:
     deployed: Tensor = EVERYWHERE
     mix: StaticMix | None = None
 
-    @property
-    def prices(self) -> Tensor:
-        """The prices λ = 1/worth, float64 [B], in accuracy per ms."""
-        return 1 / self.worths
-
     def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
@@ -358,7 +353,6 @@ def make_priced_baselines(
     table: ProfileTable,
     split: Split,
     budgets_ms: Tensor,
-    seed: int = 0,
     experts: Experts | None = None,
 ) -> list[MeanBudgetPolicy]:
     """Return the baselines that read the request, for mean budgets [B].
@@ -366,15 +360,17 @@ def make_priced_baselines(
     They are fitted on all but the test rows and calibrated out of fold.
 
     Args:
-        seed: of folds and trees.
-        experts: see `make_baselines`.
+        experts: see `make_baselines`; None fits them with seed 0.
     """
     rows = split.fitted
-    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
     measured, normaliser, fitted = experts
 
     def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
-        predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
+        accuracy = None
+        if name == "latency_only":
+            accuracy = averages(table, rows)[0].float()
+        predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
         held_out = predictor.counted(family.out_of_fold)
         prices = calibrate_prices(
             held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms
