@@ -25,7 +25,6 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Se
 OUTSIDE_THE_NETWORK = (
     "dropout",
     "guard",
-    "level",
     "sharpness",
     "teacher",
     "experts",
@@ -135,10 +134,6 @@ def load_checkpoint(path: str | Path) -> Loaded:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
-    except IsADirectoryError:
-        raise InputError(
-            f"{path}: is a folder; give the checkpoint in it, such as checkpoints/best.pt"
-        ) from None
     except InputError:
         raise
     except Exception as error:
@@ -154,8 +149,6 @@ def load_checkpoint(path: str | Path) -> Loaded:
         return Loaded(agent, profile["name"], profile["digest"], content["extra"])
     except Missing as error:
         raise InputError(f"{path}: {error}") from error
-    except InputError as error:  # a setting of an earlier version
-        raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
     except Exception as error:
         problem = f"damaged, or written by another version of knobwise ({error})"
         raise InputError(f"{path}: {problem}") from error
@@ -233,22 +226,20 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
 
 def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
     """Return what must be the same for weights to be taken over: name in a message → value."""
+    plain = agent.plain()
     parts: dict[str, Any] = {}
-    for key, value in agent.plain()[group].items():
+    for key, value in plain[group].items():
         if key not in OUTSIDE_THE_NETWORK:
             parts[f"{group}.{key}"] = value
     if isinstance(agent, Selector):
         return parts | {"the width of the embeddings": agent.features}
-    for knob in agent.knobs:
-        parts[f"knob {knob.name}"] = knob.values
-    # inputs and outputs of a controller
-    for name, width in agent.normaliser.sizes.items():
-        parts[f"the width of feature block {name}"] = width
-    for column in agent.normaliser.columns:
-        parts[f"feature {column.name}"] = column.labels
-    parts["the limit of a request"] = agent.limit_key
     configurations = agent.configurations
     # the order of the configurations matters too
     checksum = zlib.crc32(configurations.numpy().tobytes())
-    parts["the number of configurations and their checksum"] = len(configurations), checksum
-    return parts
+    return parts | {
+        "knobs": plain["knobs"],
+        "features": plain["features"],
+        "columns": {column.name: column.labels for column in agent.normaliser.columns},
+        "the limit of a request": agent.limit_key,
+        "the number of configurations and their checksum": (len(configurations), checksum),
+    }

@@ -97,11 +97,12 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
 
 def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
     """Return the plain cross-entropy to the policy that the teacher's expected worths make."""
-    lessons = trainer.lessons
+    names = "x", "limit", "worth", "by_value"
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            x, limit, worth, drift = lessons.draw(MINIBATCH).values()
+            drawn = trainer.stage.draw(MINIBATCH)
+            x, limit, worth, drift = (drawn[name] for name in names)
             log_probs = network(x, limit, None, drift)
             yield reward_weighted_cross_entropy(log_probs, worth, 1 / POLICY.sharpness).mean()
 

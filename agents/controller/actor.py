@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
 from knobwise.agents.controller.networks import ValueHead, drift_inputs
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -117,10 +115,9 @@ class _FromRows(nn.Module):
         by_value = None
         if self.by_value is not None:
             by_value = nn.functional.embedding(row, self.by_value)
-        joined = self.controller.network.joined(x, limit, by_value)
         results = []
         for controller in controllers:
-            log_probs = controller.network.log_probs(joined, limit, mask)
+            log_probs = controller.network(x, limit, mask, by_value)
             # [M, n, C] → [*, C]
             results.append(log_probs.transpose(0, 1).reshape(*shape, -1))
         return results
@@ -225,7 +222,6 @@ def make_actor(
     table: ProfileTable | None = None,
     group_size: int | None = None,
     *,
-    action: str = "knobs",
     separate: bool = False,
     members: bool = False,
     offsets: Tensor | None = None,
@@ -250,22 +246,15 @@ def make_actor(
             looks features up in this table, and keeps to what was profiled there. When None it
             reads the limit, the feature blocks by name and, where there is one, a `mask`.
         group_size: G, number of draws for each context; None for one without a group axis.
-        action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the
-            environment.
         separate: each knob under its own key (`max_crops`, …), int64 [*, (G)], in place of
-            `action`, as in the environment under `action_keys="knobs"`; see `KnobCategoricals`.
-            Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate` is on here and where
-            it draws, there is their sum too, `action_log_prob`.
+            `action`, int64 [*, (G), K], as in the environment under `action_keys="knobs"`; see
+            `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate`
+            is on here and where it draws, there is their sum too, `action_log_prob`.
         members: contexts belong to the networks in turn, as in training.
 
     Raises:
-        InputError: an agent that is not a controller, `separate` where an action is a
-            configuration.
+        InputError: an agent that is not a controller.
     """
-    # what cannot be a policy is refused
-    one_of("action", action, ACTIONS)
-    if separate and action != "knobs":
-        raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
     controller = _controller_in(agent)
     limit = controller.limit_key
     # requests as they come, or rows of a table
@@ -275,42 +264,32 @@ def make_actor(
     else:
         encoder = _FromRows(controller, table, members, offsets)
         keys = ["row", limit]
-    # requests → log-probs → actions
+    # requests → log-probs → actions, all knobs in one tensor, or each under its own key
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
-    return Actor(encode, _draw(controller, group_size, action, separate))
-
-
-def _draw(
-    controller: Controller,
-    group_size: int | None,
-    action: str,
-    separate: bool,
-) -> ProbabilisticTensorDictModule:
-    """Return the module that draws actions from log-probs; arguments as in `make_actor`."""
-    configurations = controller.configurations
-    settings: dict[str, Any] = {"group_size": group_size, "normalised": True}
-    if action == "knobs":
-        settings |= {"configurations": configurations, "index": controller.index}
-    else:
-        settings["configurations"] = torch.arange(len(configurations)).to(configurations)
-    # all knobs in one tensor, or each under its own key
-    keys = ["action"]
+    settings: dict[str, Any] = {
+        "group_size": group_size,
+        "normalised": True,
+        "configurations": controller.configurations,
+        "index": controller.index,
+    }
+    names = ["action"]
     distribution: Any = ConfigurationCategorical
     log_prob_key: str | None = "action_log_prob"
     if separate:
-        keys = [knob.name for knob in controller.knobs]
-        settings["names"] = keys
+        names = [knob.name for knob in controller.knobs]
+        settings["names"] = names
         distribution = KnobCategoricals
         if not composite_lp_aggregate():
             log_prob_key = None
-    return ProbabilisticTensorDictModule(
+    draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
-        out_keys=keys,
+        out_keys=names,
         distribution_class=distribution,
         distribution_kwargs=settings,
         return_log_prob=True,
         log_prob_key=log_prob_key,
     )
+    return Actor(encode, draw)
 
 
 def _controller_in(agent: Any) -> Controller:

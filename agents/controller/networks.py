@@ -209,18 +209,10 @@ class KnobNetwork(nn.Module):
     ) -> Tensor:
         """Return log-probs [M, n, C] for features [M, n, d], limits [M, n], mask [M, n, C], and
         the drift of each knob value [M, n, V] (see `drift_inputs`), None for none."""
-        return self.log_probs(self.joined(x, limit, by_value), limit, mask)
-
-    def joined(self, x: Tensor, limit: Tensor, by_value: Tensor | None = None) -> Tensor:
-        """Return the inputs of the first layer, [M, n, width]; arguments as in `forward`."""
         if by_value is None:
             by_value = x.new_zeros(*x.shape[:-1], len(self.values))
-        return torch.cat([x, self.encoding(limit), by_value], -1)
-
-    def log_probs(self, joined: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log-probs [M, n, C] from what `joined` returns; arguments as in `forward`."""
+        hidden = torch.cat([x, self.encoding(limit), by_value], -1)
         # hidden layers → heads
-        hidden = joined
         for i, layer in enumerate(self.layers):
             if i:
                 hidden = functional.dropout(hidden, self.dropout, self.training)

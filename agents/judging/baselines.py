@@ -9,6 +9,7 @@ fitted on some rows of the table; only the oracle knows the outcomes that it cho
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -84,16 +85,15 @@ class FittedStatic(Static):
             sorted_ms = self.sorted_ms
         return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
 
-    def scaled(self, factors: Array, accuracies: Array | None = None) -> Self:
-        """Return static for other times and accuracies: a factor [C] on each configuration's."""
-        running = self.running
-        if accuracies is not None:
-            running = running * accuracies[:, None]
-        times = {
-            "latency_ms": self.latency_ms * factors,
-            "sorted_ms": self.sorted_ms * factors[:, None],
-        }
-        return type(self)(times | {"running": running})
+    def scaled(self, times: Array, accuracies: Array) -> Self:
+        """Return static for other times and accuracies: factors [C] on each configuration's."""
+        return type(self)(
+            {
+                "latency_ms": self.latency_ms * times,
+                "sorted_ms": self.sorted_ms * times[:, None],
+                "running": self.running * accuracies[:, None],
+            }
+        )
 
 
 def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:
@@ -140,23 +140,18 @@ class LookupTable:
 # -- from the features -----------------------------------------------------------------------------
 
 
+@dataclass
 class PredictThenChoose:
     """Predicts outcomes, then takes the best expected utility Â·Φ((ln b − μ)/σ).
 
-    Without `predict_accuracy` each configuration's mean accuracy counts for every sample.
+    With `accuracy` [C] this counts for every sample, in the place of a prediction.
     """
 
-    def __init__(
-        self,
-        name: str,
-        expert: Expert,
-        normaliser: FeatureNormaliser,
-        predict_accuracy: bool = True,
-    ) -> None:
-        self.name = name
-        self.expert = expert
-        self.normaliser = normaliser
-        self._predict_accuracy = predict_accuracy
+    name: str
+    expert: Expert
+    normaliser: FeatureNormaliser
+    accuracy: Tensor | None = None
+    informed = True
 
     def predict(self, features: Arrays, n: int) -> Prediction:
         """Predict the outcomes of every configuration for n samples."""
@@ -165,35 +160,29 @@ class PredictThenChoose:
 
     def counted(self, prediction: Prediction) -> Prediction:
         """Return a prediction of the expert with the accuracy that counts."""
-        if self._predict_accuracy:
+        if self.accuracy is None:
             return prediction
-        accuracy = self.expert.mean_accuracy.expand_as(prediction.accuracy)
-        return prediction._replace(accuracy=accuracy)
+        return prediction._replace(accuracy=self.accuracy.expand_as(prediction.accuracy))
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         prediction = self.predict(features, len(budgets_ms))
         score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
 
-    def reads_features(self, limits: Array) -> Array:
-        """Return that it reads features under all of these limits, bool [n]."""
-        return np.ones(len(limits), bool)
-
 
 # -- the ends of the scale -------------------------------------------------------------------------
 
 
+@dataclass
 class Random:
     """Draws uniformly from the mask, which it needs; equal seeds and requests give equal
     choices."""
 
+    seed: int = 0
     name = "random"
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(self.seed)
         weights = torch.as_tensor(mask).float()
         return torch.multinomial(weights, 1, generator=generator).squeeze(1).numpy()
 
@@ -204,9 +193,6 @@ class Oracle:
     Of several measurements the mean utility counts. Where nothing fits, it takes the fastest. It
     knows the outcomes, so it can only choose for exactly the rows that it was given, in their
     order.
-
-    Raises:
-        ValueError: asked about another number of samples.
     """
 
     name = "oracle"
@@ -218,17 +204,10 @@ class Oracle:
         self._measurements_ms = table.measurements_ms[rows]
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        _refuse_others(len(self._accuracy), budgets_ms)
         # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
         limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
         utility = expected_utility(self._accuracy, self._measurements_ms, limits).nan_to_num(-1.0)
         return pick(utility.numpy(), self._latency_ms, mask)
-
-
-def _refuse_others(count: int, budgets_ms: Array) -> None:
-    """Raise ValueError unless a policy that knows `count` samples is asked about as many."""
-    if len(budgets_ms) != count:
-        raise ValueError(f"it knows {count} samples and was asked about {len(budgets_ms)}")
 
 
 def make_baselines(
@@ -256,11 +235,12 @@ def make_baselines(
     _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
+    mean_accuracy = averages(table, rows)[0].float()
     return [
         static_of(table, rows),
         BestStatic(table, rows, budgets_ms),
         LookupTable(table, rows),
-        PredictThenChoose("latency_only", named["ridge"], normaliser, predict_accuracy=False),
+        PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy),
         *(PredictThenChoose(name, expert, normaliser) for name, expert in named.items()),
         Random(seed),
         Oracle(table, split.test),
@@ -274,9 +254,6 @@ class StaticPerDataset:
     without samples to fit on gets static fitted on all rows.
 
     Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
-
-    Raises:
-        ValueError: asked about another number of samples.
     """
 
     name = "static_per_dataset"
@@ -284,14 +261,12 @@ class StaticPerDataset:
     def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
         # static of each data set, and the places of its test samples
         parts = rows_by_dataset(table, fitted)
-        self._count = len(test)
         self._parts: list[tuple[Array, Static]] = []
         for name, positions in rows_by_dataset(table, test).items():
             rows = fitted[parts.get(name, slice(None))]
             self._parts.append((positions.numpy(), static_of(table, rows)))
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        _refuse_others(self._count, budgets_ms)
         chosen = np.empty(len(budgets_ms), np.int64)
         for positions, static in self._parts:
             allowed = None if mask is None else mask[positions]

@@ -33,8 +33,6 @@ LOGGED = {
     "advantage_std": "Advantage_Std",
 }
 """Diagnostics of the loss modules, and the names that they are logged under."""
-AT_ONCE = 1 << 17
-"""Samples that are looked up together, so that many of them need little memory."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +66,16 @@ class Judged(Outcomes):
         # where no deadline can be met, all that can be are
         satisfaction = self.in_time[self.feasible].mean().nan_to_num(1.0)
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
-        return _moments(numbers) | {
+        return moments(numbers) | {
             "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
             "Utility": float(self.utility.mean()),
             "Satisfaction_Feasible": float(satisfaction),
         }
 
 
-def drawn_metrics(
-    table: ProfileTable, rows: Tensor, chosen: Tensor, rewards: Tensor, budgets_ms: Tensor | None
-) -> dict[str, float]:
-    """Return metrics of decisions drawn in training, under the logged names (without `Train/`).
-
-    Args:
-        rows: int64 [n].
-        chosen: configurations, int64 [n, G].
-        rewards: of these, float [n, G].
-        budgets_ms: [n]; None at a price, where nothing is late.
-    """
-    cells = rows.unsqueeze(1), chosen
-    accuracy = table.accuracy[cells]
-    latency = table.latency_ms[cells]
-    metrics = _moments({"Reward": rewards, "Accuracy": accuracy, "Latency": latency})
-    if budgets_ms is not None:
-        metrics["Budget_Violation_Rate"] = float((latency > budgets_ms.unsqueeze(1)).float().mean())
-    return metrics
-
-
-def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
-    """Return mean and standard deviation of each tensor."""
-    # under the names that runs are compared by
+def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Return mean and standard deviation of each tensor, under the names that runs are compared
+    by."""
     metrics = {}
     for name, values in numbers.items():
         metrics[f"{name}_Mean"] = float(values.mean())
@@ -163,9 +141,7 @@ def outcomes_of(
         unread = RewardTable(quick, rewards.config, device).chosen(*request)
         reward = reward.where(reads.to(device).unsqueeze(1), unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
-    fastest = []
-    for part in rows.split(AT_ONCE):
-        fastest.append(quick.latency_ms[part].masked_fill(~table.mask[part], torch.inf).amin(1))
+    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)
     accuracy = table.accuracy[cells]
     # a cell may have been measured several times
     in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
@@ -176,7 +152,7 @@ def outcomes_of(
         utility=accuracy * in_time,
         in_time=in_time,
         reward=reward.squeeze(2).cpu(),
-        feasible=torch.cat(fastest).unsqueeze(1) <= budgets_ms,
+        feasible=fastest.unsqueeze(1) <= budgets_ms,
     )
 
 

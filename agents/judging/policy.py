@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,15 +41,15 @@ class Baseline(Policy, Protocol):
     name: str
 
 
+@dataclass
 class Guarded:
     """A `Policy` that gives way to budget-aware static where its guard says so.
 
     The margins of the guard are not used.
     """
 
-    def __init__(self, policy: Policy, guard: Guard) -> None:
-        self.policy = policy
-        self.guard = guard
+    policy: Policy
+    guard: Guard
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
@@ -60,10 +61,13 @@ class Guarded:
 
 
 def reads_features(policy: Any, limits: Array) -> Array:
-    """Return where a policy reads features, by limits [B]: bool [B]."""
+    """Return where a policy reads features, by limits [B]: bool [B].
+
+    A policy has a method of this name, or if it always reads them an attribute `informed`.
+    """
     if hasattr(policy, "reads_features"):
         return np.asarray(policy.reads_features(limits), bool)
-    return np.zeros(len(limits), bool)
+    return np.full(len(limits), getattr(policy, "informed", False))
 
 
 def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Array]:

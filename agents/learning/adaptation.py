@@ -207,7 +207,8 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     settled = agent.settled
     for row in (*settled.guard, *settled.guard_if_free):
         row["budget_ms"] *= math.exp(overall)
-    settled.scale_static(offsets.mean.exp().numpy())
+    times = offsets.mean.exp().numpy()
+    settled.scale_static(times, np.ones_like(times))
     # the latency model of the tracker
     latency = settled.latency
     bias = latency["bias"] + offsets.mean.numpy()

@@ -71,22 +71,19 @@ class Static:
         never fall as it grows, so the best one is the running maximum over all cells in order of
         latency; among equals the one with the lower mean latency."""
         count, samples = self.sorted_ms.shape
-        # configurations from the fastest to the slowest on average, and all cells by time
+        # configurations from the fastest to the slowest on average; all cells of one after another
         order = np.argsort(self.latency_ms, kind="stable")
-        ranks = np.concatenate([[0], np.repeat(np.argsort(order), samples)])
-        time = np.concatenate([[-np.inf], self.sorted_ms.reshape(-1)])
-        worth = np.concatenate([[0.0], self.running[:, 1:].reshape(-1)])
-        # cells that were not measured take forever
-        measured = time < np.inf
-        time = time[measured]
-        rank_of_worth = np.unique(worth[measured], return_inverse=True)[1].reshape(-1)
+        place = np.concatenate([[0], np.repeat(np.arange(count), samples)])
+        time = np.concatenate([[-np.inf], self.sorted_ms[order].ravel()])
+        worth = np.concatenate([[0.0], self.running[order, 1:].ravel()])
+        # cells from the worst to the best, among equals the slower first, and the rank of each
+        ranked = np.lexsort((-place, worth))
+        rank = np.argsort(ranked)
+        # cells by time, but those that were not measured, which take forever
         by_time = np.argsort(time, kind="stable")
-        # one number that sorts by worth, then by mean latency
-        key = rank_of_worth * count + (count - 1 - ranks[measured])
-        # what is best so far, decoded into a configuration
-        best = np.maximum.accumulate(key[by_time])
+        by_time = by_time[time[by_time] < np.inf]
+        chosen = order[place[ranked[np.maximum.accumulate(rank[by_time])]]]
         time = time[by_time]
-        chosen = order[count - 1 - best % count]
         # the last cell of each latency, which includes the others
         last = np.append(time[1:] != time[:-1], True)
         time = time[last]

@@ -108,12 +108,12 @@ class NumpyController:
         x = self._normaliser(np.zeros_like(self._tiny))
         for index in range(len(self._named)):
             self._expected(index, x)
-        # all features 0, then all missing (NaN), which takes another way through the heads
-        for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
-            request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
+        request = {name: np.zeros(width) for name, width in self.feature_sizes.items()}
+        for budget in budgets.tolist():
             self.decide(request, budget, drift)
-            many = {name: block[None] for name, block in request.items()}
-            self.choose(many, np.array([budget]), None, drift)
+        sizes = self.feature_sizes.items()
+        many = {name: np.zeros((len(budgets), width)) for name, width in sizes}
+        self.choose(many, budgets, None, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
@@ -134,22 +134,26 @@ class NumpyController:
         """Decide for one request, and return the index of a configuration; see `decide`."""
         if self.columns and "features" not in features:
             features = {**features, "features": encoded(self.columns, features)}
-        fixed, limit = self._planned(budget_ms, drift)
-        if fixed is not None:
-            return fixed
-        x = self._normaliser(self._joined(features))
-        return self._heads.single(x, limit, self._by_value(drift))
+        return self._decided(features, budget_ms, drift)[0]
 
     def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
         if not self._deadlines:
             raise ValueError("a controller for mean budgets expects no latency of single answers")
+        index, x = self._decided(features, budget_ms, drift)
+        return self._by_static(index) if x is None else self._expected(index, x)
+
+    def _decided(
+        self, features: Arrays, budget_ms: float, drift: Drift
+    ) -> tuple[int, Array | None]:
+        """Return the configuration for one request, and the normalised features that it was decided
+        by, or None."""
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
-            return self._by_static(fixed)
+            return fixed, None
         x = self._normaliser(self._joined(features))
-        return self._expected(self._heads.single(x, limit, self._by_value(drift)), x)
+        return self._heads.single(x, limit, self._by_value(drift)), x
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""

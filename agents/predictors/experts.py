@@ -9,7 +9,7 @@ all rows; trees are not, because their mean over the folds is better.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,12 +92,10 @@ class Expert(nn.Module):
 
     Args:
         accuracy, log_latency: regressors from [n, d] to [n, C].
-        mean_accuracy: [C], of the rows that it was fitted on.
         spread: [C], the standard deviation of ln ms.
         settings: those that were chosen, in words.
     """
 
-    mean_accuracy: Tensor
     spread: Tensor
 
     def __init__(
@@ -105,7 +103,6 @@ class Expert(nn.Module):
         name: str,
         accuracy: nn.Module,
         log_latency: nn.Module,
-        mean_accuracy: Tensor,
         spread: Tensor,
         settings: str,
     ) -> None:
@@ -114,7 +111,6 @@ class Expert(nn.Module):
         self.settings = settings
         self.accuracy = accuracy
         self.log_latency = log_latency
-        self.register_buffer("mean_accuracy", mean_accuracy)
         self.register_buffer("spread", spread)
 
     @torch.no_grad()
@@ -128,7 +124,7 @@ class Expert(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        names = "name", "mean_accuracy", "spread", "settings"
+        names = "name", "spread", "settings"
         plain = {name: getattr(self, name) for name in names}
         for part, regressor in self.named_children():
             plain[part] = type(regressor).__name__, regressor.state_dict()
@@ -205,13 +201,13 @@ class Experts(NamedTuple):
             lessons.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
         # those of all rows, for the final fit
         targets = Targets(table, rows, x)
-        data = _Data(measured, targets, lessons, bool(normaliser.width), seed)
-        fits = itertools.count(1)
-        with progress("fitting experts", len(families) * (len(division) + 1), quiet_s=2) as tick:
-            fitted = [
-                _fit(name, data, lambda name: tick(next(fits), name.replace("_", " ")))
-                for name in families
-            ]
+        fitted = []
+        with progress("fitting experts", len(families), quiet_s=2) as tick:
+            for done, name in enumerate(families, 1):
+                # without features there is only padding to learn from
+                settings = FAMILIES[name].settings if normaliser.width else ()
+                fitted.append(_fit(name, measured, targets, lessons, settings, seed))
+                tick(done, name.replace("_", " "))
         return cls(measured, normaliser, fitted)
 
     def of_families(self, families: Sequence[str]) -> list[Fitted]:
@@ -228,56 +224,50 @@ def padded(x: Tensor) -> Tensor:
     return x if x.shape[-1] else x.new_zeros(len(x), 1)
 
 
-class _Data(NamedTuple):
-    """The data that all families are fitted on.
+def _fit(
+    name: str,
+    measured: Measured,
+    targets: Targets,
+    lessons: Sequence[tuple[Rows, Targets]],
+    settings: Sequence[Any],
+    seed: int,
+) -> Fitted:
+    """Fit a family.
 
-    Attributes:
+    Args:
         targets: of all rows.
-        folds: the positions that are held out, and the targets of the others.
-        informed: False if the features are only padding.
+        lessons: of each fold the positions that are held out, and the targets of the others.
+        settings: to choose from beside a constant.
         seed: of trees.
     """
-
-    measured: Measured
-    targets: Targets
-    folds: Sequence[tuple[Rows, Targets]]
-    informed: bool
-    seed: int
+    # float64 to fit on, float32 to predict from
+    x = torch.from_numpy(targets.x).float()
 
     def fitted(
-        self, name: str, targets: Targets, settings: Sequence[Any], columns: slice = slice(None)
+        known: Targets, settings: Sequence[Any], columns: slice = slice(None)
     ) -> list[Regressor]:
-        """Fit a constant and each setting of a family to some columns of targets."""
-        values = targets.values[:, columns]
-        models: list[Regressor] = [constant(values, targets.x.shape[1])]
+        # a constant and each setting
+        values = known.values[:, columns]
+        models: list[Regressor] = [constant(values, x.shape[1])]
         if settings:
-            models += FAMILIES[name].fit(targets.x, values, settings, self.seed)
-        units = [unit[columns] for unit in targets.units]
+            models += FAMILIES[name].fit(known.x, values, settings, seed)
+        units = [unit[columns] for unit in known.units]
         return [model.rescaled(*units) for model in models]
 
-
-def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
-    """Fit a family; `tick` gets its name after each fold, and at the end."""
-    measured = data.measured
-    # float64 to fit on, float32 to predict from
-    x = torch.from_numpy(data.targets.x).float()
-    settings = FAMILIES[name].settings if data.informed else ()
-
-    def fitted(_: Rows, targets: Targets) -> list[Regressor]:
+    def fitted_on_fold(_: Rows, known: Targets) -> list[Regressor]:
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            return data.fitted(name, targets, settings)
+            return fitted(known, settings)
 
     # the constant comes first, so that it wins where nothing is better
-    held_out = torch.zeros(len(settings) + 1, *data.targets.values.shape)
+    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    results = fitting(itertools.starmap(delayed(fitted), data.folds))
-    for (hold, _), models in zip(data.folds, results, strict=True):
+    results = fitting(itertools.starmap(delayed(fitted_on_fold), lessons))
+    for (hold, _), models in zip(lessons, results, strict=True):
         for setting, model in enumerate(models):
             held_out[setting, hold] = model(x[hold])
         of_folds.append(models)
-        tick(name)
 
     # the first C columns are accuracies, the others log-latencies
     count = measured.mask.shape[1]
@@ -301,15 +291,13 @@ def _fit(name: str, data: _Data, tick: Callable[[str], None]) -> Fitted:
             of_all: Regressor = Trees.averaged(in_folds)
         else:
             # on all rows; where the first is best there is no setting but the constant
-            of_all = data.fitted(name, data.targets, settings[best - 1 : best], columns)[-1]
+            of_all = fitted(targets, settings[best - 1 : best], columns)[-1]
         regressors.append([of_all, *in_folds])
     spread = _spread(measured, *unseen)
-    tick(name)
     # an expert of all rows, and of each fold
     experts = []
-    targets = [data.targets, *(targets for _, targets in data.folds)]
-    for known, right, fast in zip(targets, *regressors, strict=True):
-        experts.append(Expert(name, right, fast, known.centre[0], spread, ", ".join(words)))
+    for right, fast in zip(*regressors, strict=True):
+        experts.append(Expert(name, right, fast, spread, ", ".join(words)))
     return Fitted(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knobwise.agents.policy.arrays import below
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.columns import Column, columns_of
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -128,12 +129,12 @@ class FeatureNormaliser(nn.Module):
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
-        """Return a normaliser with the shapes of a saved controller's, to load its buffers into."""
-        sizes = plain["features"]
-        state = plain["state"]
-        row = torch.where(state["normaliser.has_missing"], torch.nan, 0.0).unsqueeze(0)
-        normaliser = cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
-        normaliser.projection = state.get("normaliser.projection")
+        """Return the normaliser of a saved controller."""
+        state: dict[str, Any] = below(plain["state"], "normaliser.")
+        sizes = plain["features"].items()
+        normaliser = cls({name: torch.zeros(1, width) for name, width in sizes})
+        normaliser.projection = state.get("projection")
+        normaliser.load_state_dict(state)
         normaliser.datasets = plain.get("datasets", [])
         normaliser.columns = columns_of(plain.get("columns", ()))
         return normaliser

@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import log_measured
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 
 FOLDS = 5
 Rows = NDArray[np.int64]
@@ -49,13 +48,9 @@ class Targets:
             centres.append(centre)
             scales.append(scale)
         self.values = torch.cat(blocks, 1).numpy()
-        self.centre = torch.stack(centres).float()
-        self.scale = torch.stack(scales).float()
-
-    @property
-    def units(self) -> tuple[Tensor, Tensor]:
-        """Scale and offset, float32 [2C] each, that turn `values` back into measurements."""
-        return self.scale.repeat_interleave(self.centre.shape[1]), self.centre.flatten()
+        # scale and offset, [2C] each, that turn `values` back into measurements
+        scale = torch.stack(scales).repeat_interleave(len(seen))
+        self.units = scale.float(), torch.cat(centres).float()
 
 
 def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64]) -> Tensor:
@@ -87,27 +82,3 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
         return [(np.arange(len(rows)), np.arange(len(rows)))]
     division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
     return list(division.split(units, groups=units))
-
-
-def rows_of_members(
-    table: ProfileTable, split: Split, members: int, seed: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows that each member is fitted on, and those that it is judged on, int64 each.
-
-    A single member gets the training and the validation part. Several divide both among them by
-    `folds_of`.
-
-    Raises:
-        InputError: if there are fewer samples (or images) than members.
-    """
-    if members == 1:
-        return [split.train], [split.validation]
-    rows = split.fitted
-    folds = folds_of(table, rows, seed, members)
-    if len(folds) < members:
-        raise InputError(
-            f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or "
-            "images) outside its test part; use fewer members"
-        )
-    fitted_on, judged_on = zip(*folds, strict=True)
-    return [rows[fit] for fit in fitted_on], [rows[hold] for hold in judged_on]

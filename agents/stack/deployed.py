@@ -28,9 +28,7 @@ from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
 ARRAYS = ("static", "latency", "mean")
-"""Fields of `Settled` that hold arrays."""
-GUARDS = ("guard", "guard_if_free", "guard_of_teacher")
-"""Fields of `Settled` that hold rows of plain values."""
+"""Fields of `Settled` that hold arrays; the others hold rows of plain values."""
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Settled:
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
 
-    def scale_static(self, times: Array, accuracies: Array | None = None) -> None:
+    def scale_static(self, times: Array, accuracies: Array) -> None:
         """Multiply times and accuracies that static knows by factors [C] of the configurations."""
         if self.static:
             self.static = FittedStatic(self.static).scaled(times, accuracies).arrays()
@@ -229,9 +227,10 @@ class DeployedController(nn.Module):
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
-        parts: dict[str, Any] = {part: plain[part] for part in GUARDS if part in plain}
-        parts |= {part: _numpy_of(plain[part]) for part in ARRAYS}
-        return cls(controller, teacher, Settled(**parts)).eval()
+        settled = Settled(**{name: plain[name] for name in vars(Settled())})
+        for part in ARRAYS:
+            setattr(settled, part, _numpy_of(plain[part]))
+        return cls(controller, teacher, settled).eval()
 
 
 def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:

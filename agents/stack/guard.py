@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,27 +37,19 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import share_in_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
+LEVEL = 0.95
+"""Share of the feasible requests whose budget the guard keeps."""
+CONFIDENCE = 0.8
+"""One-sided confidence that it requires for the policy to be better than static."""
+LEVEL_COST = 0.1
+"""Share of the gain over budget-aware static that keeping the level may cost."""
 MARGINS = tuple(0.97**step for step in range(24))
 """Shares of a budget that are tried, from all of it down to half."""
 ROUNDING = 1e-6
 """Tolerance for sums of shares of measurements."""
-STATIC = "budget-aware static"
 Decide = Callable[[float], Tensor]
 """A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
 fitted on."""
-
-
-class GuardSettings(NamedTuple):
-    """Settings of the guard."""
-
-    level: float = 0.95
-    """Share of the feasible requests whose budget the guard keeps."""
-    confidence: float = 0.8
-    """One-sided confidence that it requires for the policy to be better than static."""
-    level_cost: float = 0.1
-    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more,
-    the level is not enforced and the report says so. 1 keeps the level at any cost: static is
-    deployed where only it keeps the level."""
 
 
 def calibrate(
@@ -66,7 +58,6 @@ def calibrate(
     budgets_ms: Tensor,
     static_choice: Tensor,
     decide: Decide,
-    settings: GuardSettings,
     cost_ms: float = 0.0,
     margins: Sequence[float] = MARGINS,
 ) -> list[dict[str, Any]]:
@@ -81,9 +72,9 @@ def calibrate(
         margins: to choose from, the widest first.
 
     Returns:
-        For each budget plain values: `margin`, `deployed`, a `reason` in words, whether the level
-        is `unattainable`, `unshown` or `too_dear`, whether the policy is `better` than static, and
-        utilities and shares on time, None if no held-out request was feasible.
+        For each budget plain values: `margin`, `deployed`, a `reason` in words, why the level is
+        `missed` ("" if it is kept), the gain of the policy over static, and the share on time of
+        what is deployed, None if no held-out request was feasible.
     """
     quickest_ms = table.without_first_look.latency_ms[rows]
     rulings = []
@@ -101,72 +92,68 @@ def calibrate(
         # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
         utilities = table.accuracy[cells].double() * in_time
-        met = in_time[feasible].sum(0)
-        row = _calibrated(utilities, met, int(feasible.sum()), settings, margins)
+        count = int(feasible.sum())
+        row = _calibrated(utilities, count - in_time[feasible].sum(0), count, margins)
         rulings.append({"budget_ms": float(budget)} | row)
     return rulings
 
 
 def _calibrated(
-    utilities: Tensor,
-    met: Tensor,
-    count: int,
-    settings: GuardSettings,
-    margins: Sequence[float],
+    utilities: Tensor, misses: Tensor, count: int, margins: Sequence[float]
 ) -> dict[str, Any]:
     """Return the row of one budget.
 
     Args:
         utilities: [n, M + 1], at each margin and, last, of static.
-        met: [M + 1], how many feasible requests are on time, shares of measurements added up.
+        misses: [M + 1], how many feasible requests are late, shares of measurements added up.
         count: how many feasible requests there are.
     """
-    level, confidence, level_cost = settings
     means = utilities.mean(0)
-    may_miss = _may_miss(count, level) + ROUNDING
-    misses = count - met
-    widest, cautious = _margins(misses[:-1], may_miss)
+    # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
+    may_miss = math.floor((1 - LEVEL) * (count + 1) + 1e-9) - 1 + ROUNDING
+    widest = _widest(misses[:-1], may_miss)
 
     # what would be deployed without the level, and what the level costs from there
-    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], confidence) else -1]
-    may_cost = level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
-    if widest is not None and level_cost < 1 and otherwise - means[widest] > may_cost:
+    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], CONFIDENCE) else -1]
+    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    if widest is not None and otherwise - means[widest] > may_cost:
         widest = None
     chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
-    better = is_better(gain, confidence)
-    static_keeps = bool(misses[-1] <= may_miss)
-    only_static = static_keeps and widest is None and level_cost == 1
-    deployed = (better and not only_static) or (widest is not None and not static_keeps)
+    better = is_better(gain, CONFIDENCE)
+    deployed = better or (widest is not None and bool(misses[-1] > may_miss))
 
-    # why the level is not kept; unattainable is without the correction for the number of requests
-    decides = chosen if deployed else -1
-    fewest = float(misses.min())
-    late = float(misses[decides])
-    unattainable = may_miss >= 0 and fewest > (1 - level) * count + ROUNDING
-    too_dear = fewest <= may_miss < late
+    # why the level is not kept; what is not possible is without the correction for n
+    late, fewest = float(misses[chosen if deployed else -1]), float(misses.min())
+    missed = ""
+    if count and late > may_miss:
+        missed = "too few held-out requests to tell"
+        if may_miss >= 0 and fewest > (1 - LEVEL) * count + ROUNDING:
+            missed = "not possible here"
+        elif fewest <= may_miss:
+            missed = "would cost too much utility"
     row: dict[str, Any] = {
-        "level": level,
+        "level": LEVEL,
         "margin": margins[chosen],
-        "unattainable": unattainable,
-        "too_dear": too_dear,
-        "better": better,
-        "unshown": count > 0 and late > may_miss and not (unattainable or too_dear),
         "deployed": deployed,
+        "missed": missed,
         "reason": "",
+        "satisfaction_deployed": (count - late) / count if count else None,
+        "utility_static": float(means[-1]),
+        "gain": float(gain.mean()),
+        "gain_se": standard_error(gain),
+        "feasible": count,
     }
-    shares = {"before": 0, "after": chosen, "cautious": cautious, "static": -1, "deployed": decides}
-    for when, column in shares.items():
-        row[f"satisfaction_{when}"] = float(met[column]) / count if count else None
-    utilities_of = {"policy": chosen, "unconstrained": 0, "static": -1, "deployed": decides}
-    for side, column in utilities_of.items():
-        row[f"utility_{side}"] = float(means[column])
-    row |= {"gain": float(gain.mean()), "gain_se": standard_error(gain), "feasible": count}
-    return row | {"reason": _reason(row, settings)}
+    row["reason"] = verdict(row, "budget-aware static")
+    if deployed and not better:
+        row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
+    if missed:
+        row["reason"] += f"; {LEVEL:.0%} on time: {missed}, {1 - late / count:.1%} of {count} are"
+    return row
 
 
-def _margins(misses: Tensor, may_miss: float) -> tuple[int | None, int]:
-    """Return the index of the widest margin that keeps the level, or None, and of the cautious one.
+def _widest(misses: Tensor, may_miss: float) -> int | None:
+    """Return the index of the widest margin that keeps the level, or None.
 
     Args:
         misses: [M], how many feasible requests are late at each margin.
@@ -176,7 +163,7 @@ def _margins(misses: Tensor, may_miss: float) -> tuple[int | None, int]:
     # the most misses at any margin from here down to the cautious one
     worst = misses[: cautious + 1].flip(0).cummax(0).values.flip(0)
     keeps = (worst <= may_miss).nonzero()
-    return int(keeps[0]) if len(keeps) else None, cautious
+    return int(keeps[0]) if len(keeps) else None
 
 
 def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -185,56 +172,14 @@ def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
 
 
-# -- in words --------------------------------------------------------------------------------------
-
-
-def verdict(row: dict[str, Any], rival: str, confidence: float) -> str:
+def verdict(row: dict[str, Any], rival: str) -> str:
     """Say what is deployed at a budget, and by how much the policy is better than its rival.
 
     Args:
         row: with `deployed`, and `gain` and `gain_se` on held-out samples.
         rival: what is deployed instead.
-        confidence: one-sided, that was required.
     """
     gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
     if row["deployed"]:
         return f"deployed: better than {rival} by {gain}"
-    return f"fell back to {rival}: no gain with {confidence:.0%} confidence ({gain})"
-
-
-def _reason(row: dict[str, Any], settings: GuardSettings) -> str:
-    """Say why the policy is deployed at this budget or not, and whether the level is kept."""
-    n = row["feasible"]
-    level = f"{100 * settings.level:g}%"
-    decision = verdict(row, STATIC, settings.confidence)
-    if row["deployed"] and not row["better"]:
-        decision = (
-            f"deployed: {row['satisfaction_deployed']:.1%} on time, {STATIC} "
-            f"{row['satisfaction_static']:.1%}; utility {row['gain']:+z.3f} ± {row['gain_se']:.3f}"
-        )
-    elif row["better"] and not row["deployed"]:
-        decision = (
-            f"fell back to {STATIC}: it is {row['satisfaction_static']:.1%} on time, the policy "
-            f"reaches {level} at no margin"
-        )
-    if not n:
-        return f"{decision}; no held-out request can meet this budget"
-    needed = n - _may_miss(n, settings.level)
-    if needed > n:
-        needed = math.ceil((1 - 1e-9) / (1 - settings.level)) - 1
-    best = max(row["satisfaction_cautious"], row["satisfaction_static"])
-    shares = f"at best {best:.1%} of {n} feasible requests are, {needed} are needed"
-    notes = {
-        "too_dear": f"{row['satisfaction_deployed']:.1%} are on time, {level} would cost more "
-        f"than {settings.level_cost:.0%} of the gain over static",
-        "unattainable": f"{level} on time is not possible at this budget: {shares}",
-        "unshown": f"too few requests to guarantee {level} on time: {shares}",
-    }
-    return "; ".join([decision, *(note for flag, note in notes.items() if row[flag])])
-
-
-def _may_miss(n: int, level: float) -> int:
-    """Return the most misses among n feasible requests with (misses + 1)/(n + 1) ≤ 1 − level; −1 if
-    there is none."""
-    # 1e-9: rounding of 1 − level must not matter
-    return math.floor((1 - level) * (n + 1) + 1e-9) - 1
+    return f"fell back to {rival}: no gain with {CONFIDENCE:.0%} confidence ({gain})"

@@ -22,7 +22,7 @@ from knobwise.agents.judging.policy import Array, requests_of
 from knobwise.agents.predictors.experts import Experts, Fitted
 from knobwise.agents.predictors.outcomes import pick
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.stack.guard import verdict
+from knobwise.agents.stack.guard import CONFIDENCE, verdict
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -268,11 +268,6 @@ class MeanBudgetPolicy:
     deployed: Tensor = EVERYWHERE
     mix: StaticMix | None = None
 
-    @property
-    def prices(self) -> Tensor:
-        """The prices λ = 1/worth, float64 [B], in accuracy per ms."""
-        return 1 / self.worths
-
     def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
@@ -319,12 +314,12 @@ def worths_for(
 
 
 def compared(
-    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor
 ) -> list[dict[str, Any]]:
     """Compare a policy with the static mix at each budget; plain values, with a `reason` in words.
 
     The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
-    chance at the one-sided `confidence`.
+    chance.
 
     Args:
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
@@ -338,7 +333,7 @@ def compared(
         kept = spent <= budget * (1 + 1e-9)
         row = {
             "budget_ms": budget,
-            "deployed": kept and is_better(gains, confidence),
+            "deployed": kept and is_better(gains, CONFIDENCE),
             "reason": "",
             "accuracy_policy": float(right.mean()),
             "accuracy_static_mix": float(rival.mean()),
@@ -346,7 +341,7 @@ def compared(
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        row["reason"] = verdict(row, "the static mix", confidence)
+        row["reason"] = verdict(row, "the static mix")
         if not kept:
             lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
@@ -358,7 +353,6 @@ def make_priced_baselines(
     table: ProfileTable,
     split: Split,
     budgets_ms: Tensor,
-    seed: int = 0,
     experts: Experts | None = None,
 ) -> list[MeanBudgetPolicy]:
     """Return the baselines that read the request, for mean budgets [B].
@@ -366,15 +360,17 @@ def make_priced_baselines(
     They are fitted on all but the test rows and calibrated out of fold.
 
     Args:
-        seed: of folds and trees.
-        experts: see `make_baselines`.
+        experts: see `make_baselines`; None fits them with seed 0.
     """
     rows = split.fitted
-    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
     measured, normaliser, fitted = experts
 
     def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
-        predictor = PredictThenChoose(name, family.expert, normaliser, name != "latency_only")
+        accuracy = None
+        if name == "latency_only":
+            accuracy = averages(table, rows)[0].float()
+        predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
         held_out = predictor.counted(family.out_of_fold)
         prices = calibrate_prices(
             held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms

@@ -14,7 +14,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,6 +107,7 @@ class Teacher(nn.Module):
         sense: of the budget, see `Controller`.
     """
 
+    informed = True
     weights: Tensor
     latency_offset: Tensor
     latency_variance: Tensor
@@ -241,10 +241,6 @@ class Teacher(nn.Module):
         limit = torch.tensor(limits, dtype=torch.float32)
         chosen = [mixture.choose(limit[rows], allowed[rows]) for rows, mixture in self._mixtures(x)]
         return torch.cat(chosen).numpy()
-
-    def reads_features(self, limits: Array) -> Array:
-        """Return whether it reads features under each of these limits, bool [n]."""
-        return np.ones(len(limits), bool)
 
     def chosen(self) -> dict[str, Any]:
         """Return the weights and settings chosen on held-out samples, in plain values."""

@@ -32,7 +32,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
-from knobwise.agents.training.imitation import Lessons
+from knobwise.agents.training.imitation import lessons_of
 from knobwise.agents.training.judged_trainer import JudgedTrainer
 from knobwise.agents.training.loop import NOTHING, weight_sums
 from knobwise.agents.training.seeding import seeded
@@ -134,7 +134,7 @@ class ControllerTrainer(JudgedTrainer):
             agent = self._first_agent(init_from).to(device).eval()
             reference = self._build_policies(agent.controller)
             env = self._environment(budget, reward, balance)
-            stages = self._stages(agent, env)
+            stages = self._stages(agent)
             self._assemble(
                 agent,
                 reference,
@@ -232,10 +232,10 @@ class ControllerTrainer(JudgedTrainer):
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _stages(self, agent: DeployedController, env: ConfigBandit) -> list[Stage]:
+    def _stages(self, agent: DeployedController) -> list[Stage]:
         """Return the teacher's stages, where there is one, the warm-up, and GRPO or PPO."""
         settings = self.settings
-        self.rce = RCELoss(self.actor).to(env.device)
+        self.rce = RCELoss(self.actor).to(self.device)
         warm_up = Stage(
             "RCE",
             lambda minibatch: self.rce(self._with_rewards(minibatch)),
@@ -255,9 +255,9 @@ class ControllerTrainer(JudgedTrainer):
             warm_up.loss = self._imitate
             warm_up.draw = self._draw_lessons
             warm_up.begin = self._begin_imitation
-        return [*stages, warm_up, self._last_stage(env)]
+        return [*stages, warm_up, self._last_stage()]
 
-    def _last_stage(self, env: ConfigBandit) -> Stage:
+    def _last_stage(self) -> Stage:
         """Return the stage of GRPO, or of PPO (Schulman et al. 2017, "Proximal Policy Optimization
         Algorithms", equation 9)."""
         loss = self.loss
@@ -283,12 +283,12 @@ class ControllerTrainer(JudgedTrainer):
                 critic_coeff=VALUE_COEFF,
                 loss_critic_type="l2",
                 functional=False,
-            ).to(env.device)
+            ).to(self.device)
             return stage
         if loss.objective == "exact":
             stage.loss = lambda minibatch: self.grpo(self._with_rewards(minibatch))
         coefficients = loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        self.grpo = GRPOLoss(self.actor, **coefficients).to(env.device)
+        self.grpo = GRPOLoss(self.actor, **coefficients).to(self.device)
         if loss.kl_band:
             stage.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band)]
         return stage
@@ -334,8 +334,9 @@ class ControllerTrainer(JudgedTrainer):
         """
         self.reference.load_state_dict(self.agent.controller.state_dict())
         # the score of each held-out sample where GRPO begins
-        outcomes = self._outcomes(self._policies(self.held_out_log_probs))
-        self.scores_before = getattr(outcomes, self.judged_by).mean(1)
+        if self.stages[-1].start:
+            outcomes = self._outcomes(self._policies(self.held_out_log_probs))
+            self.scores_before = getattr(outcomes, self.judged_by).mean(1)
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         """Set RCE's temperature; without diagnostics nothing has to be drawn."""
@@ -371,9 +372,12 @@ class ControllerTrainer(JudgedTrainer):
         return TensorDict({"loss_accuracy": wrong.mean(), "loss_latency": off.mean()})
 
     def _draw_lessons(self, contexts: int) -> TensorDictBase:
-        """Draw random lessons, [M, n], in the place of collected contexts."""
-        drawn = self.lessons.draw(contexts)
-        return TensorDict(drawn, [self.networks, contexts], device=self.device)
+        """Draw random lessons for each network, [M, n], in the place of collected contexts."""
+        members, requests, limits = self.lessons.shape
+        request = torch.randint(requests, (members, contexts))
+        limit = torch.randint(limits, (members, contexts))
+        drawn = self.lessons[torch.arange(members).unsqueeze(1), request, limit]
+        return drawn.to(self.device)
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the heads' cross-entropy to the teacher on lessons.
@@ -427,11 +431,11 @@ class ControllerTrainer(JudgedTrainer):
         )
 
     @functools.cached_property
-    def lessons(self) -> Lessons:
+    def lessons(self) -> TensorDict:
         """The lessons that the heads imitate."""
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
         values = self.agent.controller.network.values.cpu()
-        return Lessons(
+        return lessons_of(
             self.taught_by, self.table, self.limits, draws, self.seed, self.drift, values
         )

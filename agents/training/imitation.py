@@ -8,8 +8,8 @@ only an eighth of these requests are unchanged samples.
 from __future__ import annotations
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
-from torch.nn import functional
 
 from knobwise.agents.controller.networks import drift_inputs
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -28,8 +28,16 @@ BEYOND = (0.8, 1.15)
 """Limits are drawn from the first factor × the lowest judged limit to the second × the highest."""
 
 
-class Lessons:
-    """What the teachers of M networks expect for R requests each, under V limits each.
+def lessons_of(
+    fitted: Fitted,
+    table: ProfileTable,
+    judged: Tensor,
+    draws: int,
+    seed: int,
+    drift: float,
+    values: Tensor,
+) -> TensorDict:
+    """Return what the teachers of M networks expect for R requests each, under V limits each.
 
     Args:
         fitted: the teachers.
@@ -40,63 +48,35 @@ class Lessons:
         drift: the largest size of drift, in ln ms; 0 for none.
         values: float [values, C], see `drift_values`.
 
-    Attributes:
-        parts: float tensors by name. `x` [M, R, width]: the normalised features. `limit` [M, R, V].
-            `worth` [M, R, V, C]: the expected worth of every configuration. Under drift `by_value`
-            [M, R, V, values]: what the heads read of it.
+    Returns:
+        float [M, R, V, …]. `x`: the normalised features, the same under all limits of a request.
+        `limit`. `worth` [M, R, V, C]: the expected worth of every configuration. Under drift
+        `by_value` [M, R, V, values]: what the heads read of it.
     """
-
-    def __init__(
-        self,
-        fitted: Fitted,
-        table: ProfileTable,
-        judged: Tensor,
-        draws: int,
-        seed: int,
-        drift: float,
-        values: Tensor,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        # each network learns from the teacher that was fitted on the same samples; the last on all
-        teachers = []
-        for teacher, held_out in zip(fitted.of_folds, fitted.folds, strict=True):
-            kept = torch.ones(len(fitted.rows), dtype=torch.bool)
-            kept[held_out] = False
-            teachers.append((teacher, fitted.rows[kept]))
-        teachers.append((fitted.teacher, fitted.rows))
-        cells = len(teachers) * LIMITS * table.num_configurations
-        count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
-        lessons = []
-        with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
-            for finished, (teacher, rows) in enumerate(teachers, 1):
-                x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
-                limits = drawn_limits(judged, (count, LIMITS), generator)
-                offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
-                lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
-                if offsets is not None:
-                    lesson["by_value"] = drift_inputs(offsets, values)
-                lessons.append(lesson)
-                tick(finished, "teachers")
-        self.parts: dict[str, Tensor] = {}
-        for name in lessons[0]:
-            self.parts[name] = torch.stack([lesson[name] for lesson in lessons])
-
-    def draw(self, contexts: int) -> dict[str, Tensor]:
-        """Draw random lessons for each network: of each part a tensor [M, contexts, …]."""
-        members, requests, limits = self.parts["limit"].shape
-        request = torch.randint(requests, (members, contexts))
-        limit = torch.randint(limits, (members, contexts))
-        # positions in the flattened parts, which are looked up several times as fast
-        request += requests * torch.arange(members).unsqueeze(1)
-        under_limit = limits * request + limit
-        # the features of a request are the same under all its limits
-        drawn = {"x": functional.embedding(request, self.parts["x"].flatten(0, 1))}
-        for name, part in self.parts.items():
-            if name == "limit":
-                drawn[name] = part.take(under_limit)
-            elif name != "x":
-                drawn[name] = functional.embedding(under_limit, part.flatten(0, 2))
-        return drawn
+    generator = torch.Generator().manual_seed(seed)
+    # each network learns from the teacher that was fitted on the same samples; the last on all
+    teachers = []
+    for teacher, held_out in zip(fitted.of_folds, fitted.folds, strict=True):
+        kept = torch.ones(len(fitted.rows), dtype=torch.bool)
+        kept[held_out] = False
+        teachers.append((teacher, fitted.rows[kept]))
+    teachers.append((fitted.teacher, fitted.rows))
+    cells = len(teachers) * LIMITS * table.num_configurations
+    count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
+    lessons = []
+    with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
+        for finished, (teacher, rows) in enumerate(teachers, 1):
+            x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
+            limits = drawn_limits(judged, (count, LIMITS), generator)
+            offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
+            lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
+            if offsets is not None:
+                lesson["by_value"] = drift_inputs(offsets, values)
+            lessons.append(lesson)
+            tick(finished, "teachers")
+    parts = {name: torch.stack([lesson[name] for lesson in lessons]) for name in lessons[0]}
+    parts["x"] = parts["x"].unsqueeze(2).expand(-1, -1, LIMITS, -1)
+    return TensorDict(parts, parts["limit"].shape)
 
 
 def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

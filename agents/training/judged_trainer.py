@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.evaluation import Judged, drawn_metrics, outcomes_of
-from knobwise.agents.predictors.folds import rows_of_members
+from knobwise.agents.judging.evaluation import Judged, moments, outcomes_of
+from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import thinned
@@ -40,8 +40,8 @@ class JudgedTrainer(Trainer):
         held_out: int64 [longest, M], the samples held out of each network, filled up by row 0.
         places: the places of `judged_rows` in `held_out`, int64 [n] twice: row and column.
         limits: [B], budgets in ms or worths.
-        scores_before: where GRPO begins, the mean score over the limits of each of `judged_rows`,
-            float [n]; None before.
+        scores_before: where GRPO begins after a warm-up, the mean score over the limits of each of
+            `judged_rows`, float [n]; else None.
     """
 
     actor: Actor
@@ -113,10 +113,24 @@ class JudgedTrainer(Trainer):
         return list(dict.fromkeys([*fitted, *self.seen_before]))
 
     def divide(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the rows that each fold's network is fitted on, and those it is judged on."""
+        """Return the rows that each fold's network is fitted on, and those it is judged on.
+
+        Raises:
+            InputError: there are fewer samples (or images) than members.
+        """
         members = self.policy.members
-        fitted, judged = rows_of_members(self.table, self.split, members, self.fold_seed)
-        return fitted, [thinned(rows, MOST_JUDGED) for rows in judged]
+        if members == 1:
+            return [self.split.train], [thinned(self.split.validation, MOST_JUDGED)]
+        rows = self.split.fitted
+        folds = folds_of(self.table, rows, self.fold_seed, members)
+        if len(folds) < members:
+            raise InputError(
+                f"policy.members={members}: profile {self.table.name!r} has only {len(folds)} "
+                "samples (or images) outside its test part; use fewer members"
+            )
+        fitted, held_out = zip(*folds, strict=True)
+        judged = [thinned(rows[hold], MOST_JUDGED) for hold in held_out]
+        return [rows[fit] for fit in fitted], judged
 
     # -- held-out data -----------------------------------------------------------------------------
 
@@ -190,9 +204,15 @@ class JudgedTrainer(Trainer):
     def _metrics(self, data: TensorDictBase) -> dict[str, float]:
         """Return metrics of the drawn groups under their logged names."""
         data = data.flatten(0, 1).cpu()
-        budgets_ms = None if self.priced else data["budget_ms"]
-        drawn = data["row"], data["configuration"], data["next", "reward"]
-        metrics = drawn_metrics(self.env.table, *drawn, budgets_ms)
+        table = self.env.table
+        cells = data["row"].unsqueeze(1), data["configuration"]
+        accuracy = table.accuracy[cells]
+        latency = table.latency_ms[cells]
+        reward = data["next", "reward"]
+        metrics = moments({"Reward": reward, "Accuracy": accuracy, "Latency": latency})
+        if not self.priced:
+            late = latency > data["budget_ms"].unsqueeze(1)
+            metrics["Budget_Violation_Rate"] = float(late.float().mean())
         if self.stage.kl_controls:
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
         return metrics
@@ -201,28 +221,16 @@ class JudgedTrainer(Trainer):
 
     def provenance(self) -> dict[str, Any]:
         """Return how the controller came about: from which samples, how good on held-out ones."""
+        before = self.scores_before
         return {
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
+            "grpo": {} if before is None else {"start": float(before.mean())},
             "seen": self.seen,
             "fold_seed": self.fold_seed,
-            "grpo": self._gained(),
             "grpo_held_out": self._gained_by_sample(),
             **{f"{part}_rows": rows for part, rows in self.split._asdict().items()},
         }
-
-    def _gained(self) -> dict[str, float]:
-        """Return the validation scores where GRPO starts and of its best and last evaluation.
-
-        Returns:
-            Scores under `start`, `best` and `last`; {} without warm-up or GRPO.
-        """
-        begins = self.stages[-1].start
-        before = [score for iteration, score in self.scores if iteration <= begins]
-        after = [score for iteration, score in self.scores if iteration > begins]
-        if not (begins and before and after):
-            return {}
-        return {"start": before[-1], "best": max(after), "last": after[-1]}
 
     @property
     def kept_is_of_grpo(self) -> bool:
@@ -237,8 +245,8 @@ class JudgedTrainer(Trainer):
         Returns:
             Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
         """
-        best = self.best["by_sample"]
-        if not self._gained() or self.scores_before is None or best is None:
+        if self.scores_before is None:
             return {}
+        best = self.best["by_sample"]
         start = self.scores_before if self.kept_is_of_grpo else best
         return {"start": start, "best": best}

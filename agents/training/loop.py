@@ -246,7 +246,8 @@ class Trainer(ABC):
                     # training: collect a batch of contexts and learn from it
                     stage = self.stage
                     if self.iteration == stage.start:
-                        self._begin(stage)
+                        stage.begin()
+                        self.optimiser = stage.optimiser(self.learned)
                     start = time.perf_counter()
                     metrics = self.iterate(stream)
                     seconds += time.perf_counter() - start
@@ -268,11 +269,6 @@ class Trainer(ABC):
         self.agent.load_state_dict(self.best["state"])
         self.agent.eval()
         return self.trained
-
-    def _begin(self, stage: Stage) -> None:
-        """Begin a stage, with a fresh optimiser."""
-        stage.begin()
-        self.optimiser = stage.optimiser(self.learned)
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
@@ -403,13 +399,7 @@ class Trainer(ABC):
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
         holds = f"holds iteration {self.saved:,} of {self.total:,}"
-        if self.finished:
-            holds = "is finished"
-        note = f"{self.title}: {self.folder / 'last.pt'} {holds}"
-        if self.best["state"] is None:
-            return note
-        score = f"{self.judged_by} {self.best['score']:.4f}"
-        return f"{note}; best.pt beside it has {score}, of iteration {self.best['iteration']:,}"
+        return f"{self.title}: {self.folder / 'last.pt'} {holds}"
 
     def _coefficients(self) -> list[torch.Tensor]:
         """Return the coefficients of all stages that follow the KL."""

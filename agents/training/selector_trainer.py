@@ -149,8 +149,6 @@ class SelectorTrainer(Trainer):
         """Raise InputError for settings that do not go together."""
         calls = 0 if reward_model is None else reward_model.config.calls
         answered = live or reward_model is not None or "vqa_correct" in self.table.fields
-        if live and self.scorer is None:
-            raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
         if calls and self.scorer is None:
             raise InputError(
                 f"reward_model.calls={calls}: true calls need a scorer, which recorded beams do "
@@ -320,10 +318,23 @@ class SelectorTrainer(Trainer):
         policy's draws.
         """
         stage = self.stages[0].name
-        drawn, batch = self._validation_draws()
-        batch = _taught(batch)
+        live = self._validation.scorer is not None
+        self._validation.contexts.set_back(0)
+        # the same draws each time: evaluations differ by the policy, not by luck
+        with seeded(self.seed, self.device):
+            batch = self._validation.reset()
+            drawn = self.agent(batch.select("row"))
+            batch["action"] = drawn["action"] if live else batch["sequences"]
+            batch = _taught(self._validation.step(batch))
         if stage == "grpo":
-            loss = -self._expected_reward(batch)
+            reward = batch["next", "reward"]
+            # draws count alike, recorded sequences by their probability within the group
+            log_prob = torch.zeros_like(reward)
+            if not live:
+                log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
+            present = batch["group_mask"]
+            weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
+            loss = -expectation(reward, weight).mean()
         else:
             temperature = math.inf if stage == "sft" else RCE_TEMPERATURES[1]
             self.imitation.temperature.fill_(temperature)
@@ -333,31 +344,6 @@ class SelectorTrainer(Trainer):
             reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
             metrics["KL"] = float(k3(drawn["action_log_prob"], reference).mean())
         return metrics
-
-    def _validation_draws(self) -> tuple[TensorDictBase, TensorDictBase]:
-        """Return draws of the policy, and the environment's step with them or with the records."""
-        live = self._validation.scorer is not None
-        self._validation.contexts.set_back(0)
-        # the same draws each time: evaluations differ by the policy, not by luck
-        with seeded(self.seed, self.device):
-            batch = self._validation.reset()
-            drawn = self.agent(batch.select("row"))
-            batch["action"] = drawn["action"] if live else batch["sequences"]
-            return drawn, self._validation.step(batch)
-
-    def _expected_reward(self, batch: TensorDictBase) -> Tensor:
-        """Return the mean of E_π[reward] over queries.
-
-        Draws count alike, recorded sequences by their probability within the group.
-        """
-        present = batch["group_mask"]
-        reward = batch["next", "reward"]
-        if self._validation.scorer is not None:
-            log_prob = torch.zeros_like(reward)
-        else:
-            log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
-        weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
-        return expectation(reward, weight).mean()
 
     # -- checkpoints -------------------------------------------------------------------------------
 

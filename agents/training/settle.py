@@ -15,7 +15,7 @@ from knobwise.agents.judging.policy import Policy, choices_of, requests_of
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import ridge
 from knobwise.agents.stack.deployed import Arrays, DeployedController, Settled
-from knobwise.agents.stack.guard import GuardSettings, calibrate
+from knobwise.agents.stack.guard import calibrate
 from knobwise.agents.stack.prices import StaticMix, compared, outcomes_of, worths_for
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.envs.configurations.budgets import log_moments
@@ -52,7 +52,6 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     # the static policy that chooses for a fold is fitted on the others
     statics = [static_of(table, rows) for rows in trainer.divide()[0]]
     judged = table, trainer.judged_rows, budgets_ms, _choices(trainer, statics, budgets_ms)
-    settings = GuardSettings(trainer.policy.level)
 
     def decide(limit_ms: float) -> Tensor:
         return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
@@ -61,10 +60,10 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
         return _choices(trainer, trainer.taught_by.of_folds, torch.tensor([limit_ms]))[:, 0]
 
     # once with the cost of a decision charged, once as if it were free
-    settled.guard = calibrate(*judged, decide, settings, trainer.cost_ms)
-    settled.guard_if_free = calibrate(*judged, decide, settings)
+    settled.guard = calibrate(*judged, decide, trainer.cost_ms)
+    settled.guard_if_free = calibrate(*judged, decide)
     if trainer.teaches:
-        settled.guard_of_teacher = calibrate(*judged, teacher_decides, settings, margins=(1.0,))
+        settled.guard_of_teacher = calibrate(*judged, teacher_decides, margins=(1.0,))
     settled.static = static_of(table, trainer.fitted).arrays()
 
 
@@ -121,8 +120,7 @@ def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_m
         for fit, hold in zip(*trainer.divide(), strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, latency_ms = outcomes_of(table, rows, chosen)
-        judged = accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms
-        settled.guard = compared(*judged, GuardSettings().confidence)
+        settled.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
         mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, trainer.fitted, budgets_ms)

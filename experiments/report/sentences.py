@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from knobwise.experiments.report.words import (
@@ -181,20 +182,10 @@ def _under_mean_budgets(results: Results) -> list[str]:
     ]
 
 
-PROMISES = {
-    "unattainable": "not possible here",
-    "too_dear": "would cost too much utility",
-    "unshown": "too few held-out requests to tell",
-}
-"""What the guard found → why a share on time is not guaranteed."""
-
-
 def promise(seeds: Sequence[Row]) -> str:
     """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
-    reasons = []
-    for finding, why in PROMISES.items():
-        if count := sum(row[finding] for row in seeds):
-            reasons.append(why + in_seeds(count, len(seeds)))
+    missed = Counter(row["missed"] for row in seeds if row["missed"])
+    reasons = [why + in_seeds(count, len(seeds)) for why, count in missed.items()]
     return "; ".join(reasons) or "kept"
 
 

@@ -147,8 +147,8 @@ def judge_mean_budgets(
 
     results = summary_of(MEAN_BUDGET, decisions, table, test, seeds, reference)
     # a price belongs to a budget, so a mean over the budgets has none
-    prices = {baseline.name: baseline.prices for baseline in baselines}
-    prices["controller"] = torch.stack([policy.prices for policy in policies]).mean(0)
+    prices = {baseline.name: 1 / baseline.worths for baseline in baselines}
+    prices["controller"] = torch.stack([1 / policy.worths for policy in policies]).mean(0)
     price_at = {}
     for name, of_budgets in prices.items():
         for budget, price in zip(results["budgets_ms"], of_budgets.tolist(), strict=True):
@@ -197,8 +197,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         `guard`: rows of `knobwise.agents.stack.guard.calibrate`, or under mean budgets of
         `knobwise.agents.stack.prices.compared`, [] without a guard. `chosen`: the weights of the
         teacher, the settings of its experts, the iteration of the controller, and validation
-        utility where GRPO starts, at its best and at its end. `satisfaction_level`: the level that
-        the guard keeps, if any.
+        utility where GRPO starts. `satisfaction_level`: the level that the guard keeps, if any.
     """
     choices: Results = {"guard": [], "chosen": []}
     for checkpoint in loaded:

@@ -12,7 +12,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BestStatic, LookupTable, Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.judging.policy import choices_of, reads_features
-from knobwise.agents.stack.guard import GuardSettings, calibrate
+from knobwise.agents.stack.guard import calibrate
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -95,7 +95,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     utilities = []
     for each in (paid, table):
         judged = each, rows, budgets, choices
-        found = calibrate(*judged, lambda limit_ms: choices[:, 0], GuardSettings())
+        found = calibrate(*judged, lambda limit_ms: choices[:, 0])
         utilities.append([row["utility_static"] for row in found])
     assert utilities[0] == pytest.approx(utilities[1])
     assert max(utilities[0]) > 0

@@ -87,7 +87,7 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
 
 def test_static_on_a_slower_machine_and_with_other_accuracies():
     static = by_hand()
-    slower = static.scaled(np.array([4.0, 2.0, 1.0]))
+    slower = static.scaled(np.array([4.0, 2.0, 1.0]), np.ones(3))
     budgets = np.array([20.0, 40.0, 60.0])
     assert slower.mean_utility(budgets)[2].tolist() == [0.25, 0.5, 1.0]
     chosen = slower.choose({}, budgets).tolist()
@@ -97,7 +97,7 @@ def test_static_on_a_slower_machine_and_with_other_accuracies():
     assert worse.mean_utility(budgets[2:]).tolist() == [[0.25, 0.75, 0.5]]
     # in single precision where nothing is lost
     assert slower.arrays()["sorted_ms"].dtype == np.float32
-    assert static.scaled(np.full(3, math.pi)).arrays()["sorted_ms"].dtype == np.float64
+    assert static.scaled(np.full(3, math.pi), np.ones(3)).arrays()["sorted_ms"].dtype == np.float64
 
 
 @settings(max_examples=30, deadline=None)

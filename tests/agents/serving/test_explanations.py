@@ -40,7 +40,7 @@ def policy_of(kind):
     if kind == "mean":
         mix = StaticMix.of_table(TABLE, ROWS, MEANS)
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
-        settled.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS, 0.8)
+        settled.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
         settled.mean = {
             "budgets_ms": MEANS.double().numpy(),
             "worths": np.array([20.0, 1000.0, 50.0]),

@@ -10,6 +10,7 @@ import torch
 from helpers import BRIEF, arrays, deployed, small_table, table_of, trained
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.stack import prices
 from knobwise.agents.stack.prices import (
     WORTHS,
     MeanBudgetPolicy,
@@ -27,7 +28,8 @@ from knobwise.envs.configurations.budgets import worths_range
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance():
+def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
+    monkeypatch.setattr(prices, "CONFIDENCE", 0.95)
     mixed = torch.full((4, 3), 0.5)
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
     # 0 and 0
@@ -35,15 +37,16 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance():
     accuracy[:, 0] = torch.tensor([0.5, 0.5, 1.0, 1.0])
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
     budgets_ms = torch.tensor([2.0, 2.0, 2.9])
-    result = compared(accuracy, cost, mixed, budgets_ms, confidence=0.95)
+    result = compared(accuracy, cost, mixed, budgets_ms)
     assert [row["deployed"] for row in result] == [True, True, False]
     assert [row["gain"] for row in result] == pytest.approx([0.25] * 3)
     assert [row["gain_se"] for row in result] == pytest.approx([math.sqrt(0.25 / 12), 0, 0])
     assert [row["accuracy_static_mix"] for row in result] == [0.5] * 3
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
-    assert not compared(accuracy, cost, mixed, budgets_ms, confidence=0.96)[0]["deployed"]
+    monkeypatch.setattr(prices, "CONFIDENCE", 0.96)
+    assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
     alone = accuracy[:1], cost[:1], mixed[:1]
-    assert not any(row["deployed"] for row in compared(*alone, budgets_ms, confidence=0.8))
+    assert not any(row["deployed"] for row in compared(*alone, budgets_ms))
 
 
 def test_the_most_accurate_worth_within_each_mean_budget_is_found():
@@ -77,7 +80,6 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
     worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
     policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
-    assert policy.prices.tolist() == [0.25, 0.125]
     decided = policy.decided(table, rows)
     # what is expected of it needs no draw
     expected = policy.expected(table, rows, decided)

@@ -132,7 +132,9 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     )
     student.run()
     lessons, teacher = student.lessons, student.taught_by.teacher
-    x, limits, worths, told = (part[-1, :40] for part in lessons.parts.values())
+    names = "x", "limit", "worth", "by_value"
+    x, limits, worths, told = (lessons[name][-1, :40] for name in names)
+    x = x[:, 0]
     offsets = drawn[-1][:40]
     torch.testing.assert_close(told, drift_inputs(offsets, student.agent.controller.network.values))
     with torch.no_grad():
@@ -146,7 +148,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     hopeful = worths.amax(-1) > 0.02
     hopeful &= worths.amin(-1) >= 0
     torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
-    assert lessons.draw(9)["by_value"].shape == (3, 9, told.shape[-1])
+    assert student._draw_lessons(9)["by_value"].shape == (3, 9, told.shape[-1])
 
 
 def test_what_is_judged_and_deployed_does_not_drift():

@@ -69,11 +69,13 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     student = trained(table, optimiser=replace(IMITATION, contexts=256))
     lessons = student.lessons
     teacher, of_folds, rows, folds = student.taught_by
-    x, limits, worths = lessons.parts.values()  # no drift
+    assert "by_value" not in lessons  # no drift
+    x, limits, worths = lessons["x"][:, :, 0], lessons["limit"], lessons["worth"]
     assert x.shape[::2] == (3, student.agent.controller.normaliser.width)
     assert worths.shape == (*x.shape[:2], LIMITS, 12)
-    drawn = lessons.draw(500)
-    assert [part.shape for part in drawn.values()] == [(3, 500, 1), (3, 500), (3, 500, 12)]
+    drawn = student._draw_lessons(500)
+    shapes = [drawn[name].shape for name in ("x", "limit", "worth")]
+    assert shapes == [(3, 500, 1), (3, 500), (3, 500, 12)]
     normal = student.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
         taught = taught_by.teach(x[pupil, :50], limits[pupil, :50])
@@ -118,7 +120,8 @@ def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     student = trained(small_table(60), optimiser=IMITATION)
     torch.manual_seed(0)
-    x, limits, worths = student.lessons.draw(7).values()
+    lessons = student._draw_lessons(7)
+    x, limits, worths = lessons["x"], lessons["limit"], lessons["worth"]
     torch.manual_seed(0)
     loss = student._imitate(student._draw_lessons(7))["loss_imitation"]
     target = (student.policy.sharpness * worths).softmax(-1)

@@ -81,13 +81,16 @@ def results(changes=None, **utilities):
 
 GUARD = {
     **{"level": 0.95, "margin": 0.9, "gain": 0.1, "gain_se": 0.01, "satisfaction_deployed": 0.955},
-    **{"unattainable": False, "unshown": False, "too_dear": False, "better": True},
-    **{"deployed": True, "reason": "deployed: better than <static> by +0.100 ± 0.010"},
+    **{
+        "deployed": True,
+        "missed": "",
+        "reason": "deployed: better than <static> by +0.100 ± 0.010",
+    },
 }
-FELL_BACK = {"deployed": False, "better": False}
-UNATTAINABLE = {"unattainable": True, "margin": 1.0, "satisfaction_deployed": 0.713}
-UNSHOWN = {"unshown": True, "satisfaction_deployed": 23 / 24}
-TOO_DEAR = {"too_dear": True, "margin": 1.0, "satisfaction_deployed": 0.9}
+FELL_BACK = {"deployed": False}
+UNATTAINABLE = {"missed": "not possible here", "margin": 1.0, "satisfaction_deployed": 0.713}
+UNSHOWN = {"missed": "too few held-out requests to tell", "satisfaction_deployed": 23 / 24}
+TOO_DEAR = {"missed": "would cost too much utility", "margin": 1.0, "satisfaction_deployed": 0.9}
 
 
 def with_guard(*seeds, **more):
