@@ -19,7 +19,6 @@ from knobwise.profiling.measuring.questions import (
     VQAData,
     VQAItem,
     agreeing,
-    check_rows,
     most_common,
     soft_accuracy,
 )
@@ -68,9 +67,7 @@ class DemonstrationScorer(PromptedModel):
         self._end_tokens = special | self._stops
 
     def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
-        """Return each query with its demonstrations. Raises InputError for rows that do not
-        exist."""
-        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
+        """Return each query with its demonstrations."""
         pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
         return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
 
@@ -157,9 +154,9 @@ class VLMScorer(DemonstrationScorer):
     Arguments are as for `DemonstrationScorer`. The cache of a batch is held once for each
     candidate.
 
-    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an
-    image that cannot be read, a query with one candidate only, a model whose cache gives other
-    likelihoods than the whole sequence.
+    Raises InputError for sizes that make no sense; when called, for an image that cannot be read, a
+    query with one candidate only, a model whose cache gives other likelihoods than the whole
+    sequence.
     """
 
     kind = "AutoModelForImageTextToText"
