@@ -6,7 +6,7 @@ It can be interrupted. `profile_beams("out", task)` writes:
     out/beams.json                      RL data, with the two files that follow
     out/embeddings.safetensors
     out/query_embeddings.safetensors
-    out/beams-info.json                 figures, costs, the command that makes it again
+    out/beams-info.json                 figures, costs, the settings that make it again
     out/state/…                         what an interrupted run resumes from; later rounds add
 """
 
@@ -41,7 +41,6 @@ from knobwise.profiling.measuring.machine import (
     read_note,
     write_json,
 )
-from knobwise.profiling.measuring.settings import changed_settings
 
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
@@ -219,20 +218,18 @@ def _write(
     """Write the table; return what is known of its files."""
     table.save(out / "beams.safetensors")
     files = ["beams.safetensors"]
-    settings = changed_settings("beams.", config, leave_out=_OF_A_ROUND)
-    command = " ".join(["knobwise profile", *task.options, "out=DIR", *settings])
     if config.json:
         # in this format the id of a query is its row in the embeddings
         numbered = replace(table, query_ids=tuple(map(str, range(table.num_queries))))
-        metadata = {"query_ids": table.query_ids, "command": command}
-        write_rl_data(numbered, out / "beams.json", metadata)
+        write_rl_data(numbered, out / "beams.json", {"query_ids": table.query_ids})
         files += ["beams.json", "embeddings.safetensors", "query_embeddings.safetensors"]
         for name, embeddings in zip(files[2:], (table.candidates, table.queries), strict=True):
             save_tensors(out / name, {"embeddings": embeddings})
     return {
         "name": table.name,
         "digest": table.digest,
-        "command": command,
+        "task": task.options,
+        "beams": asdict(config),
         "machine": {"cpu": cpu_name(), "torch": torch.__version__},
         "sha256": digests(out, files),
     }

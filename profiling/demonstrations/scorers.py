@@ -13,7 +13,6 @@ from torch import Tensor
 
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
-from knobwise.profiling.measuring.questions import check_rows
 
 SCORES = ("logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score")
 """What a scorer gives."""
@@ -36,8 +35,6 @@ class Scorer(Protocol):
             it; `vqa_correct`,
             0 or 1; `vqa_acc_score`, soft accuracy, 0 to 1; `vqa_rel_score`, P(right answer) /
             P(likeliest answer).
-
-        Raises InputError for shapes that do not fit, or rows that do not exist.
         """
         ...
 
@@ -109,7 +106,6 @@ class LearnerScorer:
         self._bank_tokens = learner.see(torch.from_numpy(bank.images), self.question)  # [M, width]
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> Fields:
-        check_rows(queries, demonstrations, len(self.questions), len(self.value))
         # row, part: each question asked is one sequence of the learner
         row, part = (self.questions[queries] >= 0).nonzero().unbind(1)
         chunks = [
@@ -128,7 +124,6 @@ class LearnerScorer:
         }
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        check_rows(queries, demonstrations, len(self.questions), len(self.value))
         question = self.question.tolist()
         value = self.value.tolist()
         parts = self.questions[queries].tolist()

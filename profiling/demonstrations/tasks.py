@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from knobwise.profiling.demonstrations.settings import (
 )
 from knobwise.profiling.measuring.machine import digests
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
-from knobwise.profiling.measuring.settings import changed_settings
 from knobwise.profiling.smollm import folder
 from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
@@ -70,7 +69,7 @@ class BeamTask(NamedTuple):
 
     table: BeamTable  # with pools, without beams
     scorer: Scorer
-    options: list[str]  # its settings on the command line
+    options: dict[str, Any]  # the model and the settings that make the task
     # sha256 of the files that it is read from, where the table does not contain them
     sources: Mapping[str, str] = {}
     # the kinds of questions of queries and bank; None where the items do not name them
@@ -89,9 +88,8 @@ def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
         table = replace(table, pool=torch.from_numpy(rows))
     else:
         table = replace(table, pool=draw_pools(table, pool))
-    options = changed_settings("learner.", config) + changed_settings("pool.", pool)
-    scorer = LearnerScorer(builtin_learner(), *task)
-    return BeamTask(table, scorer, ["model=learner", *options])
+    options = {"model": "learner", "learner": asdict(config), "pool": asdict(pool)}
+    return BeamTask(table, LearnerScorer(builtin_learner(), *task), options)
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
@@ -123,10 +121,10 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     if data.queries is data.bank:
         itself = torch.arange(table.num_queries)
     table = replace(table, pool=draw_pools(table, pool, itself))
-    changed = changed_settings("vlm.", config) + changed_settings("pool.", pool)
+    options = {"model": model, "vlm": asdict(config), "pool": asdict(pool)}
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
     scorer = load_scorer(answerer, config)
-    return BeamTask(table, scorer, [f"model={model}", *changed], sources, kinds_of(data))
+    return BeamTask(table, scorer, options, sources, kinds_of(data))
 
 
 def kinds_of(data: VQAData) -> tuple[Tensor, Tensor] | None:

@@ -37,7 +37,3 @@ class ElasticSize:
     """The most tiles per image in training."""
     stride: int = 1
     """Pixels between windows of 8 pixels: a tile is 81 tokens at 1, 25 at 2, 9 at 4, 4 at 8."""
-
-    def __post_init__(self) -> None:
-        if self.stride not in (1, 2, 4, 8):
-            raise ValueError(f"stride {self.stride}: must be 1, 2, 4 or 8")

@@ -59,6 +59,15 @@ from knobwise.profiling.elastic.scenes import (
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 
 LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")
+LEARNING_RATE = 2.5e-3
+"""The peak of AdamW's rate, reached after 100 steps; a cosine takes it to 3 %."""
+RANDOM_CROPS = 0.5
+"""Share of the steps with a random cap on tiles, log-uniform: what few tiles cost is then what they
+do not show."""
+RANDOM_BLOCKS = 0.06
+"""Share of the steps that leave out random middle blocks; half of it in the second half."""
+SEED = 0
+"""Of the weights and of every batch."""
 SAVE_EVERY_S = 30.0
 STRIDES = (4, 2, 1)
 CALIBRATION_BATCHES = 12
@@ -73,15 +82,6 @@ class Recipe:
     size."""
     batch_sizes: tuple[int, int, int] = (48, 48, 24)
     """Scenes per step, likewise."""
-    learning_rate: float = 2.5e-3
-    """The peak of AdamW's rate, reached after 100 steps; a cosine takes it to 3 %."""
-    random_crops: float = 0.5
-    """Share of the steps with a random cap on tiles, log-uniform: what few tiles cost is then what
-    they do not show."""
-    random_blocks: float = 0.06
-    """Share of the steps that leave out random middle blocks; half of it in the second half."""
-    seed: int = 0
-    """Of the weights and of every batch."""
 
     def phase(self, step: int) -> int:
         """Return the index in `STRIDES` that holds at a step."""
@@ -91,7 +91,7 @@ class Recipe:
     def rate(self, step: int) -> float:
         """Return AdamW's learning rate at a step."""
         cosine = 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / sum(self.steps)))
-        return self.learning_rate * min(1.0, (step + 1) / 100) * cosine
+        return LEARNING_RATE * min(1.0, (step + 1) / 100) * cosine
 
 
 class Trainee(nn.Module):
@@ -179,9 +179,9 @@ class Trainee(nn.Module):
         return F.cross_entropy(logits.flatten(0, 2), digits.flatten())
 
     @torch.no_grad()
-    def drop_order(self, seed: int) -> tuple[int, ...]:
+    def drop_order(self) -> tuple[int, ...]:
         """Order the middle blocks by greedy removal, the one that is missed least first."""
-        rng = np.random.default_rng((seed, 1_000_003))
+        rng = np.random.default_rng((SEED, 1_000_003))
         full = self.model.full
         drawn = [
             draw_batch(rng, 32, QUESTIONS, MAX_SIDE, augmented=False)
@@ -189,17 +189,14 @@ class Trainee(nn.Module):
         ]
         kept = list(range(full.num_active_blocks))
         order = []
-        with progress("ordering blocks", len(kept) - 2, quiet_s=2) as tick:
-            while len(kept) > 2:
-                missed: dict[int, float] = {}
-                for block in kept[1:-1]:
-                    rest = tuple(i for i in kept if i != block)
-                    for scenes in drawn:
-                        loss = answer_loss(self.logits(scenes, full, rest)[0], scenes)
-                        missed[block] = missed.get(block, 0.0) + loss.item()
-                order.append(min(missed, key=missed.__getitem__))
-                kept.remove(order[-1])
-                tick(len(order))
+        while len(kept) > 2:
+            missed = dict.fromkeys(kept[1:-1], 0.0)
+            for block in missed:
+                rest = tuple(i for i in kept if i != block)
+                for scenes in drawn:
+                    missed[block] += answer_loss(self.logits(scenes, full, rest)[0], scenes).item()
+            order.append(min(missed, key=missed.__getitem__))
+            kept.remove(order[-1])
         return tuple(order)
 
 
@@ -261,7 +258,7 @@ def augment(rng: np.random.Generator, images: Floats) -> Floats:
 
 def loss_at(trainee: Trainee, recipe: Recipe, step: int) -> Tensor:
     """Return the loss of the batch of a step."""
-    rng = np.random.default_rng((recipe.seed, step))
+    rng = np.random.default_rng((SEED, step))
     done = step / sum(recipe.steps)
     phase = recipe.phase(step)
     trainee.model.size = replace(trainee.model.size, stride=STRIDES[phase])
@@ -270,33 +267,25 @@ def loss_at(trainee: Trainee, recipe: Recipe, step: int) -> Tensor:
     largest = min(MAX_SIDE, 3 + int(20 * done))
     scenes = draw_batch(rng, recipe.batch_sizes[phase], questions, largest, augmented=True)
     crops, top_k, total = trainee.model.full
-    if rng.random() < recipe.random_crops:
+    if rng.random() < RANDOM_CROPS:
         crops = int(crops ** rng.random())
     active = tuple(range(total))
-    if rng.random() < recipe.random_blocks * (1.0 if done < 0.5 else 0.5):
+    if rng.random() < RANDOM_BLOCKS * (1.0 if done < 0.5 else 0.5):
         left_out = 1 + rng.permutation(total - 2)[: rng.integers(1, total - 1)]
         active = tuple(i for i in active if i not in left_out)
     configuration = Configuration(crops, top_k, total)
     return trainee.loss(scenes, configuration, active, digit_weight=max(0.3, 1 - 1.4 * done))
 
 
-def train(recipe: Recipe, size: ElasticSize, state: Path) -> tuple[Trainee, float]:
-    """Train, or resume from the checkpoint at ``state``.
-
-    Returns:
-        the trainee, in evaluation mode and with its blocks in order, and the CPU seconds of all
-        sessions.
-
-    Raises:
-        InputError: the checkpoint belongs to a training with another recipe.
-    """
+def train(recipe: Recipe, size: ElasticSize, state: Path) -> Trainee:
+    """Train, or resume from the checkpoint at ``state``; return the trainee in evaluation mode,
+    with its blocks in order. Raises InputError for a checkpoint of another recipe."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(SEED)
         trainee = Trainee(size)
     optimiser = torch.optim.AdamW(trainee.parameters(), weight_decay=0.01)
     identity = json.dumps({"recipe": asdict(recipe), "size": asdict(size)})
     step = 0
-    start = time.process_time()
     if state.exists():
         saved = torch.load(state, weights_only=True)
         if saved["identity"] != identity:
@@ -304,7 +293,6 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> tuple[Trainee, floa
         trainee.load_state_dict(saved["trainee"])
         optimiser.load_state_dict(saved["optimiser"])
         step = saved["step"]
-        start -= saved["cpu_s"]
     total = sum(recipe.steps)
     saved_s = time.monotonic()
     average = math.nan
@@ -324,7 +312,6 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> tuple[Trainee, floa
                 content = {
                     "identity": identity,
                     "step": step,
-                    "cpu_s": time.process_time() - start,
                     "trainee": trainee.state_dict(),
                     "optimiser": optimiser.state_dict(),
                 }
@@ -334,16 +321,15 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> tuple[Trainee, floa
             held.check()
     trainee.eval()
     trainee.model.size = size
-    trainee.model.drop_order = trainee.drop_order(recipe.seed)
-    return trainee, time.process_time() - start
+    trainee.model.drop_order = trainee.drop_order()
+    return trainee
 
 
-def save(model: ElasticVLM, path: Path, cpu_s: float) -> None:
+def save(model: ElasticVLM, path: Path) -> None:
     """Write the weights in half precision, as `read_model` reads them."""
     metadata = {
         "size": json.dumps(asdict(model.size)),
         "drop_order": json.dumps(model.drop_order),
-        "training_s": f"{cpu_s:.0f}",
     }
     weights = {name: weight.half().contiguous() for name, weight in model.state_dict().items()}
     with written_whole(path) as temporary:
@@ -354,18 +340,11 @@ def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description="Train the elastic model from scratch.")
     parser.add_argument("--out", type=Path, required=True, help="file of weights to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and every batch")
-    parser.add_argument(
-        "--steps", type=int, nargs=3, default=Recipe.steps, metavar=("AT4", "AT2", "AT1"),
-        help="steps with windows 4 pixels, 2 pixels and 1 pixel apart",
-    )  # fmt: skip
-    arguments = parser.parse_args()
-    out: Path = arguments.out
-    recipe = Recipe(tuple(arguments.steps), seed=arguments.seed)
+    out: Path = parser.parse_args().out
     torch.set_num_threads(1)
     try:
-        trainee, cpu_s = train(recipe, ElasticSize(), out.with_suffix(".training.pt"))
-        save(trainee.model, out, cpu_s)
+        trainee = train(Recipe(), ElasticSize(), out.with_suffix(".training.pt"))
+        save(trainee.model, out)
     except InputError as error:
         parser.error(str(error))
 

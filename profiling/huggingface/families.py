@@ -50,11 +50,7 @@ def image_knob(model: Any, processor: Any) -> ImageKnob:
     if processor is not None and not hasattr(processor, "image_processor"):
         note = "a language model takes no images"
     elif family in FAMILIES:
-        support, assign = FAMILIES[family](model, processor.image_processor, processor)
-        if not support.available:
-            note = "the processor of this model has no higher cap than one"
-            support = replace(support, sets="", note=note)
-        return support, assign
+        return FAMILIES[family](model, processor.image_processor, processor)
     else:
         note = (
             f"how the processor of {family!r} makes crops is not known; known are "
@@ -64,12 +60,8 @@ def image_knob(model: Any, processor: Any) -> ImageKnob:
     return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
 
 
-def _cap(default: int, most: int, sets: str = _TILES, note: str = "") -> KnobSupport:
-    return KnobSupport(KNOBS[0], default, 1, most, sets, note)
-
-
-def _takes_effect_at(counts: Iterable[int]) -> str:
-    return f"takes effect at {', '.join(map(str, counts))}"
+def _cap(default: int, most: int, sets: str = _TILES) -> KnobSupport:
+    return KnobSupport(KNOBS[0], default, 1, most, sets)
 
 
 def _count_tiles(sizes: Iterable[Any], side: int) -> dict[tuple[int, ...], int]:
@@ -106,7 +98,7 @@ def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
 
 def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     """Scale every image to k tiles along its longer side. It then has up to k² tiles, so the cap
-    takes effect at squares."""
+    takes effect at squares: between two it counts as the lower."""
     side = int(image_processor.max_image_size["longest_edge"])
     along = max(1, ceil(int(image_processor.size.get("longest_edge", side)) / side))
 
@@ -118,17 +110,14 @@ def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
             (image_processor, "do_image_splitting", value > 1),
         ]
 
-    squares = [k * k for k in range(1, along + 1)]
-    note = f"{_takes_effect_at(squares)}: a value between two squares counts as the lower"
-    default = 1
-    if image_processor.do_image_splitting:
-        default = squares[-1]
-    return _cap(default, squares[-1], note=note), assign
+    most = along**2
+    return _cap(most if image_processor.do_image_splitting else 1, most), assign
 
 
 def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     """Cut crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. There is no
-    overview."""
+    overview. The family's processor takes images of one call only if it cuts them into equally many
+    crops."""
     # settings that the processor passes on override those of its image processor
     passed = processor.images_kwargs
     side = int(passed.get("max_image_size", image_processor.max_image_size))
@@ -152,12 +141,7 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     if passed.get("split_image", image_processor.split_image):
         default = most
     sets = f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels"
-    counts = sorted({1, area, *(area * count for count in crops.values())})
-    note = (
-        f"{_takes_effect_at(counts)}; images of one call must be cut into equally many crops, "
-        "which is a limit of the family's processor"
-    )
-    return _cap(default, most, sets, note), assign
+    return _cap(default, most, sets), assign
 
 
 def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = False) -> ImageKnob:
@@ -185,7 +169,8 @@ def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = Fal
 
 
 def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
-    """Scale every image to as many vision tokens as its shape can use of the cap."""
+    """Scale every image to as many vision tokens as its shape can use of the cap, which counts as
+    the highest of `GEMMA_SOFT_TOKENS` below it."""
     unit = GEMMA_SOFT_TOKENS[0]
     counts = [tokens // unit for tokens in GEMMA_SOFT_TOKENS]
 
@@ -195,8 +180,7 @@ def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
 
     default = int(image_processor.max_soft_tokens) // unit
     sets = f"vision tokens of the image, at most, in units of {unit}"
-    note = f"{_takes_effect_at(counts)}: a value between two counts as the lower"
-    return _cap(default, counts[-1], sets, note), assign
+    return _cap(default, counts[-1], sets), assign
 
 
 FAMILIES: dict[str, Family] = {

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -28,10 +28,6 @@ from knobwise.profiling.measuring.adaptive_model import (
 TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
 """Language models whose routers read the number of experts from the configuration, not from
 themselves."""
-
-# models whose knobs are set now, through any `HuggingFaceKnobs`: whoever read a default of such a
-# model would read, and later restore, a wrong value
-_being_set: WeakSet[nn.Module] = WeakSet()
 
 
 class HuggingFaceKnobs:
@@ -60,8 +56,8 @@ class HuggingFaceKnobs:
             out (`read_importance` reads it from a file).
 
     Raises:
-        InputError: the decoder's blocks are not found; the importance lacks a block, or names one
-            that does not exist; or the model's knobs are set at this moment.
+        InputError: the decoder's blocks are not found; or the importance lacks a block, or names
+            one that does not exist.
     """
 
     def __init__(
@@ -70,8 +66,7 @@ class HuggingFaceKnobs:
         self.model = model
         self._language = model.config.get_text_config(decoder=True)
         self._blocks = _decoder_blocks(model)
-        if model in _being_set:
-            raise InputError("this model's knobs are set at this moment; leave that context first")
+        self._in_use = Lock()
         self.always_active = _read_by_others(self._language, self._blocks)
         """Blocks that cannot be left out, in ascending order, from block 0 on."""
         self._leaving = self._order_of_leaving(importance)
@@ -96,19 +91,18 @@ class HuggingFaceKnobs:
         """
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
-        if self.model in _being_set:
+        if not self._in_use.acquire(blocking=False):
             raise InputError(
                 "this model's knobs are set already; leave that context before setting them again"
             )
-        # a knob at its default is left alone
-        assignments: list[Assignment] = []
-        if crops != self.knobs[0].default:
-            assignments += self._assign_crops(crops)
-        if top_k != self.knobs[1].default:
-            assignments += [(owner, name, top_k) for owner, name in self._top_k]
         with ExitStack() as stack:
-            _being_set.add(self.model)
-            stack.callback(_being_set.discard, self.model)
+            stack.callback(self._in_use.release)
+            # a knob at its default is left alone
+            assignments: list[Assignment] = []
+            if crops != self.knobs[0].default:
+                assignments += self._assign_crops(crops)
+            if top_k != self.knobs[1].default:
+                assignments += [(owner, name, top_k) for owner, name in self._top_k]
             active = self.active_blocks(blocks)
             if len(active) < len(self._blocks):
                 identity = _Identity()
@@ -122,13 +116,8 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, count: int) -> tuple[int, ...]:
-        """Return the blocks that run when `count` blocks are active, in ascending order.
-
-        Raises:
-            InputError: `count` is below the least that must run, or above the number of blocks.
-        """
+        """Return the blocks that run when `count` blocks are active, in ascending order."""
         total = len(self._blocks)
-        check_configuration(self.knobs, {KNOBS[2]: count})
         left_out = self._leaving[: total - count]
         return tuple(block for block in range(total) if block not in left_out)
 
@@ -140,13 +129,10 @@ class HuggingFaceKnobs:
         if importance is None:
             # the last block goes last
             return sorted(free, key=lambda block: block == total - 1)
-        if wrong := [block for block in importance if not 0 <= block < total]:
+        if not set(free) <= importance.keys() <= set(range(total)):
             raise InputError(
-                f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}"
-            )
-        if missing := [block for block in free if block not in importance]:
-            raise InputError(
-                f"importance: block {missing[-1]} of this model's {total} has no value"
+                f"importance of blocks {', '.join(map(str, importance))}: this model needs that of "
+                f"{', '.join(map(str, sorted(free)))}"
             )
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
@@ -165,29 +151,12 @@ class HuggingFaceKnobs:
         # the most that every router can choose
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
-        routed = [block for block in self._blocks if any(map(_is_experts, block.modules()))]
-        sets = "experts for each token"
-        note = ""
-        total = len(self._blocks)
-        if 0 < len(routed) < total:
-            sets += f", in {len(routed)} of {total} blocks"
-        if any(map(_computes_every_token, self._blocks.modules())):
-            note = (
-                "saves no time here: every expert computes every token whatever is chosen, so "
-                "fewer experts change only the answers"
-            )
-        return KnobSupport(KNOBS[1], default, 1, most, sets, note)
+        return KnobSupport(KNOBS[1], default, 1, most, "experts for each token")
 
     def _blocks_support(self) -> KnobSupport:
         total = len(self._blocks)
-        least = len(self.always_active)
-        sets = "decoder blocks that run, the first among them"
-        if least > 1:
-            sets += f"; {', '.join(map(str, self.always_active))} always run"
-        note = ""
-        if least == total:
-            note = "every block of this model's decoder is read by others"
-        return KnobSupport(KNOBS[2], total, least, total, sets, note)
+        sets = f"decoder blocks that run, always {', '.join(map(str, self.always_active))}"
+        return KnobSupport(KNOBS[2], total, len(self.always_active), total, sets)
 
 
 class _Identity:
@@ -272,15 +241,6 @@ def _choosable(owner: Any, language: Any) -> int:
     return experts // groups * chosen
 
 
-def _is_experts(part: nn.Module) -> bool:
-    return type(part).__name__.endswith("Experts")
-
-
-def _computes_every_token(part: nn.Module) -> bool:
-    """Return True for experts that compute every token, as they do not see which are theirs."""
-    return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2
-
-
 def read_importance(path: str | Path) -> dict[int, float]:
     """Read how much a model's answers lose without each of its decoder blocks, by block, in
     ascending order of blocks.
@@ -296,10 +256,10 @@ def read_importance(path: str | Path) -> dict[int, float]:
             f'{path}: must hold a number for each block, such as {{"4": 0.0156, "5": 0.0098}}'
         )
     for block, value in content.items():
-        if not (block.isascii() and block.isdigit()):
-            raise InputError(f"{path}: {block!r} is not the number of a block")
-        if type(value) not in (int, float) or not math.isfinite(value):
+        number = type(value) in (int, float) and math.isfinite(value)
+        if not (number and block.isascii() and block.isdigit()):
             raise InputError(
-                f"{path}: the importance of block {block} is {value!r}, not a finite number"
+                f"{path}: the importance of block {block!r} is {value!r}; give a finite number for "
+                "the number of each block"
             )
     return {int(block): float(content[block]) for block in sorted(content, key=int)}

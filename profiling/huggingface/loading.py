@@ -51,17 +51,15 @@ def load_pretrained(
     """
     transformers = _transformers(name_or_path)
     reader = transformers.AutoProcessor
-    what = "vision-language model"
     if kind == "AutoModelForCausalLM":
         reader = transformers.AutoTokenizer
-        what = "language model"
     try:
         processor = reader.from_pretrained(name_or_path, trust_remote_code=False)
         model = getattr(transformers, kind).from_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     except Exception as error:  # what is damaged, or does not fit, fails in many ways
-        raise _refused(name_or_path, what, error) from error
+        raise _refused(name_or_path, error) from error
     return model, processor
 
 
@@ -75,18 +73,15 @@ def reads_text_alone(name_or_path: str | Path) -> bool:
     try:
         config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:
-        raise _refused(name_or_path, "model of transformers", error) from error
+        raise _refused(name_or_path, error) from error
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return not sees and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _refused(name_or_path: str | Path, what: str, error: Exception) -> InputError:
+def _refused(name_or_path: str | Path, error: Exception) -> InputError:
     """Return the error for a model that transformers cannot load."""
-    where = ""
-    if not Path(name_or_path).is_dir():
-        where = "is no folder here, and, as a name on the Hugging Face hub, "
     reason = " ".join(str(error).split())
-    return InputError(f"{name_or_path}: {where}cannot be loaded as a {what} ({reason})")
+    return InputError(f"{name_or_path}: cannot be loaded as a model of this kind ({reason})")
 
 
 def _transformers(name_or_path: str | Path) -> Any:
@@ -99,13 +94,13 @@ def _transformers(name_or_path: str | Path) -> Any:
         import transformers
     except ImportError as error:
         raise InputError("a Hugging Face model needs: pip install knobwise[models]") from error
+    path = Path(name_or_path)
     # what is written like a path is no name of the hub's, which is asked for minutes where it
     # cannot be reached
-    if str(name_or_path).startswith((".", "/", "~")) and not Path(name_or_path).is_dir():
-        raise InputError(f"{name_or_path}: no such folder")
-    if Path(name_or_path).is_file():
+    is_path = str(path).startswith((".", "/", "~")) or path.exists()
+    if is_path and not path.is_dir():
         raise InputError(
-            f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub"
+            f"{path}: is no folder; a model is a folder, or a name on the Hugging Face hub"
         )
     return transformers
 
@@ -139,7 +134,7 @@ class PromptedModel:
 
     Args:
         processor: of a vision-language model; of a language model the tokenizer.
-        chats: whether prompts follow the chat template; None: where there is one.
+        chats: False for prompts that do not follow the chat template where there is one.
     """
 
     kind = ""
@@ -159,9 +154,7 @@ class PromptedModel:
         self.sees = hasattr(processor, "image_processor")
         """True for a model that takes images."""
         has_template = bool(getattr(processor, "chat_template", None))
-        if chats and not has_template:
-            raise InputError("chats=True: the model has no chat template; leave it out")
-        self.chats = has_template if chats is None else chats
+        self.chats = has_template and chats is not False
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         stops = getattr(model.generation_config, "eos_token_id", None)

@@ -4,7 +4,6 @@ answers after them."""
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from knobwise.profiling.measuring.questions import (
     VQAData,
     VQAItem,
     agreeing,
-    check_rows,
     most_common,
     soft_accuracy,
 )
@@ -69,9 +67,7 @@ class DemonstrationScorer(PromptedModel):
         self._end_tokens = special | self._stops
 
     def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
-        """Return each query with its demonstrations. Raises InputError for rows that do not
-        exist."""
-        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
+        """Return each query with its demonstrations."""
         pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
         return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
 
@@ -158,16 +154,15 @@ class VLMScorer(DemonstrationScorer):
     Arguments are as for `DemonstrationScorer`. The cache of a batch is held once for each
     candidate.
 
-    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an
-    image that cannot be read, a query with one candidate only.
+    Raises InputError for sizes that make no sense; when called, for an image that cannot be read, a
+    query with one candidate only, a model whose cache gives other likelihoods than the whole
+    sequence.
     """
 
     kind = "AutoModelForImageTextToText"
 
-    reuse_prompt: bool | None = None
-    """Whether answers go on from the prompt's cache. None finds out with the first batch: where
-    that fails or gives other likelihoods than the whole sequence, each answer is computed with its
-    prompt, one at a time, with a warning."""
+    _compared = False
+    """Whether the first likelihoods were compared with those of the whole sequence."""
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -197,13 +192,17 @@ class VLMScorer(DemonstrationScorer):
         """Compute ln P of every candidate answer after each prompt, computed as one batch: float32
         [C] each, on the CPU."""
         answers = [self._candidates(query).tokens for query, _ in prompts]
-        if self.reuse_prompt is None:
-            self.reuse_prompt = self._can_reuse(prompts, answers)
-        if self.reuse_prompt:
-            return self._after_cache(self._inputs(prompts), answers)
-        return [
-            self._whole(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)
-        ]
+        likelihoods = self._after_cache(self._inputs(prompts), answers)
+        if not self._compared:
+            difference = float((self._whole(prompts[0], answers[0]) - likelihoods[0]).abs().max())
+            exact = self.model.dtype in (torch.float32, torch.float64)
+            if difference > (1e-3 if exact else 0.3):
+                raise InputError(
+                    f"{type(self.model).__name__}: cannot continue from its cache of a prompt (its "
+                    f"likelihoods differ by {difference:.2g}); take another model"
+                )
+            self._compared = True
+        return likelihoods
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Process the prompts for the model: padded on the left, on its device."""
@@ -232,31 +231,6 @@ class VLMScorer(DemonstrationScorer):
             tokens = [self._answer_tokens(item, answer) for answer in answers]
             self._known[query] = _Candidates(tokens, accuracy, agreed.index(max(agreed)))
         return self._known[query]
-
-    def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
-        """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole
-        sequences give them."""
-        tolerance = 0.3
-        if self.model.dtype in (torch.float32, torch.float64):
-            tolerance = 1e-3
-        # the first prompt both ways, within the whole batch
-        wanted = self._whole(prompts[0], answers[0])
-        try:
-            reused = self._after_cache(self._inputs(prompts), answers)[0]
-            difference = float((reused - wanted).abs().max())
-            if difference <= tolerance:
-                return True
-            problem = f"likelihoods differ by {difference:.2g}"
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, InputError | torch.OutOfMemoryError):
-                raise
-            problem = str(error)
-        warnings.warn(
-            f"{type(self.model).__name__} cannot continue from a cache ({problem}); every answer "
-            "is computed whole",
-            stacklevel=4,
-        )
-        return False
 
     def _after_cache(
         self, inputs: dict[str, Tensor], answers: list[list[list[int]]]

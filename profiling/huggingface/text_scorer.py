@@ -43,7 +43,7 @@ class TextScorer(DemonstrationScorer):
     - `vqa_rel_score`: the product of P(token of the right answer) / P(most likely token), in
       [0, 1]; 1 where greedy decoding gives the right answer.
 
-    Raises InputError for sizes that make no sense; when called, for rows that do not exist.
+    Raises InputError for sizes that make no sense.
     """
 
     kind = "AutoModelForCausalLM"

@@ -19,7 +19,7 @@ def sample_grid(
     """Choose `count` different configurations of the grid that these values span, or all for 0.
 
     They are spread evenly over all knobs at once, as a Latin hypercube (McKay et al. 1979); a point
-    that falls on a configuration taken already goes to the nearest free one. Equal arguments give
+    that falls on a configuration taken already goes to a free one at random. Equal arguments give
     equal choices.
 
     Args:
@@ -64,16 +64,11 @@ def _latin_hypercube(sizes: list[int], count: int, rng: np.random.Generator) -> 
     """Draw configurations by their number in the grid, in ascending order: int64 [count]."""
     from scipy.stats import qmc
 
-    grid = np.indices(sizes).reshape(len(sizes), -1).T  # [C, K]
     points = qmc.LatinHypercube(d=len(sizes), rng=rng).random(count)
-    middles = (grid + 0.5) / np.array(sizes)
     # the configuration that each point falls on
     wanted = np.ravel_multi_index(tuple((points * sizes).astype(np.int64).T), tuple(sizes))
-    taken, first = np.unique(wanted, return_index=True)
-    free = np.ones(len(grid), bool)
-    free[taken] = False
-    # points that fell on a configuration taken already
-    for point in np.delete(points, first, axis=0):
-        distance = np.where(free, ((middles - point) ** 2).sum(1), np.inf)
-        free[distance.argmin()] = False
-    return np.flatnonzero(~free)
+    taken = np.unique(wanted)
+    free = np.setdiff1d(np.arange(math.prod(sizes)), taken)
+    # for points that fell on a configuration taken already
+    others = rng.choice(free, count - len(taken), replace=False)
+    return np.sort(np.concatenate([taken, others]))

@@ -98,15 +98,13 @@ def keep_freed_memory() -> None:
 
 def cpu_name() -> str:
     """Return the model name of this machine's processor."""
-    try:
-        # platform.processor() is empty on most Linux systems
+    known = platform.processor()
+    # that is empty on most Linux systems
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        "unknown",
-    )
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        known = (names or [known])[0]
+    return known or "unknown"
 
 
 def machine() -> dict[str, Any]:

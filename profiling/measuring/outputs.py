@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -20,10 +19,6 @@ from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
-CLOCK_NAMES = {
-    "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
-    "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
-}
 CELL = ("sample", "configuration")
 
 
@@ -125,7 +120,7 @@ def write_vlm_profile(
         "samples": shape[0],
         "configurations": shape[1],
         "clock": {
-            "latency_ms": f"{CLOCK_NAMES[plan.config.clock]}, as the model reads it",
+            "latency_ms": f"{plan.config.clock}, as the model reads it",
             "statistic": f"median of {plan.config.repeats}",
             "drift": "left in",
         },

@@ -12,16 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.answer_metrics import normalised
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PARTS = ("query", "demonstration")
 """What an item of a file may be."""
@@ -252,25 +249,3 @@ def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:
     if not all(isinstance(text, str | int | float) and str(text).strip() for text in texts):
         raise InputError(f"{where}: {what} must be texts, and none of them empty")
     return tuple(str(text).strip() for text in texts)
-
-
-def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
-    """Raise InputError for rows that a scorer cannot score: shapes do not fit, or no such row.
-
-    Args:
-        queries: int64 [n], rows of the queries.
-        demonstrations: int64 [n, T], rows of the bank, −1 for none.
-        num_queries: the number of queries.
-        num_bank: the number of items in the bank.
-    """
-    if demonstrations.ndim != 2 or len(queries) != len(demonstrations):
-        raise InputError(
-            f"queries and demonstrations have shapes {tuple(queries.shape)} and "
-            f"{tuple(demonstrations.shape)}, expected [n], [n, T]"
-        )
-    for what, rows, least, count in (
-        ("query", queries, 0, num_queries),
-        ("demonstration", demonstrations, -1, num_bank),
-    ):
-        if len(wrong := rows[(rows < least) | (rows >= count)]):
-            raise InputError(f"{what} {wrong[0]} does not exist; there are {count}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from knobwise.common.checks import at_least, one_of
@@ -91,32 +88,3 @@ class VLMProfileConfig:
                 # such as 1 in [1, 0.5]
                 chosen[name] = map(float, values)
         return {name: tuple(values) for name, values in chosen.items() if values}
-
-
-def changed_settings(prefix: str, settings: Any, leave_out: Collection[str] = ()) -> list[str]:
-    """Return every setting that is not the default, as key=value on the command line."""
-    usual = type(settings)()
-    arguments = []
-    for f in fields(settings):
-        value = getattr(settings, f.name)
-        # the command names what differs from the defaults, no more
-        if f.name in leave_out or value == getattr(usual, f.name):
-            continue
-        argument = f"{prefix}{f.name}={_written(value)}"
-        if isinstance(value, str | dict):
-            argument = shlex.quote(argument)
-        arguments.append(argument)
-    return arguments
-
-
-def _written(value: Any) -> str:
-    """Write a value as Hydra reads it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_written(part)}" for name, part in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
-        return json.dumps(value, ensure_ascii=False)
-    return "null" if value is None else str(value)

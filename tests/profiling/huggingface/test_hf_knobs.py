@@ -94,7 +94,7 @@ def llava():
     return with_knobs("llava_next")
 
 
-def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking_or_saves_nothing(made):
+def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking(made):
     family, _, _, knobs = made
     default, most, unit, least = SUPPORT[family]
     assert {knob.name: (knob.default, knob.least, knob.most) for knob in knobs.knobs} == {
@@ -104,8 +104,6 @@ def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking_or_saves_no
     }
     assert unit in knobs.knobs[0].sets
     assert knobs.always_active == (0, 1)[:least]
-    # all of its experts run
-    assert ("saves no time" in knobs.knobs[1].note) == (family == "llama4")
     # values out of range are refused
     for knob in knobs.knobs:
         for value in (knob.least - 1, knob.most + 1):
@@ -121,9 +119,8 @@ def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking_or_saves_no
         pass
 
 
-def test_experts_of_some_blocks_only_are_said_and_a_router_that_chooses_within_groups_limits_top_k():
+def test_a_router_that_chooses_within_groups_limits_top_k():
     knobs = HuggingFaceKnobs(*tiny_model("glm4v_moe", n_group=2, topk_group=1))
-    assert knobs.knobs[1].sets == "experts for each token, in 3 of 4 blocks"
     assert knobs.knobs[1].most == 2
 
 
@@ -171,8 +168,6 @@ def test_knobs_that_are_set_are_not_set_again(llava):
     with knobs.set({"top_k": 1}):
         with input_error("set"), knobs.set({"top_k": 2}):
             pass
-        with input_error("set"):
-            HuggingFaceKnobs(model, processor)  # would take 1 for the model's own
         assert blocks_of(model)[0].mlp.gate.top_k == 1
     assert HuggingFaceKnobs(model, processor).knobs == knobs.knobs
 
@@ -223,14 +218,11 @@ def test_the_least_important_goes_first_but_never_block_0_and_without_importance
     assert [*map(knobs.active_blocks, (1, 2, 3, 4))] == [(0,), (0, 3), (0, 1, 3), every]
     knobs = HuggingFaceKnobs(model, processor, {0: -1.0, 1: 0.3, 2: 0.7, 3: 0.1})
     assert [*map(knobs.active_blocks, (1, 2, 3, 4))] == [(0,), (0, 2), (0, 1, 2), every]
-    for number in (0, 5):
-        with input_error(f"num_active_blocks={number}"):
-            knobs.active_blocks(number)
 
 
-@pytest.mark.parametrize(("blocks", "fault"), [((1, 3), "block 2"), ((1, 2, 3, 4), "block 4")])
-def test_an_importance_of_another_model_is_refused(llava, blocks, fault):
-    with input_error(fault):
+@pytest.mark.parametrize("blocks", [(1, 3), (1, 2, 3, 4)])
+def test_an_importance_of_another_model_is_refused(llava, blocks):
+    with input_error("1, 2, 3"):
         HuggingFaceKnobs(*llava[:2], dict.fromkeys(blocks, 0.1))
 
 
@@ -238,7 +230,6 @@ def test_a_dense_sibling_has_the_image_knob_of_its_family():
     model, processor = tiny_model("qwen2_vl")  # takes no more than 400 pixels
     crops = HuggingFaceKnobs(model, processor).knobs[0]
     assert (crops.default, crops.available) == (1, False)
-    assert "no higher cap than one" in crops.note
     processor.image_processor.size["longest_edge"] = 3 * 4096
     knobs = HuggingFaceKnobs(model, processor)
     assert (knobs.knobs[0].default, knobs.knobs[0].most) == (3, 3)

@@ -99,7 +99,7 @@ def test_the_format_is_a_number_for_each_block(file):
         '{"4": NaN}': "nan",
         '{"4": 1e999}': "inf",
         '{"4": true}': "True",
-        '{"4": {"4": 0.1}}': "block 4",
+        '{"4": {"4": 0.1}}': "block '4'",
     }.items(),
 )
 def test_a_file_that_is_wrong_is_refused(file, text, fault):
