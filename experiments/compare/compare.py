@@ -21,7 +21,7 @@ from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.report.tables import Folded
-from knobwise.experiments.report.words import SIGN_WORDS, interval_words, points, read_results
+from knobwise.experiments.report.words import SIGN_WORDS, read_results
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -49,18 +49,15 @@ def compare(config: CompareRun) -> Comparison:
 
 
 def _compare(config: CompareRun) -> Comparison:
-    comparison = Comparison(config.runs, config.budgets_ms)
-    lines = []
-    for output, path in (("page", config.html), ("numbers", config.json)):
-        if path is not None:
-            replaced = " (the earlier one is replaced)" if Path(path).exists() else ""
-            lines.append(f"{output}: {path}{replaced}")
+    comparison = Comparison(config.runs)
     # the page first: it reads further files
     if config.html is not None:
         write_comparison(comparison, config.html)
     write_json(config.json, numbers(comparison))
     words.print_comparison(comparison, Console())
-    print("\n".join(lines))
+    for output, path in (("page", config.html), ("numbers", config.json)):
+        if path is not None:
+            print(f"{output}: {path}")
     return comparison
 
 
@@ -77,8 +74,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     corrected = "p is corrected for the number of comparisons in this table."
     about_places = (
         f"{problem.score.capitalize()} with its interval; below it the difference to the first run "
-        "in points, p, and its interval; * where the interval excludes 0 and p is small enough. "
-        f"{corrected}"
+        f"in points, with its interval. {corrected}"
     )
     every_run = [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)]
     tables: dict[str, list[Any]] = {
@@ -90,32 +86,20 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         tables["Stage by stage"] = [about, words.stages(comparison)]
     folders = {run.label: f"{run.folder} · {run.results.get('command', '')}" for run in runs}
     tables["The runs: folders and commands"] = [folders]
-    settings: Any = "Nothing."
-    if comparison.settings:
-        settings = words.settings_cells(comparison)
-    elif not all(run.settings for run in runs):
-        settings = "Nothing that is known."
+    settings = [words.settings_cells(comparison)] if comparison.settings else []
     sections = {
         "Differences": [forest(comparison)] if comparison.differences else [],
         "What the runs show": [sentences + comparison.notes],
-        "What differs in the settings": [settings],
+        "What differs in the settings": settings,
         **{name: [figure] for name, figure in comparison_charts(comparison).items()},
         "Tables": list(itertools.starmap(Folded, tables.items())),
     }
-    # the experiment, if there is only one, and the runs
-    name = f"{len(runs)} runs"
-    if len(runs) <= words.SIDE_BY_SIDE:
-        name = " · ".join(run.label for run in runs)
-    experiments = {run.experiment for run in runs}
-    if len(experiments) == 1:
-        name = f"{experiments.pop()}: {name}"
     return render_page(
         path,
         "knobwise comparison",
-        name,
+        f"{len(runs)} runs",
         sections,
         facts=[_facts(comparison)],
-        tiles=_tiles(comparison),
         lead=lead,
     )
 
@@ -148,27 +132,6 @@ def _facts(comparison: Comparison) -> str:
     return facts
 
 
-def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return the numbers to be seen first: the largest difference, and the highest score."""
-    reference = comparison.reference.label
-    tiles = []
-    differences = comparison.differences
-    if differences:
-        # the run that gained most, by any amount
-        largest = max(differences, key=lambda difference: difference.difference)
-        gap = f"{points(largest.difference)} points"
-        against = f"{largest.run} against {reference}: {SIGN_WORDS[largest.sign]}"
-        tiles.append((gap, against, interval_words(largest.ci95)))
-    if len(comparison.comparable) > 1:
-        best = comparison.ranking()[0]
-        metric, score = words.ranked_score(comparison, best)
-        tiles.append((score, f"the highest {metric}", comparison.runs[best].label))
-    if len(differences) > 1:
-        share = f"{sum(difference.sign != 0 for difference in differences)} of {len(differences)}"
-        tiles.append((share, f"runs differ from {reference}", "by more than chance"))
-    return tiles
-
-
 def numbers(comparison: Comparison) -> dict[str, Any]:
     """Return the content of the JSON file. Differences are `run` − `against`; `place` is a budget
     in ms or a number of shots, None for the mean over budgets."""
@@ -177,7 +140,7 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
         about = {
             "label": run.label,
             "folder": str(run.folder),
-            "experiment": run.experiment,
+            "experiment": run.settings.get("experiment"),
             "profile": run.results.get("profile"),
             "seeds": run.results.get("seeds"),
             "policy": run.policy,

@@ -3,12 +3,7 @@ scores."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import polars as pl
-import polars.selectors as cs
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
@@ -17,6 +12,9 @@ from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_o
 from knobwise.experiments.results.problem import Row, place_of
 from knobwise.experiments.results.statistics import holm
 
+MOST_DRAWN = 4
+"""So many lines can be told apart in a chart; the tables hold all runs."""
+
 
 class Comparison:
     """Several runs, each compared with the first one. Each list of differences is corrected for
@@ -24,7 +22,6 @@ class Comparison:
 
     Args:
         folders: of runs, or with runs in them.
-        budgets_ms: only these of the budgets that the first run was judged at; None for all.
 
     Attributes:
         runs: the finished runs; `reference` is the first one.
@@ -46,15 +43,15 @@ class Comparison:
             different problems.
     """
 
-    def __init__(self, folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> None:
+    def __init__(self, folders: Sequence[str]) -> None:
         self.runs, self.notes = _read(folders)
         reference = self.reference = self.runs[0]
         self.problem = reference.problem
         self.unit = unit_of(reference.results)
         self.settings = differing([run.settings for run in self.runs])
-        places = self.places = _places(reference, budgets_ms)
+        places = self.places = reference.places
         main = self.main = place_of(self.problem.main_place(reference.results))
-        self.rows = [row_over(run, run.policy, places, main) for run in self.runs]
+        self.rows = [run.row(run.policy, main) for run in self.runs]
         every = []
         by_policy = []
         # every run against the first one
@@ -72,16 +69,15 @@ class Comparison:
         self.by_place = holm([difference for difference in every if difference.place is not None])
         self.by_policy = holm(by_policy)
         # a highest needs means over the same samples
-        judged = places if main is None else [main]
         self.comparable = [0]
         for i, run in enumerate(self.runs[1:], 1):
-            if judged_alike(reference, run, judged):
+            if judged_alike(reference, run, [*places, *run.places] if main is None else [main]):
                 self.comparable.append(i)
-        elsewhere = [run.label for run in self.runs if not set(run.places) & set(places)]
+        elsewhere = [run.label for run in self.runs if run.places != places]
         if main is None and elsewhere:
             self.notes.append(
-                f"{', '.join(elsewhere)}: means are over budgets that {reference.label} was not "
-                "judged at."
+                f"{', '.join(elsewhere)}: means are over other budgets than those of "
+                f"{reference.label}."
             )
         self.notes += _before_grpo(self.runs)
 
@@ -96,8 +92,15 @@ class Comparison:
         if not self.problem.averaged:
             return []
         names = (self.problem.low, self.problem.high)
-        rows = [row_over(self.reference, name, self.places, None) for name in names]
-        return list(filter(None, rows))
+        return [row for name in names if (row := self.reference.row(name, None))]
+
+    @property
+    def drawn(self) -> list[ComparedRun]:
+        """The runs in charts: the first one and the best of the others, at most `MOST_DRAWN`."""
+        if len(self.runs) <= MOST_DRAWN:
+            return self.runs
+        best = [i for i in self.ranking() if i][: MOST_DRAWN - 1]
+        return [self.runs[i] for i in sorted([0, *best])]
 
 
 def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
@@ -122,28 +125,6 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
     return runs, notes
 
 
-def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[float]:
-    """Return the places that are compared: those of the first run, or the budgets among them that
-    the user wants."""
-    if budgets_ms is None:
-        return reference.places
-    if not budgets_ms:
-        raise InputError("budgets_ms=[]: give at least one budget, or leave it out for all")
-    if not reference.problem.averaged:
-        raise InputError(
-            f"budgets_ms: {reference.problem.agents} are not judged at budgets; leave it out"
-        )
-    # files hold six figures of a budget
-    wanted = sorted({place_of(budget) for budget in budgets_ms})
-    if missing := [f"{budget:g}" for budget in wanted if budget not in reference.places]:
-        judged = ", ".join(f"{budget:g}" for budget in reference.places)
-        raise InputError(
-            f"budgets_ms: {reference.folder} was not judged at {', '.join(missing)}, only at "
-            f"{judged}"
-        )
-    return wanted
-
-
 def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
     early = []
@@ -156,30 +137,3 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
         "GRPO does not improve the policy; the best checkpoint is the one before GRPO: "
         f"{', '.join(early)}."
     ]
-
-
-def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Row:
-    """Return the row of a policy at `main`. A mean over budgets (None) is over those of `places`
-    only, or over all of the run's budgets where it was judged at none of them. Only a mean over all
-    of them has intervals."""
-    row = run.row(policy, main)
-    problem = run.problem
-    # a mean over budgets that both know
-    common = [place for place in places if place in run.places]
-    if main is not None or not row or not common or set(run.places) <= set(places):
-        return row
-    summary = _means(run, policy, common)
-    if problem.score == problem.ranked_by:
-        value, low, high = (
-            value_of(_means(run, name, common), problem.score)
-            for name in (policy, problem.low, problem.high)
-        )
-        if math.isfinite(high - low):
-            summary["gap_closed"] = (value - low) / (high - low) if high > low else 0.0
-    return {"policy": policy, **summary, problem.place: None}
-
-
-def _means(run: ComparedRun, policy: str, places: Sequence[float]) -> dict[str, Any]:
-    """Return the means of all numbers in the rows of a policy at these places."""
-    rows = pl.DataFrame(run.rows_at(policy, places), infer_schema_length=None)
-    return rows.select(cs.numeric().cast(pl.Float64).fill_nan(None).mean()).row(0, named=True)

@@ -10,8 +10,6 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import ComparedRun
-from knobwise.experiments.results.decisions import SAMPLE
-from knobwise.experiments.results.problem import place_of
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
@@ -25,7 +23,7 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     decisions, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
-    part = _with_keys(run.decisions.filter(policy=policy))
+    part = run.decisions.filter(policy=policy)
     part = part.select(*KEYS, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
     complete = part.height == math.prod(part.select(pl.col(KEYS).n_unique()).row(0))
     if part.height and complete:
@@ -33,19 +31,11 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     return None
 
 
-def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `sample`, and round places so that those of both runs are equal."""
-    # an id is unique only together with split and data set
-    sample = pl.concat_str(*SAMPLE, separator="\t", ignore_nulls=True).alias("sample")
-    places = {place: place_of(place) for place in decisions["place"].unique()}
-    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
-
-
 def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[float]) -> bool:
     """Return whether the numbers of two runs at these places are means over the same samples, with
     the same measurements; False if that is unknown. A mean is over the samples of which every
     policy's accuracy is known."""
-    if not set(places) <= set(run.places) or not same_measurements(reference, run):
+    if not same_measurements(reference, run):
         return False
     known = pl.col("accuracy").is_not_null().all()
     keys = ("place", "sample")
@@ -53,7 +43,7 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[floa
     for side in (reference, run):
         if side.decisions is None:
             return False
-        decisions = _with_keys(side.decisions).filter(pl.col("place").is_in(list(places)))
+        decisions = side.decisions.filter(pl.col("place").is_in(list(places)))
         samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
     return samples[0].equals(samples[1])
 
@@ -152,7 +142,7 @@ def _clusters(run: ComparedRun, samples: set[str]) -> np.ndarray:
     """Return the number of the cluster of each of these samples, in their order, int [n]; a sample
     without one is alone."""
     assert run.decisions is not None  # or there would be no samples
-    rows = _with_keys(run.decisions).select("sample", pl.coalesce("cluster", "sample"))
+    rows = run.decisions.select("sample", pl.coalesce("cluster", "sample"))
     rows = rows.filter(pl.col("sample").is_in(samples)).unique("sample").sort("sample")
     return np.unique(rows["cluster"].to_numpy(), return_inverse=True)[1]
 

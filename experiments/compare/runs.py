@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,12 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report.words import read_results
-from knobwise.experiments.results.decisions import FILE, read_decisions
-from knobwise.experiments.results.problem import Row, problem_of
+from knobwise.experiments.results.decisions import FILE, SAMPLE, read_decisions
+from knobwise.experiments.results.problem import Row, place_of, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
-DEEPEST = 5
-"""How many levels down a folder is searched for runs."""
 UNKNOWN = "–"
 """The value of a setting that a run does not have."""
 
@@ -33,9 +32,9 @@ class ComparedRun:
 
     Attributes:
         label: see `labels_of`; different from that of every other run.
-        experiment: its name; without settings that of the folder above.
         settings: from `config.yaml`, by dotted key; empty without that file.
         places: the budgets in ms, or the numbers of shots, that the run was judged at.
+        decisions: the rows of `decisions.parquet`, see `_with_keys`, or None.
         missing: why there are no decisions.
 
     Raises:
@@ -48,12 +47,11 @@ class ComparedRun:
         self.results = read_results(folder)
         self.problem = problem_of(self.results)
         self.settings = read_settings_of(folder)
-        self.experiment = str(self.settings.get("experiment", folder.resolve().parent.name))
         self.places = self.problem.judged_at(self.results)
         self.decisions: pl.DataFrame | None = None
         self.missing = ""
         try:
-            self.decisions = read_decisions(folder)
+            self.decisions = _with_keys(read_decisions(folder))
         except InputError as error:
             self.missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
 
@@ -63,12 +61,12 @@ class ComparedRun:
         on validation.
 
         Raises:
-            InputError: no trained selector was judged.
+            InputError: no learned policy was judged.
         """
         policy = self.problem.main_policy(self.results)
-        if policy is None and not self.problem.averaged:
-            raise InputError(f"{self.folder}: no trained selector was judged in it; leave it out")
-        return policy or self.problem.trained[0]
+        if policy is None:
+            raise InputError(f"{self.folder}: no learned policy was judged in it; leave it out")
+        return policy
 
     @property
     def trained(self) -> list[str]:
@@ -86,6 +84,14 @@ class ComparedRun:
     def rows_at(self, policy: str, places: Sequence[float]) -> list[Row]:
         """Return the rows of a policy at these places, where it has any."""
         return [row for place in places if (row := self.row(policy, place))]
+
+
+def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
+    """Add the column `sample`, and round places so that those of both runs are equal."""
+    # an id is unique only together with split and data set
+    sample = pl.concat_str(*SAMPLE, separator="\t", ignore_nulls=True).alias("sample")
+    places = {place: place_of(place) for place in decisions["place"].unique()}
+    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -122,31 +128,24 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     return list(finished.values()), unfinished
 
 
-def _runs_below(top: Path) -> list[Path]:
-    """Return all runs in a folder, down to `DEEPEST` levels below it, in the order of their
-    names."""
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
-
+def _runs_below(folder: Path) -> list[Path]:
+    """Return all runs in a folder or below it, in the order of their names."""
+    # inside a run no further runs are looked for
+    if (folder / "results.json").exists() or (folder / "config.yaml").exists():
+        return [folder]
     runs = []
-    for path, inside, files in os.walk(top, onerror=refuse):
-        level = len(Path(path).relative_to(top).parts)
-        visible = [name for name in inside if not name.startswith(".") and level < DEEPEST]
-        if {"results.json", "config.yaml"} & set(files):
-            runs.append(Path(path))
-            # inside a run no further runs are looked for
-            visible = []
-        inside[:] = sorted(visible, key=_name_order)
+    for path in sorted(folder.iterdir(), key=_name_order):
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            runs += _runs_below(path)
     return runs
 
 
-def _name_order(name: str) -> tuple[bool, list[str | float]]:
+def _name_order(folder: Path) -> tuple[bool, list[str | float]]:
     """Return a sort key for folders: `default` first, then by name, with numbers by size."""
     # text and numbers take turns, so that keys can be compared
-    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", name)]
+    parts: list[str | float] = [*re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", folder.name)]
     parts[1::2] = map(float, parts[1::2])
-    return name != "default", parts
+    return folder.name != "default", parts
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -214,21 +213,11 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def value_words(value: Any) -> str:
     """Return a value as the command line takes it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(value_words, value))}]"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, bool | None):
-        return str(value).lower()
-    return str(value)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).strip('"')
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """Call each run by the name of its folder, or where several have the same name by that of the
-    folder above too, or by its whole path."""
-    # the shortest way that tells all runs apart
-    for parts in (1, 2):
-        labels = ["/".join(folder.resolve().parts[-parts:]) for folder in folders]
-        if len(set(labels)) == len(labels):
-            return labels
-    return list(map(str, folders))
+    """Call each run by its path below the folder that holds all runs."""
+    paths = [folder.resolve() for folder in folders]
+    top = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(top)) for path in paths]

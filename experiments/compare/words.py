@@ -13,17 +13,13 @@ from knobwise.experiments.report.words import (
     SIGN_WORDS,
     cell,
     difference_cell,
+    difference_words,
     number,
     place_words,
     policy_name,
 )
 from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
-
-MOST_SENTENCES = 6
-"""Up to this many runs have a sentence each; of more the best tested one has."""
-SIDE_BY_SIDE = 4
-"""Up to this many runs have a column each in the table of settings; more have a row each."""
 
 
 def place_name(comparison: Comparison, place: float | None) -> str:
@@ -40,32 +36,18 @@ def verdict(comparison: Comparison) -> list[str]:
     """Say which runs differ from the first one, which of the comparable runs has the highest score,
     and where nothing differs in the settings."""
     reference = comparison.reference.label
-    tested = comparison.differences
-    signs = [difference.sign for difference in tested]
-    highest = [_highest(comparison)]
-    summary = (
-        f"Against {reference}, {len(tested)} runs were tested: {signs.count(1)} are better, "
+    signs = [difference.sign for difference in comparison.differences]
+    lines = [
+        f"Against {reference}, {len(signs)} runs were tested: {signs.count(1)} are better, "
         f"{signs.count(-1)} worse, and {signs.count(0)} show no difference."
-    )
-    if len(comparison.runs) - 1 > MOST_SENTENCES:
-        # the best of those that were tested
-        by_run = {difference.run: difference for difference in tested}
-        ranks = [comparison.runs[i].label for i in comparison.ranking()]
-        tested = [by_run[label] for label in ranks if label in by_run][:1]
-    sentences = []
-    for difference in tested:
-        gap = difference_cell(asdict(difference)).replace("\n", " points ")
-        outcome = COMPARED[difference.sign]
-        if difference.nothing:
-            outcome = "got the same on every sample as"
-        sentences.append(f"{difference.run} {outcome} {reference}: {gap}, p {p_words(difference)}.")
-    # the answer stands first
+    ]
     if len(signs) == 1:
-        lines = sentences + highest
-    elif signs:
-        lines = [summary, *highest, *sentences]
-    else:
-        lines = [*highest, summary]
+        (difference,) = comparison.differences
+        lines = [
+            f"{difference.run} {COMPARED[difference.sign]} {reference}: "
+            f"{difference_words(asdict(difference))}, p {p_words(difference)}."
+        ]
+    lines.append(_highest(comparison))
     if not comparison.settings and all(run.settings for run in comparison.runs):
         lines.append(
             "The settings are the same: any difference comes from chance, the code or the machine."
@@ -75,28 +57,22 @@ def verdict(comparison: Comparison) -> list[str]:
 
 def _highest(comparison: Comparison) -> str:
     """Name the run with the highest score of those that were judged like the first one."""
-    reference = comparison.reference.label
+    problem = comparison.problem
     alike = len(comparison.comparable)
     if alike == 1:
         return (
             "No run is called the highest: no other run is known to have been judged on the same "
-            f"test {comparison.problem.samples} at the same {comparison.problem.place_words[1]} as "
-            f"{reference}."
+            f"test {problem.samples} at the same {problem.place_words[1]} as "
+            f"{comparison.reference.label}."
         )
     best = comparison.ranking()[0]
-    metric, score = ranked_score(comparison, best)
+    metric = _metrics(comparison)[0]
+    score = number(comparison.rows[best].get(metric.key), metric.how)
     return (
-        f"Of the {alike} runs judged on the same test {comparison.problem.samples}, the highest is "
-        f"{comparison.runs[best].label}: {metric} {score}, "
+        f"Of the {alike} runs judged on the same test {problem.samples}, the highest is "
+        f"{comparison.runs[best].label}: {metric.name} {score}, "
         f"{place_name(comparison, comparison.main)}."
     )
-
-
-def ranked_score(comparison: Comparison, run: int) -> tuple[str, str]:
-    """Return the name of the metric that runs are ranked by, and its value for the run at an
-    index."""
-    metric = _metrics(comparison)[0]
-    return metric.name, cell(comparison.rows[run], metric).split("\n")[0]
 
 
 def method(comparison: Comparison) -> str:
@@ -132,14 +108,11 @@ def p_words(difference: Difference) -> str:
 
 
 def _tested(difference: Difference | None) -> dict[str, str]:
-    """Return three cells: the difference with its interval in points, p, and what they show."""
+    """Return two cells: the difference in points with its interval and p, and what they show."""
     if difference is None:
-        return {"difference, points": "–", "p": "–", "shown": "not tested"}
-    return {
-        "difference, points": difference_cell(asdict(difference)),
-        "p": p_words(difference),
-        "shown": SIGN_WORDS[difference.sign],
-    }
+        return {"gain, points": "–", "shown": "–"}
+    cell = f"{difference_cell(asdict(difference))}\np {p_words(difference)}"
+    return {"gain, points": cell, "shown": SIGN_WORDS[difference.sign]}
 
 
 def results_cells(comparison: Comparison) -> Table:
@@ -147,35 +120,16 @@ def results_cells(comparison: Comparison) -> Table:
     tested = {difference.run: difference for difference in comparison.differences}
     lines = []
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
-        cells = _tested(tested.get(run.label))
-        if run is comparison.reference:
-            cells["shown"] = "reference"
-        if comparison.problem.averaged:
-            line = {"run": run.label} | cells | _cells(comparison, row)
-            lines.append(line | _attained(comparison, row))
-            continue
-        line = {"run": run.label} | cells | {"policy": policy_name(run.policy, run.results)}
-        for place in comparison.places:
-            mark = " (compared)" * (place == comparison.main)
-            score = _cells(comparison, run.row(run.policy, place))[comparison.problem.score]
-            line[place_name(comparison, place) + mark] = score
-        lines.append(line)
+        line = {"run": f"{run.label}\n{policy_name(run.policy, run.results)}"}
+        lines.append(line | _tested(tested.get(run.label)) | _cells(comparison, row))
     for row in comparison.reference_rows():
-        cells = _tested(None) | {"shown": ""}
-        line = {"run": policy_name(row["policy"])} | cells | _cells(comparison, row)
-        lines.append(line | _attained(comparison, row))
-    return table_of(lines, [comparison.reference.label])
+        line = {"run": policy_name(row["policy"])}
+        lines.append(line | _tested(None) | _cells(comparison, row))
+    return table_of(lines)._replace(strong=[0])
 
 
 def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
     return {metric.name: cell(row, metric, comparison.unit) for metric in _metrics(comparison)}
-
-
-def _attained(comparison: Comparison, row: Row) -> dict[str, str]:
-    """Return the share of what looked attainable that was gained; no cell where no run knows it."""
-    if not any("attained" in each for each in comparison.rows):
-        return {}
-    return {"of attainable": number(row.get("attained"), ".0%")}
 
 
 def _metrics(comparison: Comparison) -> list[Metric]:
@@ -186,65 +140,44 @@ def _metrics(comparison: Comparison) -> list[Metric]:
 
 
 def settings_cells(comparison: Comparison) -> Table:
-    """Return the settings that differ: few runs have a column each, more a row each. A value equal
-    to that of the first run reads "same"."""
-    columns = [["setting", *(run.label for run in comparison.runs)]]
-    for key, (first, *others) in comparison.settings.items():
-        # repeated values hide what differs
-        same = ["same" if value == first else value for value in others]
-        columns.append([key, first, *same])
-    if len(comparison.runs) > SIDE_BY_SIDE:
-        columns[0][0] = "run"
-        columns = list(map(list, zip(*columns, strict=True)))
-    header, *rows = columns
-    return Table(header, rows, wordy=range(1, len(header)))
+    """Return the settings that differ, with a column for each run."""
+    rows = [[key, *values] for key, values in comparison.settings.items()]
+    return Table(["setting", *(run.label for run in comparison.runs)], rows)
 
 
 def scores_by_place(comparison: Comparison) -> Table:
     """Return the score of every run at every place with its interval; below it the difference to
-    the first run, p, and its interval."""
+    the first run."""
     metric = comparison.problem.metrics[0]
     # (run, place) → difference
     tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
-    rows = []
+    lines = []
     for run in comparison.runs:
-        line = [run.label]
+        line = {"run": run.label}
         for place in comparison.places:
             text = cell(run.row(run.policy, place), metric)
             if difference := tested.get((run.label, place)):
-                gap, interval = difference_cell(asdict(difference)).split("\n")
-                star = " *" if difference.sign else ""
-                text += f"\n{gap}{star}, p {p_words(difference)}\n{interval}"
-            line.append(text)
-        rows.append(line)
-    names = [place_name(comparison, place) for place in comparison.places]
-    return Table(["run", *names], rows, [0])
+                text += "\n" + "\n".join(_tested(difference).values())
+            line[place_name(comparison, place)] = text
+        lines.append(line)
+    return table_of(lines)
 
 
 def stages(comparison: Comparison) -> Table:
     """Return the differences between policies that both runs trained."""
-    metric = comparison.problem.metrics[0]
-    runs = {run.label: run for run in comparison.runs}
-    lines = []
-    for difference in comparison.by_policy:
-        name = policy_name(difference.policy, runs[difference.run].results)
-        line = {"run": difference.run, "policy": name}
-        sides = {comparison.reference.label: difference.against, "this run": difference.run}
-        for heading, label in sides.items():
-            row = runs[label].row(difference.policy, difference.place)
-            line[heading] = cell(row, metric).split("\n")[0]
-        lines.append(line | _tested(difference))
-    return table_of(lines)
+    runs = {run.label: run.results for run in comparison.runs}
+    return table_of(
+        [
+            {"run": difference.run, "policy": policy_name(difference.policy, runs[difference.run])}
+            | _tested(difference)
+            for difference in comparison.by_policy
+        ]
+    )
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tables and the sentences; without colours and frames when this is no terminal."""
-    if comparison.settings and len(comparison.runs) <= SIDE_BY_SIDE:
+    if comparison.settings:
         print_table(console, settings_cells(comparison))
-    else:
-        for key, values in comparison.settings.items():
-            print_lines(console, [f"differs: {key} ({', '.join(dict.fromkeys(values))})"])
-    table = results_cells(comparison)
-    # the run, its difference, what that shows, and its score or policy
-    print_table(console, table, (0, 1, 3, 4))
+    print_table(console, results_cells(comparison))
     print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])

@@ -14,11 +14,11 @@ from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.report.sentences import learnable
 from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
 from knobwise.experiments.report.words import (
-    interval_words,
     number,
     points,
     policy_name,
     quantity,
+    span,
 )
 
 
@@ -146,7 +146,7 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
         (
             f"{points(estimate['gain'])} points",
             "of utility look predictable from your features",
-            interval_words(estimate["gain_ci95"]),
+            span(estimate["gain_ci95"]),
         ),
         (
             f"{points(oracle - static)} points",
@@ -186,10 +186,10 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     utility = headroom.unpivot(
         names, index="budget_ms", variable_name="policy", value_name="utility"
     )
-    utility = utility.with_columns(name="policy").unique(maintain_order=True)
+    utility = utility.unique(maintain_order=True)
     figures = {
         "Headroom": Figure(
-            charts.by_budget(utility, "utility", "utility (0 to 1)", names, unit=facts["unit"]),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", unit=facts["unit"]),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",

@@ -1,7 +1,7 @@
 """The charts of all pages, drawn with Altair. A function takes a frame or rows and returns a chart,
 or a list of charts that make up a figure.
 
-A chart is as wide as its place on the page. Its colours come from
+A chart is as wide as its place on the page; what all share is `CONFIG` in
 `knobwise.experiments.report.page`. Channels are objects such as `alt.X("name:N")`, not strings:
 Altair would look up each string in its schema, which takes longer than all the rest.
 """
@@ -16,16 +16,14 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from knobwise.experiments.report.page import OTHERS as OTHER
-from knobwise.experiments.report.page import by_hue, domain
-from knobwise.experiments.report.words import policy_name, quantity
+from knobwise.experiments.report.page import HUES, colours_of
+from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.problem import Results, Row
 from knobwise.experiments.results.statistics import pareto_front
 
-DASHED = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
+GREY = HUES["grey"]
+DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}
 """The style of lines that mark a reference."""
-MOST_VALUES = 12
-"""A knob with more values than this is drawn with its most used ones and "other"."""
 CLOSE = alt.Scale(zero=False, nice=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
 SPARSE = alt.Axis(labelOverlap=True)
@@ -40,40 +38,10 @@ def layered(
     return alt.layer(*layers, width="container", height=height, **properties)
 
 
-def colour_of(labels: Sequence[str] | Mapping[str, str], field: str = "policy") -> alt.Color:
-    """Return the colour channel of a column, with its legend.
-
-    Args:
-        labels: policies or runs, for the palette of `domain`, where a policy has the same colour on
-            every page; or other labels by hue: hue → label.
-        field: the column that holds the labels.
-    """
-    values = list(labels)
-    if isinstance(labels, Mapping):
-        values = list(labels.values())
-        scale = alt.Scale(domain=by_hue(labels))
-    else:
-        scale = alt.Scale(domain=domain(values))
-    # the legend wraps by the width of the container, which axes do not change: a legend that wraps
-    # after the layout is cut off. A picture has no container, so there its own width counts
-    longest = 6 * max(map(len, values), default=1) + 40
-    width = "(containerSize()[0] || width + 60) - 60 + 0 * width"
-    columns = alt.ExprRef(f"max(1, floor(({width}) / {longest}))")
-    legend = alt.Legend(
-        orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1, values=values
-    )
-    return alt.Color(f"{field}:N", scale=scale, legend=legend)
-
-
-def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
-    """Show all columns beside the pointer."""
-    tooltip = []
-    for name, kind in rows.schema.items():
-        if kind.is_float():
-            tooltip.append(alt.Tooltip(f"{name}:Q", format=".4~r"))
-        else:
-            tooltip.append(alt.Tooltip(f"{name}:N"))
-    return tooltip
+def colour_of(colours: Mapping[str, str], field: str = "policy") -> alt.Color:
+    """Return the colour channel of a column, by label → colour, with its legend."""
+    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+    return alt.Color(f"{field}:N", scale=scale)
 
 
 def dashed(channel: alt.X | alt.Y, column: str, values: Sequence[float | None]) -> alt.Chart:
@@ -88,53 +56,37 @@ def lines(
     rows: pl.DataFrame,
     x: alt.X,
     y: alt.Y,
-    labels: Sequence[str] | Mapping[str, str],
-    *,
-    colour: str = "policy",
-    line: str = "name",
-    dots: bool = True,
+    colour: alt.Color | None = None,
+    *detail: alt.Detail,
+    size: int = 60,
 ) -> list[alt.Chart]:
-    """Return the layers of lines: a band where there are columns low and high, policies without a
-    colour thin and grey, all others thick.
+    """Return the layers of lines with their points, and a band where there are columns low and
+    high.
 
     Args:
-        rows: the points, with the columns of x, y, `colour` and `line`; `budget_ms`, if there is
-            such a column, is the order of the points of a line.
+        rows: the points, with the columns of the channels; `budget_ms`, if there is such a column,
+            is the order of the points of a line.
         x: the horizontal axis.
         y: the vertical axis.
-        labels: see `colour_of`.
-        colour: the column that a line has its colour by.
-        line: the column that tells lines apart.
-        dots: whether to draw the points, too.
+        colour: see `colour_of`; by default that of the column policy.
+        detail: what tells lines of the same colour apart.
+        size: of the points.
     """
+    if colour is None:
+        colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True)))
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
-    base = alt.Chart(rows).encode(x, colour_of(labels, colour), alt.Detail(f"{line}:N"))
-    columns = [axis.shorthand.removesuffix(":Q") for axis in (x, y)]
-    drawn = base.encode(y, *order, tooltip=_tooltip(rows.select(colour, line, *columns)))
-    # what has no colour of its own stays in the background
-    has_colour = alt.datum[colour] != OTHER
-    thick = drawn.transform_filter(has_colour)
-    thin = drawn.transform_filter(alt.datum[colour] == OTHER)
-    layers = [thin.mark_line(strokeWidth=1), thick.mark_line(strokeWidth=2)]
+    base = alt.Chart(rows).encode(x, colour, *detail)
+    layers = [base.mark_line(point={"size": size}).encode(y, *order)]
     if "low" in rows.columns:
         # an area has no order: it would be cut into one for each point
-        band = base.transform_filter(has_colour).mark_area(opacity=0.13)
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
-        layers.insert(0, band.encode(low, alt.Y2("high:Q")))
-    if dots:
-        # equal numbers would hide each other, so each policy has its dots a little aside
-        coloured = [*dict.fromkeys(labels.values() if isinstance(labels, Mapping) else labels)]
-        for i, label in enumerate(coloured):
-            aside = 5 * (i - (len(coloured) - 1) / 2)
-            of_label = thick.transform_filter(alt.datum[colour] == label)
-            layers.append(of_label.mark_circle(size=60, opacity=1, xOffset=aside))
+        layers.insert(0, base.mark_area(opacity=0.13).encode(low, alt.Y2("high:Q")))
     return layers
 
 
 def plane(
     configurations: Sequence[Row],
     paths: pl.DataFrame | None = None,
-    policies: Sequence[str] = (),
     unit: str = "ms",
     y: str = "accuracy",
 ) -> alt.LayerChart:
@@ -143,8 +95,7 @@ def plane(
     Args:
         configurations: label, latency_ms and `y` of each: drawn as dots, with a dashed line through
             those that no other beats.
-        paths: columns policy, name, budget_ms, latency_ms and `y`: a line for each policy.
-        policies: those with a colour, see `colour_of`.
+        paths: columns policy, budget_ms, latency_ms and `y`: a line for each policy.
         unit: of the latencies.
         y: "accuracy" or "utility".
     """
@@ -156,11 +107,10 @@ def plane(
     # the configurations, and the line through those that no other beats
     front = rows.filter(pareto_front(rows[y].to_numpy(), rows["latency_ms"].to_numpy()))
     steps = alt.Chart(front).mark_line(interpolate="step-after", **DASHED)
-    circles = alt.Chart(rows).mark_circle(style="quiet", size=36, opacity=0.55)
-    layers = [circles.encode(x, height, tooltip=_tooltip(rows)), steps.encode(x, height)]
-    # the policies
+    circles = alt.Chart(rows).mark_circle(color=GREY, size=36)
+    layers = [circles.encode(x, height, alt.Detail("label:N")), steps.encode(x, height)]
     if paths is not None:
-        layers += lines(paths.drop("low", "high", strict=False), x, height, policies)
+        layers += lines(paths.drop("low", "high", strict=False), x, height)
     return layered(*layers, height=360)
 
 
@@ -168,87 +118,72 @@ def by_budget(
     rows: pl.DataFrame,
     y: str,
     title: str,
-    policies: Sequence[str],
     *,
     percent: bool = False,
     level: float | None = None,
     unit: str = "ms",
 ) -> alt.LayerChart:
-    """Draw a number against the budget: `policies` have a colour, all others are thin and grey.
+    """Draw a number against the budget.
 
     Args:
-        rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
+        rows: policy, budget_ms, `y`, and low and high where the interval is to be drawn.
         y: the column of the number.
         title: of the vertical axis.
-        policies: labels in the order of the legend.
         percent: whether the number is a share.
         level: the height of a dashed line, if any.
         unit: of the budgets.
     """
     # a wide range of budgets is drawn on a logarithmic axis
-    positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
+    budgets = rows["budget_ms"]
     scale = CLOSE
-    if max(positive) > 20 * min(positive):
+    if 0 < 20 * budgets.min() < budgets.max():
         scale = alt.Scale(type="log")
     x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=SPARSE)
     height = alt.Y(f"{y}:Q", title=title, scale=CLOSE)
     if percent:
         height = height.axis(format="%")
-    layers = lines(rows, x, height, policies)
+    layers = lines(rows, x, height)
     if level is not None:
         layers.append(dashed(alt.Y("level:Q"), "level", [level]))
     return layered(*layers)
 
 
-def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.LayerChart:
+def by_shots(rows: pl.DataFrame, trained: int) -> alt.LayerChart:
     """Draw accuracy against the number of demonstrations.
 
     Args:
-        rows: columns policy, name, shots, accuracy, low, high.
-        policies: those with a colour; all others are thin and grey.
+        rows: columns policy, shots, accuracy, low, high.
         trained: the number of demonstrations in training, marked by a dashed line.
     """
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=CLOSE)
     height = alt.Y("accuracy:Q", title="accuracy (0 to 1)", scale=CLOSE)
-    return layered(dashed(x, "shots", [trained]), *lines(rows, x, height, policies))
+    return layered(dashed(x, "shots", [trained]), *lines(rows, x, height))
 
 
 def curves(
-    points: pl.DataFrame,
-    labels: Sequence[str] | Mapping[str, str],
-    begins: Sequence[int],
-    colour: str = "policy",
-    line: str = "name",
+    points: pl.DataFrame, colour: alt.Color, begins: Sequence[int], *detail: alt.Detail
 ) -> list[alt.LayerChart]:
     """Draw numbers against the training step, a chart for each panel.
 
     Args:
-        points: panel, `colour`, `line`, step, value; low and high for a band.
-        labels: policies in order, all others being thin and grey; or hue → label.
+        points: panel, step, value and the columns of the channels; low and high for a band.
+        colour: see `colour_of`.
         begins: the steps where GRPO begins, marked by dashed lines.
-        colour: the column that a line has its colour by.
-        line: the column that tells lines apart.
+        detail: what tells lines of the same colour apart.
     """
     scale = alt.Scale(zero=False)
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=scale)
     y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4))
-    figure = []
+    marks = [dashed(alt.X("grpo:Q"), "grpo", begins)] * bool(begins)
     # each panel has its own data
-    for rows in points.partition_by("panel", maintain_order=True):
-        layers = lines(rows, x, y, labels, colour=colour, line=line, dots=False)
-        # a line of one point would not be seen
-        alone = alt.Chart(rows.filter(pl.len().over(colour, line) == 1)).mark_circle(size=60)
-        layers.append(alone.encode(x, y, colour_of(labels, colour)))
-        if begins:
-            layers.insert(0, dashed(alt.X("grpo:Q"), "grpo", begins))
-        figure.append(layered(*layers, height=170, title=rows["panel"][0]))
-    return figure
+    return [
+        layered(*marks, *lines(rows, x, y, colour, *detail, size=9), height=170, title=panel)
+        for (panel,), rows in points.group_by("panel", maintain_order=True)
+    ]
 
 
-def predictions(
-    rows: pl.DataFrame, x: str, y: str, begin: float = 0.0, *colour: alt.Color
-) -> alt.LayerChart:
+def predictions(rows: pl.DataFrame, x: str, y: str, *colour: alt.Color) -> alt.LayerChart:
     """Draw observed shares against predicted probabilities, and a dashed diagonal, on which the two
     are equal.
 
@@ -256,22 +191,17 @@ def predictions(
         rows: columns predicted and observed, and the column of the colour.
         x: the title of the horizontal axis.
         y: the title of the vertical axis.
-        begin: where the axes begin.
         colour: of the lines, if there are several.
     """
-    corners = [begin, 1.0]
-    scale = alt.Scale(domain=corners, nice=False)
+    corners = [min(*rows["predicted"], *rows["observed"]), 1.0]
     axis = alt.Axis(format="%", tickCount=5)
     channels = [
-        alt.X("predicted:Q", title=x, scale=scale, axis=axis),
-        alt.Y("observed:Q", title=y, scale=scale, axis=axis),
+        alt.X("predicted:Q", title=x, scale=alt.Scale(zero=False), axis=axis),
+        alt.Y("observed:Q", title=y, scale=alt.Scale(zero=False), axis=axis),
     ]
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners}))
     line = alt.Chart(rows).mark_line(point=True, strokeWidth=1.5)
-    return layered(
-        diagonal.mark_line(**DASHED).encode(*channels),
-        line.encode(*channels, *colour, tooltip=_tooltip(rows)),
-    )
+    return layered(diagonal.mark_line(**DASHED).encode(*channels), line.encode(*channels, *colour))
 
 
 # -- dots with their intervals ---------------------------------------------------------------------
@@ -289,9 +219,7 @@ def dots(
         zero: whether to draw a line at 0.
     """
     y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=280))
-    base = alt.Chart(rows).encode(y, tooltip=_tooltip(rows))
-    if colour is not None:
-        base = base.encode(colour)
+    base = alt.Chart(rows).encode(y, color=colour or alt.value(HUES["blue"]))
     interval = alt.X("low:Q", title=title, scale=CLOSE, axis=alt.Axis(tickCount=7))
     zeros = [dashed(alt.X("zero:Q"), "zero", [0.0])] * zero
     return layered(
@@ -302,21 +230,23 @@ def dots(
     )
 
 
-def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
+def dots_of_policies(
+    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
+) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
         rows: policy, the metric and its interval, of each.
         metric: the key of the number.
         title: of the horizontal axis.
+        results: see `policy_name`.
     """
-    names = []
-    drawn = []
-    for row in rows:
-        names.append(policy_name(row["policy"]))
-        drawn.append([names[-1], row[metric], *row[f"{metric}_ci95"]])
-    frame = pl.DataFrame(drawn, schema=["name", "value", "low", "high"], orient="row")
-    return dots(frame, title, colour_of(names, "name").legend(None))
+    drawn = [
+        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
+        for row in rows
+    ]
+    frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
+    return dots(frame, title, colour_of(colours_of(frame["policy"])).legend(None))
 
 
 def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
@@ -335,81 +265,33 @@ def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
 # -- knobs -----------------------------------------------------------------------------------------
 
 
-def knob_usage(
-    runs: Sequence[tuple[str, str, Results]], unit: str = "ms", outlined: str = ""
-) -> list[alt.LayerChart]:
+def knob_usage(runs: Sequence[tuple[str, str, Results]], unit: str = "ms") -> list[alt.LayerChart]:
     """Draw the share of the requests that gets each value of a knob, by budget: for each knob a
     chart for each run. [] where no usage is known.
 
     Args:
         runs: label, policy and results of each.
         unit: of the budgets.
-        outlined: the policy whose most frequent values are outlined, in every run.
     """
     shares = []
     for label, policy, results in runs:
         for row in results.get("knob_usage", []):
-            if row["policy"] in (policy, outlined):
-                cell = {"run": label, "budget": quantity(row["budget_ms"], "")}
-                cell |= {"outlined": row["policy"] == outlined, "value": str(row["value"])}
-                shares.append(row | cell)
+            if row["policy"] == policy:
+                shares.append(row | {"run": label, "value": str(row["value"])})
     if not shares:
         return []
     figure = []
-    frame = pl.DataFrame(shares, infer_schema_length=None)
-    for (knob,), rows in frame.group_by("knob", maintain_order=True):
-        usage = _most_used(rows)
-        values = sorted(usage["value"].unique(), key=in_order, reverse=True)
-        x = alt.X("budget:O", title=f"latency budget ({unit})", sort=alt.SortField("budget_ms"))
-        # above the cells, since a long name is higher than a few of them
-        y = alt.Y("value:O", title=None, sort=values, scale=alt.Scale(domain=values))
-        for label, _, _ in runs:
-            title = f"{knob}, {label}" if len(runs) > 1 else knob
-            cells = alt.Chart(usage.filter(pl.col("run") == label))
-            layers = _usage_cells(cells, x.axis(labelAngle=0), y, policy_name(outlined))
-            figure.append(layered(*layers, height=alt.Step(24), title=title))
+    axis = alt.Axis(labelAngle=0, format=".4~r")
+    frame = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
+    x = alt.X("budget_ms:O", title=f"latency budget ({unit})", axis=axis)
+    y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"))
+    for (knob, run), rows in frame.group_by("knob", "run", maintain_order=True):
+        values = alt.Scale(
+            domain=rows["value"].unique(maintain_order=True).to_list(), scheme="viridis"
+        )
+        bars = alt.Chart(rows).mark_bar().encode(x, y, alt.Color("value:O", scale=values))
+        figure.append(layered(bars, height=170, title=f"{knob}, {run}"))
     return figure
-
-
-def _most_used(usage: pl.DataFrame) -> pl.DataFrame:
-    """Return the usage of one knob, with rare values joined as "other"."""
-    usage = usage.unique(maintain_order=True)
-    share = pl.col("share")
-    shares = usage.group_by("value").agg(share.sum())
-    rare = shares.sort("share", descending=True)["value"][MOST_VALUES:]
-    value = pl.col("value").replace(rare, "other")
-    keys = ("run", "outlined", "budget_ms", "budget", "value")
-    cells = usage.with_columns(value).group_by(*keys, maintain_order=True)
-    most = share == share.max().over("run", "outlined", "budget_ms")
-    return cells.agg(share.sum()).with_columns(most=most)
-
-
-def _usage_cells(chart: alt.Chart, x: alt.X, y: alt.Y, outlined: str) -> list[alt.Chart]:
-    """Draw a cell for each budget and value, the darker the larger its share, with the share in it;
-    and a frame around the most frequent values of the policy named `outlined`."""
-    share = alt.Tooltip("share:Q", format=".1%")
-    chart = chart.encode(x, y, tooltip=[alt.Tooltip("budget:O"), alt.Tooltip("value:O"), share])
-    cells = chart.transform_filter("!datum.outlined")
-    opacity = alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 0.6]), legend=None)
-    text = cells.transform_filter(alt.datum.share >= 0.005).mark_text()
-    # the palette is that of all policies, in light and dark
-    frames = chart.transform_filter("datum.outlined && datum.most")
-    frames = frames.transform_calculate(policy=repr(outlined))
-    stroke = alt.Stroke("policy:N", scale=alt.Scale(domain=domain([outlined])), legend=None)
-    return [
-        cells.mark_rect().encode(opacity),
-        text.encode(alt.Text("share:Q", format=".0%")),
-        frames.mark_rect(filled=False, strokeWidth=2).encode(stroke),
-    ]
-
-
-def in_order(value: str) -> tuple[bool, bool, float, str]:
-    """Return a sort key for knob values written as text: numbers by size, then names, then
-    "other"."""
-    try:
-        return False, False, float(value), ""
-    except ValueError:
-        return value == "other", True, 0.0, value
 
 
 def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.LayerChart]:
@@ -419,21 +301,16 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.L
         knobs: name → values, and the mean accuracy and latency_ms of each.
     """
     titles = {"accuracy": "mean accuracy", "latency_ms": "mean latency (ms)"}
-    heights = []
-    for key, title in titles.items():
-        # one scale for all knobs, so that a knob which does little looks like it
-        means = list(itertools.chain(*(knob[key] for knob in knobs.values())))
-        scale = alt.Scale(domain=[min(means), max(means)], nice=True, zero=False, padding=6)
-        heights.append(alt.Y(f"{key}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)))
     figure = []
     for name, knob in knobs.items():
         values = list(map(str, knob["values"]))
         rows = pl.DataFrame({"value": values} | {key: knob[key] for key in titles})
-        names = any(isinstance(value, str) for value in knob["values"])
-        axis = alt.Axis(labelAngle=-40 if names else 0, labelLimit=90, labelOverlap=True)
-        x = alt.X("value:O", title=name, sort=values, axis=axis)
-        base = alt.Chart(rows).encode(x, tooltip=_tooltip(rows))
-        # names have no order that a line could follow
-        line = base.mark_line(strokeWidth=0 if names else 2, point={"size": 50})
-        figure += [layered(line.encode(height), height=140) for height in heights]
+        x = alt.X("value:O", title=name, sort=values, axis=SPARSE)
+        for key, title in titles.items():
+            # one scale for all knobs, so that a knob which does little looks like it
+            means = list(itertools.chain(*(each[key] for each in knobs.values())))
+            scale = alt.Scale(domain=[min(means), max(means)], padding=6)
+            y = alt.Y(f"{key}:Q", title=title, scale=scale)
+            dots = alt.Chart(rows).mark_circle(size=60, opacity=1)
+            figure.append(layered(dots.encode(x, y), height=140))
     return figure

@@ -94,10 +94,7 @@ def _on_correlation(results: Results) -> str:
     return (
         f"{SPENDS_ON[sign]}: at {quantity(hard['budget_ms'], unit_of(results))} the rank "
         "correlation of difficulty with the mean latency of the setting is "
-        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}.{worthwhile} With "
-        f"the latency of the answer it is {number(row['correlation'], '+.2f')}"
-        f"{span(row['ci95'], '+.2f')}, and {number(row['static'], '+.2f')} for static, which "
-        "treats all samples alike."
+        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}.{worthwhile}"
     )
 
 

@@ -15,12 +15,11 @@ from knobwise.experiments.report.tables import (
     table_of,
 )
 from knobwise.experiments.report.words import (
+    COMPARED,
     LEARNED,
-    STATIC,
     cell,
     difference_words,
     interval,
-    interval_words,
     number,
     points,
     policy_name,
@@ -44,8 +43,6 @@ COLUMNS = (
     Metric("latency_ms", "mean ms", ".2f"),
     Metric("latency_ms_p95", "p95 ms", ".2f"),
 )
-REPLAYED = {"replay: on time": ("satisfaction", ".1%"), "replay: ms": ("latency_ms", ".2f")}
-"""Heading → key and format of a column of the replay."""
 METRICS = {
     "accuracy": "accuracy",
     "latency_ms": "mean ms",
@@ -56,19 +53,13 @@ METRICS = {
 
 
 def policies(results: Results) -> Table:
-    """Return a row for every policy, the best utility first; the last columns are those of the
-    replay, if there was one."""
-    # (policy, metric) → the number of the replay
-    replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
+    """Return a row for every policy, the best utility first."""
     lines = []
     for row in ranked(results):
         line = {"policy": name_of(results, row["policy"])}
         for metric in COLUMNS:
             if metric.key in row:  # a stream without a profile has no feasible requests
                 line[metric.name] = cell(row, metric)
-        for heading, (key, how) in REPLAYED.items():
-            if replay:
-                line[heading] = number(replay[row["policy"], key], how)
         lines.append(line)
     return table_of(lines, [policy_name(LEARNED)])
 
@@ -83,14 +74,6 @@ def name_of(results: Results, policy: str) -> str:
 # -- in sentences ----------------------------------------------------------------------------------
 
 
-OUTCOMES = {
-    1: "The controller is better than the best other policy",
-    -1: "The controller is worse than the best other policy",
-    0: "No gain is shown over the best other policy",
-}
-"""`sign_of` the difference to the best other policy → what it shows."""
-
-
 def verdict(results: Results) -> list[str]:
     """Say in sentences what the run shows."""
     # the controller first
@@ -101,7 +84,7 @@ def verdict(results: Results) -> list[str]:
     overhead = results["overhead"]
     gap = {"difference": best["behind"], "ci95": best["behind_ci95"]}
     lines = [
-        f"{OUTCOMES[sign_of(gap['ci95'])]} ({policy_name(best['policy'])}): "
+        f"The controller {COMPARED[sign_of(gap['ci95'])]} {policy_name(best['policy'])}: "
         f"{difference_words(gap)}, utility {number(learned['utility'], '.3f')} against "
         f"{number(best['utility'], '.3f')}. {number(learned['satisfaction'], '.1%')} of the "
         f"controller's answers were on time, with accuracy {number(learned['accuracy'], '.3f')}.",
@@ -154,8 +137,7 @@ def _on_replay(results: Results) -> list[str]:
 
 def print_live(results: Results, console: Console) -> None:
     """Print the table and the sentences. What is not a terminal gets no frames."""
-    # a narrow terminal gets these columns first
-    print_table(console, policies(results), (0, 1, 3, 4, 5))
+    print_table(console, policies(results))
     print_lines(console, verdict(results))
 
 
@@ -190,7 +172,6 @@ def write_live_page(path: str | Path, results: Results) -> Path:
         results["kind"],
         sections,
         facts=[f"{facts} · profile {results['profile']['name']}"],
-        tiles=_tiles(results),
     )
 
 
@@ -218,30 +199,6 @@ def _tables(results: Results) -> list[Folded]:
         )
         tables.append(Folded("Live and replay", [about, _replay(results)]))
     return tables
-
-
-def _tiles(results: Results) -> list[tuple[str, str, str]]:
-    """Return the numbers to be seen first: the number, what it is, and another one beside it."""
-    rows = {row["policy"]: row for row in results["rows"]}
-    static = rows[STATIC]
-    overhead = results["overhead"]
-    return [
-        (
-            f"{points(static['behind'])} points",
-            "of utility against static with the same tracker",
-            interval_words(static["behind_ci95"]),
-        ),
-        (
-            f"{rows[LEARNED]['satisfaction']:.1%}",
-            "on time",
-            f"static: {static['satisfaction']:.1%}",
-        ),
-        (
-            f"{overhead['overhead_us']:.0f} µs",
-            "added to each request",
-            f"{overhead['share']:.1%} of the model's time",
-        ),
-    ]
 
 
 def _replay(results: Results) -> Table:

@@ -5,16 +5,15 @@ A page is a dict of sections, heading → blocks. A block is a paragraph (str, o
 a list of sentences, a dict of terms and their meanings, a `Table`, a `Figure` or a `Folded`; empty
 blocks and sections are left out.
 
-Colours: `hues.json` lists the hues, `policies.json` gives each policy its hue,
-`templates/style.css` colours the page around the charts. A chart is built once and drawn in the
-reader's theme. So everything that differs between light and dark is in `THEMES`, never in a mark,
-and a chart names a hue by its position in the palette (`domain`).
+Colours: `hues.json` lists the hues, which are clear on white and on black, `policies.json` gives
+each policy its hue, `templates/style.css` colours the page around the charts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -30,15 +29,15 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.report.words import POLICIES
 
-OTHERS = "others"
-"""The label of all policies that have no colour of their own."""
-HUES: dict[str, list[str]] = json.loads(
-    Path(__file__).with_name("hues.json").read_text(encoding="utf-8")
-)
-"""Name → the colour on white and on black. The first are the easiest to distinguish; policies that
-are never drawn together may share a hue."""
-HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
-"""The name of a policy → its hue."""
+HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
+"""Name → the colour. The first are the easiest to distinguish; policies that are never drawn
+together may share a hue."""
+HUE_OF = {
+    label: words["colour"]
+    for policy, words in POLICIES.items()
+    for label in (policy, words["name"])
+}
+"""A policy, or its name → its hue."""
 
 
 class Figure(NamedTuple):
@@ -50,60 +49,14 @@ class Figure(NamedTuple):
     """How many charts stand side by side; 0 for all, up to three."""
 
 
-# -- colours ---------------------------------------------------------------------------------------
+def colours_of(labels: Sequence[str]) -> dict[str, str]:
+    """Return label → colour. That of a policy is the same on every page; a run gets the next one
+    that no policy beside it and no reference policy has."""
+    hues = {label: HUE_OF[label] for label in labels if label in HUE_OF}
+    taken = {*hues.values(), "orange", "purple", "grey"}
+    free = itertools.cycle([hue for hue in HUES if hue not in taken] or ["grey"])
+    return {label: HUES[hues.get(label) or next(free)] for label in labels}
 
-
-def domain(labels: Sequence[str]) -> list[str]:
-    """Return the domain of a colour scale over the whole palette.
-
-    The label of a policy stands at the position of its hue. A run stands at the first free position
-    whose hue no reference policy has. Blanks fill the remaining positions.
-    """
-    hues: dict[str, str] = {}
-    for label in labels:
-        if label in HUE_OF:
-            hues.setdefault(HUE_OF[label], label)
-    free = [hue for hue in HUES if hue not in hues and hue not in ("orange", "purple", "grey")]
-    others = [label for label in labels if label not in hues.values()]
-    return by_hue(hues | dict(zip(free, others, strict=False))) + others[len(free) :]
-
-
-def by_hue(labels: Mapping[str, str]) -> list[str]:
-    """Return the domain of a colour scale that gives each hue its label: hue → label."""
-    # blanks of different length, because a domain holds every value once
-    return [labels.get(hue, " " * length) for length, hue in enumerate(HUES, 1)]
-
-
-def _theme(dark: bool, text: str, grid: str, quiet: str) -> dict[str, Any]:
-    """Return a Vega-Lite configuration with the palette for light or dark."""
-    palette = [pair[dark] for pair in HUES.values()]
-    title = {"titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
-    # legends and axes differ in the size of their labels only
-    label = title | {"labelColor": text, "labelFontSize": 12}
-    lines = {"gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11}
-    return {
-        "background": "transparent",
-        "font": "system-ui, sans-serif",
-        "view": {"stroke": "transparent"},
-        "range": {
-            "category": palette,
-            "ordinal": {"scheme": "viridis"},
-            "heatmap": {"scheme": "viridis"},
-        },
-        "mark": {"color": palette[0]},
-        "text": {"color": text},
-        "rule": {"color": palette[0]},
-        "axis": label | lines,
-        "legend": label,
-        "title": {"color": text, "fontSize": 13, "anchor": "start"},
-        "style": {"quiet": {"color": quiet}},
-    }
-
-
-THEMES = {
-    "light": _theme(False, text="#333333", grid="#e6e6e6", quiet="#8a8a8a"),
-    "dark": _theme(True, text="#d6d6d6", grid="#34373d", quiet="#8d9199"),
-}
 
 # -- drawing ---------------------------------------------------------------------------------------
 
@@ -112,26 +65,34 @@ unchecked = alt.utils.schemapi.debug_mode(False)
 a quarter of a page's time; the tests check the charts of whole pages."""
 
 
+CONFIG = {
+    "background": "transparent",
+    "font": "system-ui, sans-serif",
+    "numberFormat": ".4~r",
+    "mark": {"tooltip": True},
+    "view": {"stroke": None, "continuousWidth": 640},
+    "axis": {"gridColor": "#8883"},
+    "legend": {"orient": "top", "columns": 2, "labelLimit": 340, "title": None, "symbolOpacity": 1},
+}
+"""What all charts share, in light and dark; the width is that of a picture."""
+
+
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
     """Return a chart as Vega-Lite, without Altair's own theme and its limit on the number of
     rows, unchecked."""
     with alt.data_transformers.enable("default", max_rows=None), alt.theme.enable("none"):
-        return chart.to_dict(validate=False)
+        return chart.to_dict(validate=False) | {"config": CONFIG}
 
 
 def png(figure: Figure) -> bytes:
     """Draw charts below one another as a picture on white, at twice the resolution of a screen."""
     import vl_convert
 
-    config = THEMES["light"] | {
-        "background": "white",
-        "view": {"stroke": "transparent", "continuousWidth": 640},
-    }
     # a picture cannot wrap: charts stand below one another
     chart = figure.charts
     if isinstance(chart, list):
         chart = alt.vconcat(*chart).resolve_scale(color="independent")
-    return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
+    return vl_convert.vegalite_to_png(specification(chart) | {"background": "white"}, scale=2)
 
 
 @functools.cache
@@ -173,7 +134,7 @@ def render_page(
     """
     content = {"kind": kind, "name": name, "sections": sections, "facts": facts, "tiles": tiles}
     page = templates().get_template("page.html.j2")
-    text = page.render(content, lead=lead, vega=Markup(_vega()), themes=THEMES)
+    text = page.render(content, lead=lead, vega=Markup(_vega()))
     write_text(path, text)
     return Path(path)
 

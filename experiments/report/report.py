@@ -23,10 +23,11 @@ from knobwise.experiments.report.choice_sentences import (
     setting,
 )
 from knobwise.experiments.report.page import Figure, render_page, unchecked
-from knobwise.experiments.report.result_charts import difficulty, result_charts
+from knobwise.experiments.report.result_charts import result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
+    MINOR,
     Folded,
     Table,
     print_lines,
@@ -37,10 +38,7 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.training_charts import training
 from knobwise.experiments.report.words import (
     LEARNED,
-    STATIC,
-    baselines,
     number,
-    points,
     policy_name,
     quantity,
     shots_words,
@@ -48,8 +46,6 @@ from knobwise.experiments.report.words import (
 from knobwise.experiments.results.problem import (
     DEADLINE,
     DEMONSTRATIONS,
-    FEASIBLE,
-    MEAN_BUDGET,
     Results,
     Row,
     problem_of,
@@ -94,10 +90,9 @@ def write_report(run_folder: str | Path) -> Path:
 def print_results(results: Results, console: Console) -> None:
     """Print the results as a table, and the verdict; without colours and frames if this is no
     terminal."""
-    print_table(console, tables.policies(results), tables.narrow(results))
+    print_table(console, tables.policies(results))
     if results.get("by_dataset"):
-        few = tables.NARROW_BY_DATASET[problem_of(results).name]
-        print_table(console, tables.by_dataset(results), few)
+        print_table(console, tables.by_dataset(results))
     print_lines(console, verdict(results))
 
 
@@ -106,10 +101,12 @@ def on_decisions(results: Results) -> str:
     knobs do not count, because only a live run measures them. Empty if the time is not known, or if
     the budget limits no time."""
     learned = words.rows_at(results, None).get(LEARNED, {})
-    share = _of_latency(results, learned)
-    if not share:
+    micros = learned.get("decision_us_p50") or 0
+    mean = learned.get("latency_ms_mean") or 0
+    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
         return ""
-    return f"A decision takes {quantity(learned['decision_us_p50'], 'µs')}, {share}."
+    share = f"{micros / 1000 / mean:.1%} of the mean latency"
+    return f"A decision takes {quantity(micros, 'µs')}, {share}."
 
 
 # -- the head of the page --------------------------------------------------------------------------
@@ -158,66 +155,16 @@ def _budgets(results: Results, budgets: list[float]) -> str:
 
 
 def _tiles(results: Results) -> Tiles:
-    """Return the numbers to be seen first."""
+    """Return the numbers to be seen first: those of the policy that stands for the run."""
     problem = problem_of(results)
-    policy = problem.main_policy(results) or ""
-    learned = words.rows_at(results, problem.main_place(results)).get(policy)
-    if not learned:
-        return []
-    if problem is DEMONSTRATIONS:
-        tiles = _selector_tiles(results, policy, learned)
-    elif problem is MEAN_BUDGET:
-        latency = quantity(learned["latency_ms_mean"], words.unit_of(results))
-        over_mix = "of accuracy over the static mix of equal mean latency"
-        tiles = [
-            _gap(learned, "over_static_mix", over_mix),
-            (f"{learned['accuracy']:.1%}", "accuracy", f"{latency} mean latency"),
-        ]
-    else:
-        static = words.rows_at(results, None).get(STATIC, {})
-        reference = f"budget-aware static: {words.cell(static, FEASIBLE)}"
-        tiles = [
-            _gap(learned, "over_static", "of utility against budget-aware static"),
-            (words.cell(learned, FEASIBLE), "on time, where that is possible", reference),
-        ]
-    added = results.get("grpo_gain") or {}
-    if "test" in added:
-        method = (results.get("training") or {}).get("method", "GRPO")
-        tiles.append(_gap(added, "test", f"added by {method}"))
-    micros = learned.get("decision_us_p50")
-    if words.known(micros):
-        tiles.append((quantity(micros, "µs"), "for a decision", _of_latency(results, learned)))
-    return tiles
-
-
-def _gap(row: Row, key: str, meaning: str) -> tuple[str, str, str]:
-    """Return the tile of a difference, in points, with its interval."""
-    interval = words.interval_words(row.get(f"{key}_ci95"))
-    return f"{points(row.get(key))} points", meaning, interval
-
-
-def _of_latency(results: Results, row: Row) -> str:
-    """Compare the time of a decision with the mean latency; "" if one of them is not known, or if
-    the budget limits no time."""
-    micros = row.get("decision_us_p50") or 0
-    mean = row.get("latency_ms_mean") or 0
-    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
-        return ""
-    return f"{micros / 1000 / mean:.1%} of the mean latency"
-
-
-def _selector_tiles(results: Results, policy: str, row: Row) -> Tiles:
-    """Return the tiles of the policy that stands for the run, with its row."""
-    interval = words.interval_words(row.get("accuracy_ci95"), ".1%")
-    meaning = f"of the answers are right, with {policy_name(policy, results)}"
-    tiles = [(f"{row['accuracy']:.1%}", meaning, interval)]
-    # (policy, against) → difference
-    over = words.differences_at(results, shown_at(results))
-    # the strongest simple baseline, and where training began
-    for name in (*baselines(results)[:1], "sft"):
-        if gap := over.get((policy, name)):
-            against = f"against {policy_name(name, results)}"
-            tiles.append(_gap({"gap": gap["difference"], "gap_ci95": gap["ci95"]}, "gap", against))
+    row = words.rows_at(results, problem.main_place(results)).get(
+        problem.main_policy(results) or "", {}
+    )
+    tiles = []
+    for metric in problem.metrics:
+        value, _, interval = words.cell(row, metric, words.unit_of(results)).partition("\n")
+        if metric.key in row and metric.name not in MINOR:
+            tiles.append((value, metric.name, interval))
     return tiles
 
 
@@ -271,15 +218,24 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         for rule in why["tree"]["rules"]
     ]
     hard = why["difficulty"]
+    groups = [
+        {
+            "difficulty": quantity(group["difficulty_ms"], unit),
+            "latency of the choice": quantity(group["policy_ms"], unit)
+            + words.interval(group["ci95"], ".3g"),
+            "of static": quantity(group["static_ms"], unit),
+        }
+        for group in hard["groups"]
+    ]
     return {
         "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
         "Easy and hard samples": [
             *on_difficulty(results),
-            difficulty(hard, unit) if hard["groups"] else "",
+            table_of(groups),
             _correlations(hard, unit),
             "Spearman's rank correlation with difficulty, 95% intervals in brackets. In the last "
-            "row every configuration counts with its mean latency over all samples. A dash means "
-            "that all samples get the same setting.",
+            "column every configuration counts with its mean latency over all samples. A dash "
+            "means that all samples get the same setting.",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],
@@ -297,18 +253,21 @@ def print_explanation(results: Results, console: Console) -> None:
 
 def _correlations(hard: Row, unit: str) -> Table:
     """Return the correlations with difficulty at each budget."""
-    names = {
-        "correlation": ("latency of the choice", "ci95"),
-        "static": ("the same for static", ""),
-        "setting": ("setting alone", "setting_ci95"),
-    }
-    rows = []
-    for key, (name, interval) in names.items():
-        line = [name]
-        for row in hard["at"]:
-            line.append(number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f"))
-        rows.append(line)
-    return Table(["budget", *(quantity(row["budget_ms"], unit) for row in hard["at"])], rows)
+    return table_of(
+        [
+            {
+                "budget": quantity(row["budget_ms"], unit),
+                "latency of the choice": _correlation(row, "correlation", "ci95"),
+                "the same for static": _correlation(row, "static", ""),
+                "setting alone": _correlation(row, "setting", "setting_ci95"),
+            }
+            for row in hard["at"]
+        ]
+    )
+
+
+def _correlation(row: Row, key: str, interval: str) -> str:
+    return number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f")
 
 
 def _importance(results: Results) -> list[Any]:
@@ -356,12 +315,11 @@ def _guarantees(results: Results) -> list[Any]:
     table = tables.guarantees(results)
     if not table.rows:
         return []
-    if problem_of(results).equal_latency:
-        return ["Decided on held-out samples; one line per seed.", table]
     return [
-        "The guard checks each budget on held-out samples, from which these numbers are. Static "
-        "decides where the policy shows no gain over it. To be on time often enough, the policy "
-        "plans with a part of the budget, the margin, unless that would cost too much utility.",
+        "The guard checks each budget on held-out samples, from which these numbers are; one line "
+        "per seed. Static, or the static mix, decides where the policy shows no gain over it. To "
+        "be on time often enough, the policy plans with a part of the budget, the margin, unless "
+        "that would cost too much utility.",
         table,
     ]
 
@@ -461,17 +419,18 @@ def _tables(results: Results) -> list[Any]:
 
 def _comparisons(results: Results) -> dict[str, list[Any]]:
     """Return the further tables of selectors, which may be empty: title → sentence and table."""
-    trained = DEMONSTRATIONS.trained
-    controls = DEMONSTRATIONS.controls
-    paired = (
-        "In points, on the same queries and seed by seed; the last column says what the interval "
-        f"shows with {shots_words(shown_at(results))}."
-    )
+    calls = [
+        {
+            "policy": policy_name(row["policy"], results),
+            "true calls": f"{sum(row['calls']) / len(row['calls']):,.0f}",
+        }
+        for row in results.get("true_calls", [])
+    ]
     return {
-        "Differences": [paired, tables.differences(results, trained, trained)],
-        "Compared with the simple baselines": [
-            paired,
-            tables.differences(results, trained, baselines(results)),
+        "Differences": [
+            "In points, on the same queries and seed by seed; the last column says what the "
+            f"interval shows with {shots_words(shown_at(results))}.",
+            tables.differences(results),
         ],
         "Without the model": [
             "The answer that the chosen demonstrations give themselves, by majority for each part "
@@ -483,9 +442,11 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
             f"that do not see the {words.hidden_words(results)}.",
             tables.by_place(results, "controls"),
         ],
-        "Differences of the controls": [
-            paired,
-            tables.differences(results, controls, (*trained, *controls)),
+        "True calls": [
+            "Sequences of training queries that the answering model answered during GRPO, mean "
+            "over the seeds; recorded ones that a reward was learned from, and those of "
+            "validation, are not among them.",
+            table_of(calls),
         ],
     }
 

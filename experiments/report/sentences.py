@@ -77,11 +77,9 @@ def _under_deadlines(results: Results) -> list[str]:
         lines.append(f"{learnable(estimate)}{share}.")
     free = learned.get("utility_free")
     if known(free):
-        # a busy machine may be all that is between the two
-        busy = " On a busy machine decisions take longer than they should."
         lines.append(
             f"A decision takes {quantity(learned.get('decision_us_p50'), 'µs')}; if decisions were "
-            f"free, its utility would be {number(free, '.3f')}." + busy * (free > static > utility)
+            f"free, its utility would be {number(free, '.3f')}."
         )
     if TEACHER in means:
         lines.append(
@@ -105,16 +103,11 @@ def _over_static(results: Results, learned: Row, utility: float, static: float) 
     ci95 = learned.get("over_static_ci95")
     gain = learned.get("over_static", utility - static)
     sign = sign_of(ci95 or learned.get("gap_closed_ci95"))
-    outcome = "No gain over budget-aware static is shown"
-    if sign:
-        outcome = f"The learned controller {COMPARED[sign]} budget-aware static"
-    parts = [
-        f"{points(gain)} points" + span(ci95, form=" (95% interval {} to {})"),
-        f"utility {number(utility, '.3f')} against {number(static, '.3f')}",
-    ]
-    if sign:
-        parts.append(f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed")
-    line = f"{outcome}: {', '.join(parts)}."
+    line = (
+        f"The learned controller {COMPARED[sign]} budget-aware static: {points(gain)} points"
+        f"{span(ci95)}, utility {number(utility, '.3f')} against {number(static, '.3f')}, "
+        f"{number(learned.get('gap_closed'), '.0%')} of the oracle gap closed."
+    )
     if not sign and known(results.get("test_samples")):
         line += f" {results['test_samples']:,} test samples are too few to tell."
     return line
@@ -123,8 +116,7 @@ def _over_static(results: Results, learned: Row, utility: float, static: float) 
 def learnable(estimate: Row) -> str:
     """Say what looks predictable from the features, `attainable` in results; without a full
     stop."""
-    interval = span(estimate["gain_ci95"], form=" (95% interval {} to {})")
-    gained = f"{points(estimate['gain'])} points{interval}"
+    gained = f"{points(estimate['gain'])} points{span(estimate['gain_ci95'])}"
     if sign_of(estimate["gain_ci95"]) > 0:
         return f"About {gained} look predictable from your features"
     return f"No gain looks predictable from your features: {gained}"
@@ -191,33 +183,21 @@ def promise(seeds: Sequence[Row]) -> str:
 
 def _on_guard(results: Results) -> list[str]:
     """Say where the guard fell back, and where it does not guarantee a share on time."""
-    if problem_of(results).equal_latency:
-        cases = list(itertools.chain(*results.get("guard") or ()))
-        fell_back = sum(not row["deployed"] for row in cases)
-        line = (
-            f"In {fell_back} of {len(cases)} cases (seeds × budgets) the guard fell back to the "
-            "static mix."
-        )
-        return [line] * bool(fell_back)
-    # budgets, with the number of seeds where it is not all
-    fell_back_at = []
-    not_kept = []
-    level = 0
-    for seeds in guarantees(results):
-        budget = quantity(seeds[0]["budget_ms"], unit_of(results))
-        if fallen := sum(not row["deployed"] for row in seeds):
-            fell_back_at.append(budget + in_seeds(fallen, len(seeds)))
-        level = seeds[0].get("level", 0)
-        if level and promise(seeds) != "kept":
-            not_kept.append(f"{budget} ({promise(seeds)})")
+    cases = list(itertools.chain(*results.get("guard") or ()))
     lines = []
-    if fell_back_at:
+    if fell_back := sum(not row["deployed"] for row in cases):
         lines.append(
-            f"The guard fell back to budget-aware static at {listed(fell_back_at)}: on held-out "
-            "samples the policy showed no gain there, or was late too often."
+            f"In {fell_back} of {len(cases)} cases (seeds × budgets) the guard fell back to "
+            f"{policy_name(problem_of(results).low)}: on held-out samples the policy showed no "
+            "gain there, or was late too often."
         )
+    not_kept = [
+        f"{quantity(seeds[0]['budget_ms'], unit_of(results))} ({promise(seeds)})"
+        for seeds in guarantees(results)
+        if "level" in seeds[0] and promise(seeds) != "kept"
+    ]
     if not_kept:
-        lines.append(f"{100 * level:g}% on time is not guaranteed at {listed(not_kept)}.")
+        lines.append(f"The share on time asked for is not guaranteed at {listed(not_kept)}.")
     return lines
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -15,7 +14,6 @@ from knobwise.experiments.report.sentences import promise
 from knobwise.experiments.report.words import (
     cell,
     difference_cell,
-    in_seeds,
     number,
     policy_name,
     quantity,
@@ -26,6 +24,7 @@ from knobwise.experiments.results.problem import (
     FEASIBLE,
     FREE,
     GAP,
+    LATENCY,
     Results,
     Row,
     problem_of,
@@ -61,10 +60,8 @@ def table_of(
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
 
 
-NARROW = {"deadline": (0, 1, 3, 6, 8), "mean": (0, 1, 3, 5, 6)}
-"""Kind of problem → the columns of `policies` that a terminal always has."""
-NARROW_BY_DATASET = {"deadline": (0, 1, 2, 4, 7), "mean": (0, 1, 2, 4)}
-"""Kind of problem → the columns of `by_dataset` that a terminal always has."""
+MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
+"""The columns that a terminal leaves out."""
 
 
 def policies(results: Results) -> Table:
@@ -75,17 +72,6 @@ def policies(results: Results) -> Table:
     rows = words.ranked(results)
     lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
     return table_of(lines, _trained(results))
-
-
-def narrow(results: Results) -> Collection[int]:
-    """Return the columns of `policies` that a terminal always has."""
-    problem = problem_of(results)
-    if problem.averaged:
-        return NARROW[problem.name]
-    # what is judged at the trained number of shots, and at the largest or smallest
-    trained = 1 + results["shots"].index(shown_at(results))
-    last = len(results["shots"])
-    return tuple(dict.fromkeys((0, trained, last)))
 
 
 def by_dataset(results: Results) -> Table:
@@ -123,42 +109,24 @@ def by_place(results: Results, rows: str = "rows") -> Table:
         results: the content of `results.json`.
         rows: the key of the rows in the results: "rows", of selectors also "controls" or "votes".
     """
-    problem = problem_of(results)
     unit = words.unit_of(results)
     # all metrics but those that need another policy or no budget
-    score, *others = [m for m in problem.metrics if m not in (FREE, GAP, FEASIBLE, DECISION)]
-    main = words.rows_at(results, problem.main_place(results), rows)
-    places = _places(results)
-    rows_at = {place: words.rows_at(results, place, rows) for place in places}
-    header = ["policy", *places.values()]
-    timed = rows == "rows" and not problem.averaged
-    if timed:
-        header.append(DECISION.name)
-    lines = []
+    others = (FREE, GAP, FEASIBLE, DECISION)
+    metrics = [metric for metric in problem_of(results).metrics if metric not in others]
     # policies that were not judged at the main place come last
-    every = (*words.ranked(results, rows), *results.get(rows, []))
-    for policy in dict.fromkeys(row["policy"] for row in every):
-        line = [policy_name(policy, results)]
-        for at_place in rows_at.values():
-            row = at_place.get(policy, {})
+    judged = (*words.ranked(results, rows), *results.get(rows, []))
+    lines = []
+    for policy in dict.fromkeys(row["policy"] for row in judged):
+        line = {"policy": policy_name(policy, results)}
+        for place, heading in _places(results).items():
+            row = words.rows_at(results, place, rows).get(policy, {})
             # the score in large, all else in small print
-            text = cell(row, score)
-            for metric in others:
-                text += f"\n{metric.name} {cell(row, metric, unit)}"
+            text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
             if words.known(row.get("price")):
-                text += f"\nλ = {row['price']:.3g} per {unit}"
-            line.append(text)
-        if timed:
-            line.append(cell(main.get(policy, {}), DECISION))
+                text.append(f"λ = {row['price']:.3g} per {unit}")
+            line[heading] = "\n".join([cell(row, metrics[0]), *text])
         lines.append(line)
-    trained = _trained(results)
-    strong = [i for i, (name, *_) in enumerate(lines) if name in trained]
-    if FEASIBLE in problem.metrics:
-        # the share of infeasible requests is the same for all policies
-        firsts = [next(iter(at_place.values())) for at_place in rows_at.values()]
-        shares = [number(row.get("infeasible"), ".1%") for row in firsts]
-        lines.append(["infeasible\nlate under every configuration", *shares])
-    return Table(header, lines, strong)
+    return table_of(lines, _trained(results))
 
 
 def _places(results: Results) -> dict[float, str]:
@@ -172,22 +140,19 @@ def _places(results: Results) -> dict[float, str]:
     }
 
 
-def differences(results: Results, policies: Collection[str], against: Collection[str]) -> Table:
+def differences(results: Results) -> Table:
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
-    # (policy, against) → number of shots → difference
-    pairs: dict[tuple[str, str], dict[float, Row]] = {}
-    for row in results["differences"]:
-        if row["policy"] in policies and row["against"] in against:
-            pairs.setdefault((row["policy"], row["against"]), {})[row["shots"]] = row
     main = shown_at(results)
     lines = []
-    for pair, gaps in pairs.items():
+    for pair in dict.fromkeys((row["policy"], row["against"]) for row in results["differences"]):
         line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
         for shots, heading in _places(results).items():
-            line[heading] = difference_cell(gaps.get(shots, {}))
-        sign = words.sign_of(gaps.get(main, {}).get("ci95"))
-        lines.append(line | {f"at {shots_words(main)}": words.SIGN_WORDS[sign]})
+            gap = words.differences_at(results, int(shots)).get(pair, {})
+            line[heading] = difference_cell(gap)
+            if shots == main:
+                outcome = words.SIGN_WORDS[words.sign_of(gap.get("ci95"))]
+        lines.append(line | {f"at {shots_words(main)}": outcome})
     return table_of(lines)
 
 
@@ -195,30 +160,18 @@ def differences(results: Results, policies: Collection[str], against: Collection
 
 
 def guarantees(results: Results) -> Table:
-    """Return what the guard decided at each budget: who decides and what is guaranteed, or under
-    mean budgets a reason for each seed."""
-    unit = words.unit_of(results)
+    """Return what the guard decided at each budget in each seed, and what is guaranteed."""
     lines = []
     for seeds in words.guarantees(results):
-        budget = quantity(seeds[0]["budget_ms"], unit)
-        if problem_of(results).equal_latency:
-            reasons = "\n".join(row["reason"] for row in seeds)
-            lines.append({"mean budget": budget, "decision": reasons})
-            continue
-        # seeds in which the controller decides at this budget
-        deployed = [row for row in seeds if row["deployed"]]
-        who = "static"
-        if deployed:
-            who = f"the controller{in_seeds(len(deployed), len(seeds))}"
-        error = words.points(words.mean_of(seeds, "gain_se"), ".1f")
-        gained = f"{words.points(words.mean_of(seeds, 'gain'))} ± {error} points"
-        line = {"budget": budget, "who decides": who, "gain over static": gained}
+        line = {"budget": quantity(seeds[0]["budget_ms"], words.unit_of(results))}
+        line["decision"] = "\n".join(row["reason"] for row in seeds)
         if "level" in seeds[0]:
+            deployed = [row for row in seeds if row["deployed"]]
             line["margin"] = number(words.mean_of(deployed, "margin"), ".0%")
             line["on time"] = number(words.mean_of(seeds, "satisfaction_deployed"), ".1%")
             line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
         lines.append(line)
-    return table_of(lines, wordy=[1, 5])
+    return table_of(lines, wordy=[1, 4])
 
 
 SETTINGS = {
@@ -250,59 +203,27 @@ def chosen(results: Results) -> Table:
 # -- on the terminal -------------------------------------------------------------------------------
 
 
-def print_table(console: Console, table: Table, few: Collection[int] = ()) -> None:
-    """Print a table. A terminal gets the columns `few`, the most important first, or all, and as
-    many others as fit, without small print if need be; a line says what is left out."""
-    titles = table.header
-    every = range(len(titles))
-    few = few or every
-    # small print goes behind the number
-    cells = []
-    for row in table.rows:
-        cells.append([text.replace("\n", " ") for text in row])
-    header = titles
-    columns = set(every)
-    left_out = []
-    if console.is_terminal:
-        if _width([titles, *cells], few) > console.width:
-            cells = []
-            for row in table.rows:
-                cells.append([text.split("\n")[0] for text in row])
-            left_out = ["intervals"]
-        columns = set()
-        # headings of several lines if more columns fit then
-        for lines in (titles, [title.replace(" ", "\n") for title in titles]):
-            fitting = set[int]()
-            for column in (*few, *every):
-                if _width([lines, *cells], fitting | {column}) <= console.width:
-                    fitting.add(column)
-            if len(fitting) > len(columns):
-                header = lines
-                columns = fitting
-        left_out = [titles[i] for i in every if i not in columns] + left_out
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; a terminal gets no small print, and no columns in `MINOR`."""
     printed = RichTable(box=None, header_style="bold", pad_edge=False)
+    columns = list(range(len(table.header)))
     wide = Console(file=console.file, width=400)
     if console.is_terminal:
-        printed.box = box.SIMPLE_HEAD
+        columns = [column for column in columns if table.header[column] not in MINOR]
         wide = console
-    for column in sorted(columns):
-        printed.add_column(header[column], justify="right" if column else "left", no_wrap=True)
-    for i, line in enumerate(cells):
-        visible = [line[column] for column in sorted(columns)]
+    for column in columns:
+        side = "right" if column else "left"
+        printed.add_column(table.header[column], justify=side, overflow="fold", no_wrap=not column)
+    for i, row in enumerate(table.rows):
+        cells = [row[column] for column in columns]
+        if console.is_terminal:
+            cells = [text.split("\n")[0] for text in cells]
+        # small print goes behind the number
+        visible = [text.replace("\n", " ") for text in cells]
         printed.add_row(*visible, style="bold" if i in table.strong else None)
     wide.print(printed, markup=False, highlight=False)
-    if left_out:
-        print_lines(console, [f"left out at {console.width} columns: {', '.join(left_out)}"])
-
-
-def _width(rows: Iterable[Sequence[str]], columns: Collection[int]) -> int:
-    """Return how many characters of a line the columns take, with three between any two."""
-    widest = dict.fromkeys(columns, 0)
-    for row in rows:
-        for column in columns:
-            lines = row[column].split("\n")
-            widest[column] = max(widest[column], *map(cell_len, lines))
-    return sum(widest.values()) + 3 * len(widest) - 1
+    if console.is_terminal and "\n" in "".join(itertools.chain(*table.rows)):
+        print_lines(console, ["(a file, or a pipe, gets intervals and all columns, too)"])
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:

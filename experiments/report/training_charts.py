@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, words
-from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.page import HUES, Figure
 from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.report.tables import Folded
 from knobwise.experiments.results.problem import CONTROLS, Results, problem_of
@@ -28,6 +29,7 @@ TITLES = {
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
 """The numbers shown first of each stage of training. A stage logs under its name, as in
 `Val/rce/Reward_Mean`."""
+PARTS = charts.colour_of({"train": HUES["slate"], "validation": HUES["blue"]}, "part")
 POINTS = 6000
 """At most this many points go into a figure of training curves."""
 
@@ -52,7 +54,8 @@ def training(results: Results, path: Path) -> list[Any]:
             "A line for each seed, of networks without the guard on samples that they were not "
             f"fitted on.{dashed}"
         )
-        blocks.append(Figure(_parts_of_grpo(results, score, begins), caption))
+        gained = _gained(results, score, begins)
+        blocks.append(Figure(_curves(pl.concat([score, gained]), begins), caption))
     # rewards of each stage first, all else folded
     if curves := _curves(logged.filter("of_stage"), begins):
         blocks.append(Figure(curves, "A line for each seed and stage."))
@@ -62,30 +65,16 @@ def training(results: Results, path: Path) -> list[Any]:
     return blocks
 
 
-def _parts_of_grpo(
-    results: Results, score: pl.DataFrame, begins: Sequence[int]
-) -> list[alt.LayerChart]:
-    """Draw the score on validation before and during GRPO, and where there is GRPO also the change
-    from what it started with."""
-    first = f"{problem_of(results).score} on validation"
-    second = "GRPO alone: points gained since it began"
-    before = "before GRPO" if begins else "without GRPO"
-    # seed → the score that GRPO started with
-    starts = {}
-    for seed, chosen in zip(results.get("seeds", []), results.get("chosen") or (), strict=False):
-        if begins and chosen.get("grpo"):
-            starts[str(seed)] = chosen["grpo"]["start"]
-    points = []
-    for seed, step, value in score.select("seed", "step", "value").iter_rows():
-        of_grpo = any(step > begin for begin in begins)
-        points.append((first, "GRPO" if of_grpo else before, seed, step, value))
-        if of_grpo and seed in starts:
-            points.append((second, "GRPO", seed, step, 100 * (value - starts[seed])))
-    points += [(second, "GRPO", seed, begins[0], 0.0) for seed in starts]
-    columns = ["panel", "part", "seed", "step", "value"]
-    frame = pl.DataFrame(points, schema=columns, orient="row")
-    hues = {"slate": before, "blue": "GRPO"}
-    return charts.curves(frame, hues, begins, colour="part", line="seed")
+def _gained(results: Results, score: pl.DataFrame, begins: Sequence[int]) -> pl.DataFrame:
+    """Return how much more the score on validation is than what GRPO started with, in points."""
+    seeds = zip(results.get("seeds", []), results.get("chosen") or (), strict=False)
+    starts = {str(seed): chosen["grpo"]["start"] for seed, chosen in seeds if chosen.get("grpo")}
+    start = pl.col("seed").replace_strict(starts, default=None, return_dtype=pl.Float64)
+    during = score.filter(pl.col("step") > max(begins, default=math.inf))
+    return during.with_columns(
+        panel=pl.lit("GRPO alone: points gained since it began"),
+        value=100 * (pl.col("value") - start),
+    ).drop_nulls("value")
 
 
 def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
@@ -157,5 +146,5 @@ def _curves(logged: pl.DataFrame, begins: Sequence[int]) -> list[alt.LayerChart]
     points = logged.group_by(*curve, stretch.alias("stretch"), maintain_order=True).agg(
         pl.col("step").last(), pl.col("value").mean().round_sig_figs(5)
     )
-    hues = {"slate": "train", "blue": "validation"}
-    return charts.curves(points.drop("stretch"), hues, begins, colour="part", line="seed")
+    seed = alt.Detail("seed:N")
+    return charts.curves(points.drop("stretch"), PARTS, begins, seed)

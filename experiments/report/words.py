@@ -22,6 +22,7 @@ from knobwise.experiments.results.problem import (
     Row,
     problem_of,
 )
+from knobwise.experiments.results.statistics import sign_of as sign_of
 
 LEARNED = "controller"
 TEACHER = "teacher"
@@ -93,10 +94,8 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
     # latencies and costs have no interval
-    if metric.unit == "ms":
-        return quantity(value, unit)
     if metric.unit:
-        return quantity(value, metric.unit)
+        return quantity(value, {"ms": unit}.get(metric.unit, metric.unit))
     ci95 = row.get(f"{metric.key}_ci95")
     return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
 
@@ -108,7 +107,7 @@ def points(share: Any, how: str = "+.1f") -> str:
     return number(100 * share, how)
 
 
-def span(ci95: Sequence[float] | None, how: str = "", form: str = " [{}, {}]") -> str:
+def span(ci95: Sequence[float] | None, how: str = "") -> str:
     """Write an interval for a sentence, in the format `how`, or in points if that is "".
 
     An unknown interval is "".
@@ -117,12 +116,8 @@ def span(ci95: Sequence[float] | None, how: str = "", form: str = " [{}, {}]") -
         return ""
     if not how:
         ci95 = [100 * end for end in ci95]
-    return form.format(number(ci95[0], how or ".1f"), number(ci95[1], how or ".1f"))
-
-
-def interval_words(ci95: Sequence[float] | None, how: str = "") -> str:
-    """Write an interval where no sentence says what it is: `95% interval 0.3 to 2.1`."""
-    return span(ci95, how, "95% interval {} to {}")
+    low, high = (number(end, how or ".1f") for end in ci95)
+    return f" [{low}, {high}]"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -142,14 +137,6 @@ COMPARED = {1: "is better than", -1: "is worse than", 0: "shows no difference fr
 """`sign_of` a difference → what it shows, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
-
-
-def sign_of(ci95: Sequence[float] | None) -> int:
-    """Return 1 or −1 where the interval is above or below 0 by more than rounding in float32, else
-    0, as where it is not known."""
-    if not ci95:
-        return 0
-    return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
 
 
 def difference_words(row: Row) -> str:
@@ -215,11 +202,11 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     try:
         judged = [row["policy"] for row in results["rows"]]
     except (KeyError, TypeError):
+        judged = []
+    if not judged:
         raise InputError(
             f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
-        ) from None
-    if not judged:
-        raise InputError(f"{path}: has no rows; was the run judged?")
+        )
     return results
 
 

@@ -164,10 +164,9 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         `unanswered`: the number of samples that no configuration answers right; they are left out.
         `at`: for each budget the `correlation` between difficulty and latency of the choice, with
         its `ci95`; `static`; and `setting`, with `setting_ci95`; null where a side is constant.
-        `budget_ms`: the budget of the chart, the largest at which choices differ, or null.
+        `budget_ms`: the budget of the groups, the largest at which choices differ, or null.
         `groups`: at this budget, for some ten groups of samples from easy to hard, the means
         `difficulty_ms`, `policy_ms`, with its `ci95`, and `static_ms`.
-        `points`: at this budget, difficulty and latency of the choice of each sample.
     """
     # [n, C] each, and what a configuration costs on average, [C]
     accuracy = explained.table.accuracy[explained.rows]
@@ -183,19 +182,18 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     setting = cost_ms[explained.chosen[known]].numpy()
 
     at = []
-    drawn: dict[str, Any] = {"groups": [], "points": [], "budget_ms": None}
+    grouped: dict[str, Any] = {"groups": [], "budget_ms": None}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
         row = {"budget_ms": budget}
         row["correlation"], row["ci95"] = rank_correlation(x, policy[:, b])
         row["static"], _ = rank_correlation(x, static[:, b])
         row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
         at.append(row)
-        # the last one whose choices differ is drawn
+        # the last one whose choices differ is shown
         if row["setting"] is not None:
             points = np.stack([x, policy[:, b], static[:, b]])
-            drawn = {"groups": _groups(points), "points": points[:2].T.round(4).tolist()}
-            drawn["budget_ms"] = budget
-    return {"unanswered": int((~known).sum()), "at": at} | drawn
+            grouped = {"groups": _groups(points), "budget_ms": budget}
+    return {"unanswered": int((~known).sum()), "at": at} | grouped
 
 
 def _groups(points: np.ndarray) -> Rows:

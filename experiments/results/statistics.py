@@ -162,6 +162,14 @@ def score_intervals(
 # -- differences -----------------------------------------------------------------------------------
 
 
+def sign_of(ci95: Sequence[float] | None) -> int:
+    """Return 1 or −1 where the interval is above or below 0 by more than rounding in float32, else
+    0, as where it is not known."""
+    if not ci95:
+        return 0
+    return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
+
+
 @dataclass(frozen=True)
 class Difference:
     """A policy's score minus that of the policy that it is compared with."""
@@ -184,18 +192,12 @@ class Difference:
     """p corrected for the number of comparisons in its family."""
 
     @property
-    def nothing(self) -> bool:
-        """True where both got the same on every sample."""
-        # not exactly 0: sums of the same numbers may differ by rounding
-        return max(map(abs, (self.difference, *self.ci95))) < 1e-12
-
-    @property
     def sign(self) -> int:
         """The direction that is shown: 1 or −1 where the interval lies above or below 0 and p is
         small enough; else 0."""
         if self.p_holm >= CHANCE:
             return 0
-        return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
+        return sign_of(self.ci95)
 
 
 def paired(

@@ -369,8 +369,6 @@ class CompareRun:
     """The page to write; null writes none."""
     json: str | None = None
     """Write the numbers to this file."""
-    budgets_ms: list[float] | None = None
-    """Compare at these budgets only; the runs must have been judged at them."""
 
 
 @dataclass

@@ -9,25 +9,18 @@ for (const heading of document.querySelectorAll('h2')) {
 // Charts take the width of their place, also when it changes; inside what is folded there is none yet.
 const dark = matchMedia('(prefers-color-scheme: dark)');
 function draw(again) {
-  const theme = dark.matches ? 'dark' : 'light';
+  const theme = dark.matches ? 'dark' : undefined;
   for (const chart of document.querySelectorAll('.chart')) {
     if (!chart.clientWidth || (chart.hasChildNodes() && !again)) continue;
     vegaEmbed(chart, JSON.parse(chart.nextElementSibling.textContent), {
-      config: themes[theme],
+      theme,
       ast: true,  // expressions are interpreted: the page allows no eval
       renderer: 'svg',
-      actions: { export: true, source: false, compiled: false, editor: false },
+      actions: { source: false, compiled: false, editor: false },
       tooltip: { theme },
     });
   }
 }
-function fit() {
-  for (const table of document.querySelectorAll('.wide')) {
-    table.classList.toggle('scrolls', table.scrollWidth > table.clientWidth);
-  }
-}
 dark.addEventListener('change', () => draw(true));
-addEventListener('resize', fit);
-document.addEventListener('toggle', () => { draw(); fit(); }, true);
+document.addEventListener('toggle', () => draw(), true);
 draw();
-fit();

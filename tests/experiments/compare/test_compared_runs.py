@@ -14,13 +14,12 @@ from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.charts import COLOURED, comparison_charts, forest, order
+from knobwise.experiments.compare.charts import comparison_charts, forest
 from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.comparison import MOST_DRAWN, Comparison
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.compare.words import results_cells
-from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.words import read_results, write_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import UNFINISHED
@@ -84,8 +83,8 @@ def test_settings_that_differ_without_where_runs_are_kept():
     one = {"name": "a", "runs": "x", "tracking.mode": "auto", "loss.group_size": 8, "seeds": [0, 1]}
     other = one | {"name": "b", "runs": "y", "tracking.mode": "online", "seeds": [0]}
     other["loss.kl_band"] = None
-    assert differing([one, other]) == {"seeds": ["[0,1]", "[0]"], "loss.kl_band": ["–", "none"]}
-    values = {1e-5: "1e-05", 0.25: "0.25", True: "true", None: "none", "a": "a"}
+    assert differing([one, other]) == {"seeds": ["[0,1]", "[0]"], "loss.kl_band": ["–", "null"]}
+    values = {1e-5: "1e-05", 0.25: "0.25", True: "true", None: "null", "a": "a"}
     assert [value_words(value) for value in values] == list(values.values())
 
 
@@ -94,12 +93,12 @@ def test_settings_that_differ_without_where_runs_are_kept():
     [
         (["lean/default", "lean/b-5"], ["default", "b-5"]),
         (["lean/x", "controller/x", "controller/y"], ["lean/x", "controller/x", "controller/y"]),
-        (["lean/x", "other/lean/x"], None),
+        (["lean/x", "other/lean/x"], ["lean/x", "other/lean/x"]),
     ],
 )
 def test_runs_are_called_by_their_folders(tmp_path, runs, wanted):
     folders = [write_run(tmp_path / run, decisions=False) for run in runs]
-    assert [run.label for run in read_runs(folders)] == (wanted or list(map(str, folders)))
+    assert [run.label for run in read_runs(folders)] == wanted
 
 
 def test_decisions_are_the_rows_of_the_file(tmp_path):
@@ -159,7 +158,7 @@ def test_a_name_with_brackets_is_no_pattern(tmp_path):
     assert [run.label for run in comparison.runs] == ["a1", "a[1]"]
     assert comparison.differences[0].difference > 0.1
     curves = drawn(comparison)["Training, on validation samples"]
-    values = {p["name"]: p["value"] for p in points_of(*curves) if "panel" in p}
+    values = {p["policy"]: p["value"] for p in points_of(*curves) if "panel" in p}
     assert values == {"a1": 0.4, "a[1]": 0.6}
 
 
@@ -192,11 +191,11 @@ def test_the_page_holds_every_number(tmp_path, three):
     for i, run in enumerate(three.runs):
         places = {None: means[i], **dict.fromkeys(BUDGETS, per_budget[i])}
         for place, line in places.items():
-            assert f"{run.label}</td>" in line
+            assert f"<td>{run.label}<" in line
             assert f"<td>{run.row('controller', place)['utility']:.3f}" in line
     for rows, family in ((means, three.differences), (per_budget, three.by_place)):
         for one in family:
-            row = next(line for line in rows if f"{one.run}</td>" in line)
+            row = next(line for line in rows if f"<td>{one.run}<" in line)
             gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
             assert re.search(rf"{re.escape(gap)}\b.*?<small>{re.escape(f'[{low}, {high}]')}", row)
 
@@ -204,11 +203,11 @@ def test_the_page_holds_every_number(tmp_path, three):
 def test_charts_can_be_drawn_and_hold_the_numbers(three):
     specs = drawn(three)
     assert len(specs) == 4
-    for spec, theme in itertools.product(specs.values(), page.THEMES):
-        svg_of(*spec, theme=theme)
+    for spec in specs.values():
+        svg_of(*spec)
     labels = {run.label for run in three.runs}
     lines = points_of(*specs["Utility by budget"])
-    utilities = {(row["name"], row["budget_ms"]): row["utility"] for row in lines if "name" in row}
+    utilities = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines}
     for run, budget in itertools.product(three.runs, BUDGETS):
         assert utilities[run.label, budget] == run.row("controller", budget)["utility"]
         oracle = three.runs[0].row("oracle", budget)["utility"]
@@ -235,33 +234,28 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
     Path(folders[1], "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
     curves = drawn(Comparison(folders))["Training, on validation samples"]
     points = [point for point in points_of(*curves) if "panel" in point]
-    first = [p for p in points if p["name"] == "size-0"]
+    first = [p for p in points if p["policy"] == "size-0"]
     assert {(p["step"], p["value"], p["low"], p["high"]) for p in first} == {
         *((0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72))
     }
     assert {p["panel"] for p in points} == set(titles_of(curves)) == {"utility (0 to 1)"}
-    # a single point is a dot
-    assert [{p["name"] for p in rows} for rows in data_of(*curves) if "name" in rows[0]] == [
-        *({"size-0", "size-1"}, {"size-1"})
-    ]
     assert svg_of(*curves).count('stroke-dasharray="5,4"') == 1
 
 
-def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path):
+def test_of_many_runs_a_few_are_drawn_and_all_are_in_the_tables(tmp_path):
     comparison = Comparison(runs(tmp_path, 12))
-    named = order(comparison)
-    assert named == ["size-0", "size-9", "size-10", "size-11", charts.OTHER]
-    assert len(named) == COLOURED + 1
+    named = [run.label for run in comparison.drawn]
+    assert named == ["size-0", "size-9", "size-10", "size-11"]
+    assert len(named) == MOST_DRAWN
     specs = drawn(comparison)
-    lines = [row for row in points_of(*specs["Utility by budget"]) if "name" in row]
+    lines = points_of(*specs["Utility by budget"])
     references = {"budget-aware static", "oracle (upper bound)"}
-    assert {row["name"] for row in lines} == {run.label for run in comparison.runs} | references
     assert {row["policy"] for row in lines} == {*named, *references}
     used = {row["run"] for row in points_of(*specs["Which settings are used"])}
-    assert used == set(named) - {charts.OTHER}
+    assert used == set(named)
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
-    assert "<h1>lean: 12 runs</h1>" in text
-    assert all(f"{run.label}</td>" in text for run in comparison.runs)
+    assert "<h1>12 runs</h1>" in text
+    assert all(f"<td>{run.label}<" in text for run in comparison.runs)
 
 
 @pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml", "decisions.parquet"])
@@ -271,15 +265,15 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
         Path(folder, missing).unlink()
     text = write_comparison(Comparison(folders), tmp_path / "page.html").read_text()
     assert ("<h2>Training" in text) == (missing != "metrics.csv")
-    assert ("Nothing that is known" in text) == (missing == "config.yaml")
+    assert ("the settings are unknown" in text) == (missing == "config.yaml")
     assert "The settings are the same" not in text
-    assert ("not tested</td>" in text) == (missing == "decisions.parquet")
+    assert ("so it is not tested" in text) == (missing == "decisions.parquet")
 
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     mean = Comparison(runs(tmp_path / "m", 2, sense="mean"))
     table = results_cells(mean)
-    assert [line[0] for line in table.rows] == [
+    assert [line[0].split("\n")[0] for line in table.rows] == [
         *("size-0", "size-1", "static mix", "oracle (upper bound)")
     ]
     assert table.rows[1][table.header.index("over static mix")].startswith("+0.")
@@ -294,7 +288,7 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     scores, training = specs.values()
     svg_of(*scores, *training)
     assert titles_of(training) == ["sft: accuracy, mean (0 to 1)"]
-    lines = {(p["name"], p["shots"]): p["accuracy"] for p in points_of(*scores) if "name" in p}
+    lines = {(p["policy"], p["shots"]): p["accuracy"] for p in points_of(*scores) if "policy" in p}
     for run, shots in itertools.product(comparison.runs, (1, 2)):
         assert lines[run.label, shots] == run.row("grpo_recorded", shots)["accuracy"]
     text = write_comparison(comparison, tmp_path / "page.html").read_text()

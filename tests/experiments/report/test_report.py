@@ -21,7 +21,7 @@ from page_parts import (
 )
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.report import charts, page
+from knobwise.experiments.report import page
 from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
 from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
@@ -156,10 +156,14 @@ def at_level(level, changes=None):
         (
             results(),
             "The learned",
-            r"is better .* \+10.0 .* 9.0 to 11.0.* 0.600 against 0.500, 33%",
+            r"is better .* \+10.0 .*9.0, 11.0.* 0.600 against 0.500, 33%",
         ),
         (results(controller=0.4), "The learned", "is worse"),
-        (results(NOT_KNOWN), "No gain", r"\+10.0 points, .* 0.600 against 0.500\.$"),
+        (
+            results(NOT_KNOWN),
+            "The learned",
+            r"no difference .*\+10.0 points, .* 0.600 against 0.500,",
+        ),
         ({"rows": results()["rows"][1:]}, "No learned", "random forest"),
         (results(FREE, teacher=0.62), "A decision takes 12.5 µs", "0.610"),
         (results(teacher=0.62), "Its teacher", "0.620"),
@@ -177,9 +181,13 @@ def at_level(level, changes=None):
             "PPO shows no difference",
             r"\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
         ),
-        (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "The guard", "120 ms in 2 of 3 seeds"),
-        (with_guard(({}, TOO_DEAR), PAIR), "95% on time", r"480 ms \(.* utility in 1 of 2 seeds\)"),
-        (with_guard((UNATTAINABLE, UNSHOWN)), "95% on time", r"120 ms \(not .* 480 ms \(too few"),
+        (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "In 2 of 6", "fell back to budget-"),
+        (
+            with_guard(({}, TOO_DEAR), PAIR),
+            "The share on",
+            r"480 ms \(.* utility in 1 of 2 seeds\)",
+        ),
+        (with_guard((UNATTAINABLE, UNSHOWN)), "The share on", r"120 ms \(not .* 480 ms \(too few"),
     ],
 )
 def test_the_verdict(content, start, holds):
@@ -240,12 +248,9 @@ def test_grpo_has_a_curve_of_its_own(run):
         for curve in values.values()
     ]
     whole, gained, _ = training_of(report_of(run, results() | trained(10, 20) | {"chosen": chosen}))
-    parts = {(p["step"], p["part"]) for p in points_of(whole) if "part" in p}
-    assert parts == {(0, "before GRPO"), (10, "before GRPO"), (20, "GRPO"), (30, "GRPO")}
+    assert {p["step"] for p in points_of(whole) if "part" in p} == {0, 10, 20, 30}
     points = {(p["seed"], p["step"]): p["value"] for p in points_of(gained) if "value" in p}
-    assert points == pytest.approx(
-        {("0", 10): 0, ("0", 20): -1, ("0", 30): 3, ("1", 10): 0, ("1", 20): -1, ("1", 30): -6}
-    )
+    assert points == pytest.approx({("0", 20): -1, ("0", 30): 3, ("1", 20): -1, ("1", 30): -6})
 
 
 def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
@@ -256,10 +261,8 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     assert "14:50 UTC · took 3 min · commit 012345678-dirty" in head
     tiles = re.findall("<b>(.*?)</b>.*?(?:<small>(.*?)</small>)?</div>", head)
     assert tiles == [
-        ("+10.0 points", "95% interval 9.0 to 11.0"),
-        ("96.0%", "budget-aware static: 96.0%"),
-        ("+1.2 points", "95% interval -0.4 to 3.0"),
-        ("12.5 µs", "0.0% of the mean latency"),
+        *(("0.600", "[0.585, 0.615]"), ("33%", "[23%, 43%]"), ("0.650", "")),
+        *(("90.0%", ""), ("12.5 µs", "")),
     ]
     assert re.findall("<p class=lead>(.*?)</p>", head) == verdict(content)[:1]
     headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
@@ -280,7 +283,6 @@ def test_the_report_holds_every_number_of_every_policy(run):
     assert "&lt;b&gt;utility" in text
     assert "<slow>" not in re.sub(r"<script type.*?</script>", "", text, flags=re.S)
     means, per_budget = rows_of(text)
-    assert re.findall(r"<td>([\d.]+%)", per_budget.pop()) == ["4.0%", "0.0%"]  # infeasible
     best_first = sorted(POLICIES.items(), key=lambda item: -item[1])
     for (policy, utility), line, small in zip(best_first, means, per_budget, strict=True):
         gap = f"{(utility - 0.5) / 0.3:.0%}"
@@ -294,17 +296,17 @@ def test_the_report_holds_every_number_of_every_policy(run):
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
     specs = charts_of(write_report(run).read_text())
     svg_of(*specs)
-    utility, gain, plane, satisfaction, crops, mode = specs[:6]
+    utility, gain, plane, satisfaction, *usage = specs[:8]
     dots = next(rows for rows in data_of(plane) if "label" in rows[0])
     assert [(d["utility"], d["latency_ms"]) for d in dots] == [(0.35, 100.0), (0.45, 400.0)]
     means = next(rows for rows in data_of(plane) if "policy" in rows[0])
     shown = {policy_name(p): POLICIES[p] for p in SHOWN}
-    assert {row["name"]: row["utility"] for row in means} == shown
+    assert {row["policy"]: row["utility"] for row in means} == shown
     gains = next(rows for rows in data_of(gain) if "over_static" in rows[0])
-    loose = {row["name"]: row["over_static"] for row in gains if row["budget_ms"] == BUDGETS[1]}
+    loose = {row["policy"]: row["over_static"] for row in gains if row["budget_ms"] == BUDGETS[1]}
     assert loose == pytest.approx({"learned controller": 20, "random forest": 18})
     lines = [
-        (r["name"], r["budget_ms"], r["utility"], [r["low"], r["high"]])
+        (r["policy"], r["budget_ms"], r["utility"], [r["low"], r["high"]])
         for r in max(data_of(utility), key=len)
     ]
     assert lines == [
@@ -313,13 +315,11 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
         if r["budget_ms"] is not None and r["policy"] in SHOWN
     ]
     assert [{"level": 0.95}] in data_of(satisfaction)
-    usage = points_of(crops, mode)
-    assert {(r["outlined"], r["value"], r["share"]) for r in usage} == {
-        (outlined, value, share)
-        for outlined in (False, True)
+    assert {(r["policy"], r["value"], r["share"]) for r in points_of(*usage)} == {
+        (policy, value, share)
+        for policy in ("controller", "budget_aware_static")
         for value, share in (("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75))
     }
-    assert {r["value"] for r in usage if r["most"]} == {"10", "<slow>"}
 
 
 def test_report_is_written_from_the_bare_results(tmp_path):
@@ -342,10 +342,11 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run):
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, loose))
     tables = rows_of(report_of(run, content))
     cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[0]]
-    gain = "+10.0 ± 1.0 points"
+    reason = GUARD["reason"].replace("<", "&lt;").replace(">", "&gt;")
+    reasons = f"{reason}<small>{reason}</small>"
     assert cells == [
-        ["120 ms", "the controller", gain, "100%", "71.3%", "not possible here"],
-        ["480 ms", "the controller in 1 of 2 seeds", gain, "70%", "96.0%", "kept"],
+        ["120 ms", reasons, "100%", "71.3%", "not possible here"],
+        ["480 ms", reasons, "70%", "96.0%", "kept"],
     ]
     network, kernel = tables[-1]
     assert "<td>network</td><td>25.0%, 50.0%</td>" in network
@@ -367,7 +368,7 @@ def test_report_shows_how_reliable_predicted_probabilities_are():
     (spec,) = specifications(figure)
     svg_of(spec)
     diagonal, dots = sorted(data_of(spec), key=len)
-    assert diagonal == [{"predicted": end, "observed": end} for end in (0.6, 1.0)]
+    assert diagonal == [{"predicted": end, "observed": end} for end in (0.61, 1.0)]
     assert [(row["decisions"], row["predicted"], row["observed"]) for row in dots] == list(places)
 
 
@@ -378,7 +379,7 @@ def test_equal_budgets_are_listed_once():
     assert verdict(content)[-1].count("120 ms") == 1
     usage = points_of(*specifications(result_charts(content)["Which settings are used"]))
     # over both knobs
-    assert sum(row["share"] for row in usage if not row["outlined"]) == pytest.approx(2)
+    assert sum(r["share"] for r in usage if r["policy"] == "controller") == pytest.approx(2)
 
 
 def test_results_are_printed_on_a_terminal_and_on_none():
@@ -401,19 +402,6 @@ def test_pareto_front_is_what_nothing_else_beats(points):
         for a, t in set(points)
         if not any(b >= a and s <= t and (b, s) != (a, t) for b, s in points)
     )
-
-
-def test_a_knob_with_many_values_keeps_its_most_used_ones():
-    usage = [
-        {"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": (v + 1) / 465}
-        for v in range(30)
-    ]
-    (chart,) = charts.knob_usage([("p", "p", {"knob_usage": usage})])
-    (rows,) = data_of(page.specification(chart))
-    kept = {r["value"]: r["share"] for r in rows}
-    assert set(kept) == {*map(str, range(30 - charts.MOST_VALUES, 30)), "other"}
-    assert sum(kept.values()) == pytest.approx(1)
-    assert sorted(["10", "9", "b", "2.5", "a"], key=charts.in_order) == ["2.5", "9", "10", "a", "b"]
 
 
 @pytest.mark.parametrize(

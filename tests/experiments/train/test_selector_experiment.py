@@ -208,7 +208,7 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
         expected = [row["expected"] for row in rows]
         assert expected == sorted(expected)
     page = Path("runs/latest/report.html").read_text()
-    assert "Accuracy against true calls" in page
+    assert "True calls" in page
     assert "Calibration of the learned reward" in page
 
 
