@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import polars as pl
 
 from knobwise.experiments.report import charts, page, words
@@ -226,13 +225,6 @@ def _over_shots(results: Results) -> Figures:
             "Controls, in grey, should gain nothing; those that see the answer are bounds.",
         )
     }
-    if bins := results.get("calibration"):
-        drawn["Calibration of the learned reward"] = Figure(
-            _calibration(results, bins),
-            "Mean probability of the members against the share of right answers, on sequences for "
-            "held-out queries, by who drew them; ten groups of equally many. Below the dashed line "
-            "the prediction is too high.",
-        )
     if len(results["shots"]) > 1:
         # the main policies at every number
         named = (best, *LEARNED[-2:], *baselines(results)[:1])
@@ -248,19 +240,4 @@ def _over_shots(results: Results) -> Figures:
             f"Trained with {shots_words(results['trained_shots'])} (dashed), used with other "
             "numbers without retraining; shaded: 95% intervals.",
         )
-    return drawn
-
-
-def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
-    """Draw the share of right answers against the predicted probability.
-
-    Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.
-    """
-    rows = [row | {"drawn_by": policy_name(row["drawn_by"], results)} for row in bins]
-    frame = pl.DataFrame(rows).rename({"expected": "predicted", "right": "observed"})
-    titles = ("predicted probability", "share of right answers")
-    drawn = []
-    for (policy,), points in frame.group_by("policy", maintain_order=True):
-        chart = charts.predictions(points, *titles, alt.Color("drawn_by:N"))
-        drawn.append(chart.properties(title=policy_name(str(policy), results), height=240))
     return drawn

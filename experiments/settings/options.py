@@ -220,8 +220,6 @@ class EvaluateRun:
     """Write the results to this file."""
     html: str | None = None
     """With `live`: write a page with charts of the results to this file."""
-    threads: int = 1
-    """Threads of torch."""
 
 
 @dataclass
@@ -301,8 +299,6 @@ class ExportRun:
     int8: bool = False
     """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
     decisions may differ; export.json says how many."""
-    threads: int = 1
-    """Threads of torch, NumPy and ONNX Runtime."""
 
 
 @dataclass
@@ -381,8 +377,6 @@ class WorkspaceRun:
     """W&B project; None means WANDB_PROJECT, else knobwise."""
     entity: str | None = None
     """W&B team or user; None means the key's default."""
-    name: str = "knobwise"
-    """Name of the view."""
     knobs: list[str] = field(default_factory=lambda: ["max_crops", "top_k", "num_active_blocks"])
     """The knobs whose shares are drawn, by their names in the profile."""
     json: str | None = None

@@ -172,19 +172,19 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         choices: the dataclass of each reader.
 
     Raises:
-        InputError: it names a reader that this version does not have.
+        InputError: this version cannot read it.
     """
     section = of_run(checkpoint, group)
-    reader = of_run(checkpoint, f"{group}.format")
-    # a run of an earlier version may name a reader that is gone
-    if reader is not None and reader not in choices:
-        path = _config_of(checkpoint)
-        raise InputError(f"{path}: there is no {group}={reader} in this version; give {group}=…")
-    try:
-        schema = OmegaConf.structured(choices[reader])
-        return OmegaConf.to_object(OmegaConf.merge(schema, section))
-    except Exception:  # whatever a damaged file makes of it
+    if section is None:
         return None
+    try:
+        schema = OmegaConf.structured(choices[section.format])
+        return OmegaConf.to_object(OmegaConf.merge(schema, section))
+    except Exception as error:  # whatever another version or a damaged file makes of it
+        reader = of_run(checkpoint, f"{group}.format")
+        raise InputError(
+            f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
+        ) from error
 
 
 def of_run(checkpoint: str, key: str) -> Any:
@@ -311,20 +311,15 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
-    for option in ("group", "time"):
-        if settings[option] is not None:
-            raise InputError(
-                f"profile.{option}={settings[option]}: {path} holds no columns, only the groups "
-                f"and the order that it was written with; leave profile.{option} out"
-            )
+    by_column = features == "auto" or isinstance(features, list)
+    if by_column or settings["group"] is not None or settings["time"] is not None:
+        raise InputError(
+            f"{path}: holds no columns, only what it was written with; leave out profile.group, "
+            "profile.time, and a profile.features that names columns"
+        )
     table = ProfileTable.load(path)
     if features is None:
         return table
-    if features == "auto" or isinstance(features, list):
-        raise InputError(
-            f"profile.features={features}: {path} holds no columns beside its features; leave "
-            "profile.features out"
-        )
     return attach_features(table, features, settings.get("columns", ()))
 
 
