@@ -83,8 +83,7 @@ SPENDS_ON = {
 def _on_correlation(results: Results) -> str:
     """Say how the latency of the choice goes with difficulty, and what of that is the setting."""
     hard = results["explanation"]["difficulty"]
-    row = next(row for row in hard["at"] if row["budget_ms"] == hard["budget_ms"])
-    sign = sign_of(row["setting_ci95"])
+    sign = sign_of(hard["setting_ci95"])
     worthwhile = ""
     if sign < 0 and problem_of(results) is DEADLINE:
         worthwhile = (
@@ -94,9 +93,9 @@ def _on_correlation(results: Results) -> str:
     return (
         f"{SPENDS_ON[sign]}: at {quantity(hard['budget_ms'], unit_of(results))} the rank "
         "correlation of difficulty with the mean latency of the setting is "
-        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}.{worthwhile} With "
-        f"the latency of the answer it is {number(row['correlation'], '+.2f')}"
-        f"{span(row['ci95'], '+.2f')}, and {number(row['static'], '+.2f')} for static, which "
+        f"{number(hard['setting'], '+.2f')}{span(hard['setting_ci95'], '+.2f')}.{worthwhile} With "
+        f"the latency of the answer it is {number(hard['correlation'], '+.2f')}"
+        f"{span(hard['ci95'], '+.2f')}, and {number(hard['static'], '+.2f')} for static, which "
         "treats all samples alike."
     )
 

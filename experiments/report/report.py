@@ -28,7 +28,6 @@ from knobwise.experiments.report.result_charts import result_images as result_im
 from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
     Folded,
-    Table,
     print_lines,
     print_sections,
     print_table,
@@ -276,10 +275,6 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         "Easy and hard samples": [
             *on_difficulty(results),
             difficulty(hard, unit) if hard["groups"] else "",
-            _correlations(hard, unit),
-            "Spearman's rank correlation with difficulty, 95% intervals in brackets. In the last "
-            "row every configuration counts with its mean latency over all samples. A dash means "
-            "that all samples get the same setting.",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],
@@ -293,22 +288,6 @@ def explanation(results: Results) -> dict[str, list[Any]]:
 def print_explanation(results: Results, console: Console) -> None:
     """Print the sections on why the deployed policy sets the knobs as it does."""
     print_sections(console, explanation(results))
-
-
-def _correlations(hard: Row, unit: str) -> Table:
-    """Return the correlations with difficulty at each budget."""
-    names = {
-        "correlation": ("latency of the choice", "ci95"),
-        "static": ("the same for static", ""),
-        "setting": ("setting alone", "setting_ci95"),
-    }
-    rows = []
-    for key, (name, interval) in names.items():
-        line = [name]
-        for row in hard["at"]:
-            line.append(number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f"))
-        rows.append(line)
-    return Table(["budget", *(quantity(row["budget_ms"], unit) for row in hard["at"])], rows)
 
 
 def _importance(results: Results) -> list[Any]:
