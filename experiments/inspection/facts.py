@@ -135,7 +135,7 @@ def _headroom(table: ProfileTable, budgets_ms: Tensor) -> list[dict[str, Any]]:
     return pl.DataFrame(columns).to_dicts()
 
 
-def mean_headroom(facts: Facts) -> tuple[float, float]:
+def mean_headroom(facts: Facts) -> tuple[float, ...]:
     """Return the mean utility over the budgets of static and of the oracle."""
     rows = pl.DataFrame(facts["headroom"])
     return rows.select(pl.mean("budget_aware_static", "oracle")).row(0)

@@ -145,16 +145,15 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     from knobwise.experiments.report.page import Figure
 
     names = {name: policy_name(name) for name in ("budget_aware_static", "oracle")}
+    titles = list(names.values())
     headroom = pl.DataFrame(facts["headroom"]).rename(names)
     utility = headroom.unpivot(
-        names.values(), index="budget_ms", variable_name="policy", value_name="utility"
+        titles, index="budget_ms", variable_name="policy", value_name="utility"
     )
     utility = utility.with_columns(name="policy")
     figures = {
         "Headroom": Figure(
-            charts.by_budget(
-                utility, "utility", "utility (0 to 1)", list(names.values()), unit=facts["unit"]
-            ),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", titles, unit=facts["unit"]),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",
