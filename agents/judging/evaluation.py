@@ -160,7 +160,7 @@ def judge_all(
     table: ProfileTable,
     rows: Tensor,
     budgets_ms: Tensor,
-    rewards: RewardTable,
+    rewards: RewardTable | None,
     policies: Mapping[str, Sequence[Policy]],
     costs_ms: Mapping[str, Sequence[Tensor]],
 ) -> dict[str, list[Judged]]:

@@ -119,9 +119,9 @@ def _decided(
         calibrated = np.isclose(limits.to_numpy()[:, None], controller.mean.budgets_ms, 1e-3, 0)
         valid &= pl.Series(calibrated.any(1))
     reason = pl.lit("budget_ms must be positive, finite and, if budgets are means, calibrated")
-    faults.append(pl.select(pl.when(~valid.fill_null(False)).then(reason)).to_series())
+    wrong_budget = pl.when(~valid.fill_null(False)).then(reason)
     # the first fault of a row is given
-    fault = pl.select(fault=pl.coalesce(faults))["fault"]
+    fault = pl.select(fault=pl.coalesce(*faults, wrong_budget))["fault"]
     good = fault.is_null().to_numpy()
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
@@ -132,15 +132,14 @@ def _decided(
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
     """Return the budget of each row, float64 `budget_ms`; −1 for what is no number, null for
     none."""
-    budget = pl.lit(None, pl.Float64)
+    budget = pl.lit(config.budget_ms, pl.Float64)
     if "budget_ms" in frame.columns:
-        missing = pl.col("budget_ms").cast(pl.String).fill_null("") == ""
+        present = pl.col("budget_ms").cast(pl.String).fill_null("") != ""
         known = number("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
-        budget = pl.when(~missing).then(known)
+        budget = pl.when(present).then(known).otherwise(budget)
     elif config.budget_ms is None:
         raise InputError("no column budget_ms; give budget_ms=…")
-    default = pl.repeat(config.budget_ms, len(frame), dtype=pl.Float64)
-    return frame.select(budget_ms=pl.coalesce(budget, default))["budget_ms"]
+    return frame.with_columns(budget_ms=budget)["budget_ms"]
 
 
 def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple[Array, pl.Series]:
@@ -200,7 +199,7 @@ def _csv_batches(reader: Any) -> Iterator[Batch]:
     rows = _csv_rows(reader, len(header))
     while batch := list(islice(rows, AT_ONCE)):
         lines, values, faults = zip(*batch, strict=True)
-        frame = pl.DataFrame(list(zip(*values, strict=True)), dict.fromkeys(header, pl.String))
+        frame = pl.DataFrame(values, dict.fromkeys(header, pl.String), orient="row")
         yield lines, frame, pl.Series("fault", faults, pl.String)
 
 

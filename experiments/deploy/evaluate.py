@@ -3,7 +3,6 @@ profile, a selector on the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.clip_encoder import as_read
-from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
@@ -28,8 +25,8 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import gain_on_held_out, held_out_choices
 from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.results.selectors import selector_decisions, selector_results
-from knobwise.experiments.settings.beams import check_judged, read_data, stored_embeddings
+from knobwise.experiments.results.selectors import judge_selectors
+from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.controller import judge_controllers
@@ -48,8 +45,12 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was
             trained on entirely.
     """
-    if not config.live:
-        _refuse_live_options(config)
+    # options that only live=true has
+    for name in ("stream", "html", "model", "data", "knobs", "importance", "dtype", "device"):
+        if not config.live and getattr(config, name) != getattr(EvaluateRun(), name):
+            raise InputError(
+                f"{name}: is for live=true, which serves requests instead of replaying the profile"
+            )
     torch.set_num_threads(1)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
@@ -67,16 +68,6 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     return results
 
 
-def _refuse_live_options(config: EvaluateRun) -> None:
-    """Refuse options that only live=true has, where they were changed."""
-    default = EvaluateRun()
-    for name in ("stream", "html", "model", "data", "knobs", "importance", "dtype", "device"):
-        if getattr(config, name) != getattr(default, name):
-            raise InputError(
-                f"{name}: is for live=true, which serves requests instead of replaying the profile"
-            )
-
-
 def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Serve a simulated stream of requests by the real model."""
     a_device(config.device, usable=True)
@@ -87,8 +78,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     model, items = load_model(config.model, config.data, config.knobs, **options)
     requests = requests_of(items, config.knobs)
-    files = {"json_path": config.json, "page": config.html}
-    return run_live(checkpoint, table, model, requests, config.stream, config.budgets_ms, **files)
+    return run_live(checkpoint, loaded, table, model, requests, config)
 
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
@@ -169,10 +159,8 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Judge a selector beside the simple policies at every number of shots. Queries that it was
     trained on are left out."""
     data = read_data(config.beams, config.encoder)
-    selector = loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = stored_embeddings(data.test, loaded, data.items)
     # on its own beams, queries that it was trained on do not count; beams that draws were added to
     # have another digest, and the same name
     digest = as_read(data.table, data.items).digest
@@ -187,21 +175,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
         rows = torch.tensor([row for row, query in ids if query not in seen])
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
-    policy = loaded.extra.get("policy", selector.stage)
-    decided: dict[str, dict[int, Decided]] = defaultdict(dict)
-    for shots in config.judged_shots:
-        actor = SelectorActor(selector, embeddings, data.test.pool, shots)
-        decided[policy][shots] = decide_selectors([actor], data.test, data.test_scorer, rows)
-        # the simple policies beside it
-        if config.baselines:
-            request = data.test, data.test_scorer, shots, rows
-            simple = decide_simple(*request, trusted=data.trusted, kinds=data.kinds)
-            for name, outcome in simple.items():
-                decided[name][shots] = outcome
-    return selector_results(
-        selector_decisions(decided, data.test, rows, [0]),
-        data.test,
-        seeds=[0],
-        trained_shots=loaded.extra.get("shots", config.judged_shots[0]),
-        judged_by=data.judged_by,
-    )
+    policy = loaded.extra.get("policy", loaded.selector.stage)
+    shots = loaded.extra.get("shots", config.judged_shots[0])
+    request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
+    return judge_selectors(*request, {policy: []}, config.baselines)[0]

@@ -21,9 +21,9 @@ from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
-from knobwise.experiments.report.choice_sentences import decision
+from knobwise.experiments.report.choice_sentences import decision, setting
 from knobwise.experiments.report.report import print_explanation
-from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.tables import print_lines, print_table, table_of
 from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
@@ -31,6 +31,8 @@ from knobwise.experiments.settings.profiles import read_questions
 
 MOST = 10
 """Number of configurations in the table of a decision."""
+EXPECTED = ("probability", "utility", "accuracy", "latency_ms", "on_time")
+"""What may be expected of each configuration; without a teacher it is the probability alone."""
 MEASURED = ("accuracy", "latency_ms")
 """What was measured of each configuration."""
 
@@ -129,32 +131,28 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
     """Print the best configurations as a table, with the chosen one and its runner-up among them,
     and the rest in sentences."""
     expected = explained["expected"]
-    unit = table.unit
-    marked = {str(explained["decision"]): "chosen"}
-    if explained["runner_up"] is not None:
-        marked[str(explained["runner_up"]["configuration"])] = "runner-up"
-    # only a controller with a teacher expects more than probabilities
-    known = ("probability", "utility", "accuracy", "latency_ms", "on_time")
-    keys = [key for key in known if key in expected[0]]
-    rows: list[list[str]] = []
-    strong = []
+    runner_up = explained["runner_up"] or {}
+    lines = []
     for i, row in enumerate(expected):
+        mark = ""
+        if row["configuration"] == explained["decision"]:
+            mark = "chosen"
+        elif row["configuration"] == runner_up.get("configuration"):
+            mark = "runner-up"
         # the chosen one and its runner-up are shown wherever they stand
-        mark = marked.get(str(row["configuration"]), "")
-        if i >= MOST and not mark:
-            continue
-        if mark == "chosen":
-            strong.append(len(rows))
-        cells = [" ".join(f"{name}={value}" for name, value in row["configuration"].items()), mark]
-        measured = row["measured"] or {}
-        numbers = [(key, row[key]) for key in keys]
-        for key, value in (*numbers, *((key, measured.get(key)) for key in MEASURED)):
-            cells.append(quantity(value, unit) if key == "latency_ms" else number(value, ".3f"))
-        rows.append(cells)
-    titles = [key.replace("latency_ms", "latency").replace("_", " ") for key in keys]
-    header = ["configuration", "", *titles, "measured accuracy", "measured latency"]
+        if i < MOST or mark:
+            measured = row["measured"] or {}
+            numbers = {key: row[key] for key in EXPECTED if key in row}
+            numbers |= {f"measured_{key}": measured.get(key) for key in MEASURED}
+            line = {"configuration": setting(row["configuration"]), "": mark}
+            for key, value in numbers.items():
+                text = number(value, ".3f")
+                if key.endswith("_ms"):
+                    text = quantity(value, table.unit)
+                line[key.removesuffix("_ms").replace("_", " ")] = text
+            lines.append(line)
     console = Console()
-    print_table(console, Table(header, rows, strong))
-    if left_out := len(expected) - len(rows):
+    print_table(console, table_of(lines, ["chosen"]))
+    if left_out := len(expected) - len(lines):
         print_lines(console, [f"Configurations left out: {left_out}; json=FILE writes all."])
-    print_lines(console, decision(explained, unit))
+    print_lines(console, decision(explained, table.unit))

@@ -28,7 +28,7 @@ from knobwise.common.files import write_json, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
-from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.train.controller import copy_policy
@@ -90,30 +90,23 @@ def _publish(made: Path, out: Path) -> dict[str, dict[str, Any]]:
 
 def _print(summary: dict[str, Any], out: Path) -> None:
     """Print how graphs decide beside the controller, and the times of decisions."""
-    if summary["graphs"]:
-        header = ["graph", "same decision", "rounding", "of contexts"]
-        rows = []
-        for name, result in summary["graphs"].items():
-            counts = [str(result[count]) for count in ("same", "rounding", "contexts")]
-            rows.append([name, *counts])
-        print_table(Console(), Table(header, rows))
-    times = [
-        f"median decision: {micros:.0f} µs by {name}"
-        for name, micros in summary["decisions_us_p50"].items()
-    ]
-    print_lines(Console(), [*times, f"exported: {out}"])
+    lines = []
+    for name, counts in summary["graphs"].items():
+        lines.append(
+            f"{name}: of {counts['contexts']} decisions {counts['same']} are the same, "
+            f"{counts['rounding']} differ by rounding"
+        )
+    for name, micros in summary["decisions_us_p50"].items():
+        lines.append(f"median decision: {micros:.0f} µs by {name}")
+    print_lines(Console(), [*lines, f"exported: {out}"])
 
 
 def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:
-    """Return the budgets to time decisions at, float32 [B]: the default and the calibrated ones."""
-    decider = agent.decider
-    if decider.mean is not None:
-        return torch.from_numpy(decider.mean.budgets_ms).float()
-    budgets_ms = default_budgets(table)
-    if decider.guard is not None:
-        calibrated = torch.from_numpy(decider.guard.budgets_ms).float()
-        budgets_ms = torch.cat([budgets_ms, calibrated]).unique()
-    return budgets_ms
+    """Return the budgets to decide at, float32 [B]: those that were calibrated, or the default."""
+    calibrated = agent.decider.calibrated
+    if calibrated is None:
+        return default_budgets(table)
+    return torch.from_numpy(calibrated.budgets_ms).float()
 
 
 def _make(
@@ -139,12 +132,7 @@ def _make(
         exact = path.name == GRAPH
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
     # all forms are timed on the same requests
-    micros = _median_us(forms, table, budgets_ms)
-    return {
-        "graphs": graphs,
-        "decision_us_p50": micros["controller.npz"],
-        "decisions_us_p50": micros,
-    }
+    return {"graphs": graphs, "decisions_us_p50": _median_us(forms, table, budgets_ms)}
 
 
 def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:

@@ -27,7 +27,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.baselines import BestStatic, averages, static_of
 from knobwise.agents.policy.calibrated import Static
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
@@ -47,7 +47,7 @@ from knobwise.experiments.deploy.live_results import (
 )
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
-from knobwise.experiments.settings.options import LiveConfig
+from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticRequests
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
@@ -67,44 +67,42 @@ COMPARED = 100
 anything is served."""
 
 
-class ServiceStopped(Exception):
-    """Serving ended before the end of the stream."""
-
-
 def run_live(
     checkpoint: str | Path,
+    loaded: Loaded,
     table: ProfileTable,
     model: AdaptiveVLM,
     requests: Requests,
-    config: LiveConfig,
-    budgets_ms: list[float] | None = None,
-    json_path: str | None = None,
-    page: str | None = None,
+    config: EvaluateRun,
 ) -> dict[str, Any]:
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
-        budgets_ms: the budgets to draw from, in ms of the profile, scaled by the speed of this
-            machine; None for five quantiles of the profile's latencies.
-        json_path, page: where to write the results, and a page with charts, if at all.
+        checkpoint, loaded: the controller, where it was and as it was read.
+        config: with `stream`, and `json` and `html`, where to write the results and a page with
+            charts. Budgets are drawn from `budgets_ms`, in ms of the profile, scaled by the speed
+            of this machine.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile; or model or
             requests are not those of the profile; or the model or the scorer failed: what was
             served before is printed and written first.
     """
-    loaded = load_checkpoint(checkpoint)
-    _check_controller(checkpoint, loaded, table)
+    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+        raise InputError(
+            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
     test = loaded.extra["test_rows"]
     fitted = torch.cat([loaded.extra[f"{part}_rows"] for part in ("train", "validation")])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-    budgets = judged_budgets(table, budgets_ms)
-    stream = draw_stream(table, test, fitted, budgets, requests, config)
-    clocked = clocked_by(config.clock)
+    budgets = judged_budgets(table, config.budgets_ms)
+    settings = config.stream
+    stream = draw_stream(table, test, fitted, budgets, requests, settings)
+    clocked = clocked_by(settings.clock)
     with one_thread(), threadpool_limits(1), collected_between(), clocked:
         check_features(model, table, stream)
-        served = AdaptiveModel(model, loaded.controller, clock=config.clock)
+        served = AdaptiveModel(model, loaded.controller, clock=settings.clock)
         # budgets are scaled by the speed of this machine
         choices: list[int] = []
         ratios: list[float] = []
@@ -113,7 +111,7 @@ def run_live(
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
-        server = Server(served, static_of(table, fitted), fixed, stream, requests, config)
+        server = Server(served, static_of(table, fitted), fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -124,29 +122,15 @@ def run_live(
         names = list(server.policies)
         results = live_results(table, stream, names, record, served.controller, speed)
         results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
-        results |= {"model": model.name, "clock": config.clock}
+        results |= {"model": model.name, "clock": settings.clock}
         results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
         print_live(results, Console())
-        write_json(json_path, results)
-        if page is not None:
-            write_live_page(page, results)
+        write_json(config.json, results)
+        if config.html is not None:
+            write_live_page(config.html, results)
     if stopped is not None:
-        raise InputError(f"{stopped}; served before: {server.done} requests") from stopped.__cause__
+        raise stopped
     return results
-
-
-def _check_controller(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
-    """Refuse a controller that is not for deadlines, or was trained on another profile."""
-    controller = loaded.controller
-    if controller.sense != "deadline":
-        raise InputError(
-            f"{checkpoint}: keeps a mean over requests, but with live=true every request has a "
-            "deadline"
-        )
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(
-            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
-        )
 
 
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:
@@ -245,15 +229,15 @@ class Server:
         self.stream = stream
         self.config = config
         self.score = requests.score
-        self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
+        frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.static = TrackedStatic(static, LatencyTracker(model.configurations, STATIC))
         # what the latest choices of static cost; their median is taken off the next budget, as in
         # the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
         self.trackers = [model.tracker, self.static.tracker]
         self.policies: dict[str, Callable[[int], Served]] = {
-            LEARNED: partial(self.by_controller, self.model),
-            FROZEN: partial(self.by_controller, self.frozen),
+            LEARNED: partial(self.by_controller, model),
+            FROZEN: partial(self.by_controller, frozen),
             STATIC: self.by_static,
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
@@ -302,7 +286,7 @@ class Server:
         (answer,) = vlm.answer([stage], self.model.configurations[choice])
         return Served(choice, self.score(name, answer.text), answer.total_ms)
 
-    def serve(self) -> ServiceStopped | None:
+    def serve(self) -> InputError | None:
         """Serve the stream by every policy; return what stopped it before the end, if anything.
 
         The policies serve the same `IN_A_ROW` requests one after the other, then the next ones. The
@@ -312,19 +296,27 @@ class Server:
         names = list(self.policies)
         rng = np.random.default_rng((self.config.seed, 1))
         try:
-            for i, policy in itertools.product(range(WARM_UP), names):
-                self._serve_request(policy, i % n)
+            for number, policy in itertools.product(range(WARM_UP), names):
+                i = number % n
+                self.policies[policy](i)
             with progress("serving", n, 0) as tick:
                 while self.done < n:
                     block = range(self.done, min(self.done + IN_A_ROW, n))
                     order = rng.permutation(len(names)).tolist()
                     for p, i in itertools.product(order, block):
-                        served = self._serve_request(names[p], i)
+                        policy = names[p]
+                        served = self.policies[policy](i)
                         for field, value in served._asdict().items():
                             self.served[field][p, i] = value
                     self.done = block.stop
                     tick(self.done)
-        except ServiceStopped as stopped:
+        except Exception as error:
+            problem = in_a_line(error)
+            if isinstance(error, InputError):
+                problem = str(error)
+            request = f"serving request {self.stream.ids[i]!r} by {policy}"
+            stopped = InputError(f"{request}: {problem}; served before: {self.done} requests")
+            stopped.__cause__ = error
             return stopped
         return None
 
@@ -334,13 +326,3 @@ class Server:
         fields = ("rows", "budgets_ms", "ids")
         parts = {name: getattr(self.stream, name)[: self.done] for name in fields}
         return replace(self.stream, **parts), served
-
-    def _serve_request(self, policy: str, i: int) -> Served:
-        try:
-            return self.policies[policy](i)
-        except Exception as error:
-            problem = in_a_line(error)
-            if isinstance(error, InputError):
-                problem = str(error)
-            request = f"serving request {self.stream.ids[i]!r} by {policy}"
-            raise ServiceStopped(f"{request}: {problem}") from error

@@ -83,6 +83,7 @@ def live_results(
         row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
         # on the same requests, so that the interval is a paired one
         rows.append(row | with_interval("behind", live["utility"][0] - live["utility"][p]))
+    # of the controller
     decided = {name: values[0] for name, values in served.items()}
     load = os.getloadavg()[0]
     results = {

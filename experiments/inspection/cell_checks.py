@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from knobwise.envs.configurations.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
 from knobwise.experiments.inspection.measured import (
     Fault,
     Faults,
     Measured,
+    expected_of,
     gaps_of,
     jump_of,
     levels_of,
@@ -67,39 +67,29 @@ def percent(measured: Measured) -> Faults:
 
 def same_samples(measured: Measured) -> Faults:
     """Notice samples that occur under several ids and that a split may part: with equal features
-    and outcomes, or with equal features and accuracies, and latencies that hardly differ."""
-    table = measured.table
-    features = measured.features
-    cells = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
-    advice = "Keep one of them."
-    if not table.clusters:
-        advice = (
-            "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
-            "and no split parts them."
-        )
-    copies = len(_equal_pairs(measured, torch.cat([features, cells], 1))[0])
-    if copies and table.num_configurations > 1:
-        words = f"{copies} samples have the features and outcomes of another one"
-        yield Fault(words, "nearly certain", advice)
-    elif table.features:
-        first, second = _equal_pairs(measured, features)
-        differences = np.abs(measured.log_ms[first] - measured.log_ms[second])
-        usual = np.nanmedian(np.abs(np.diff(measured.log_ms, axis=0)))
-        as_right = (measured.accuracy[first] == measured.accuracy[second]).mean(1) > 0.95
-        if twins := int((as_right & (np.nanmedian(differences, 1) < 0.25 * usual)).sum()):
-            words = f"{twins} samples have the features of another one, and take about as long"
-            yield Fault(words, "likely", advice)
-
-
-def _equal_pairs(measured: Measured, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs of samples whose rows, float32 [n, d], are equal bit for bit, and which a split
-    may part: each sample with the one before it that has the same row."""
+    (in tables without features equal outcomes), as often right, and latencies that hardly
+    differ."""
+    rows = measured.features
+    if not measured.names:
+        rows = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
     number = numbers_of(rows)
-    # equal rows stand together
+    # equal rows stand together; each is compared with the one before it
     order = np.argsort(number, kind="stable")
-    keys = measured.split_keys[order]
-    pairs = (np.diff(number[order]) == 0) & (np.diff(keys) != 0)
-    return order[:-1][pairs], order[1:][pairs]
+    pairs = (np.diff(number[order]) == 0) & (np.diff(measured.split_keys[order]) != 0)
+    first = order[:-1][pairs]
+    second = order[1:][pairs]
+    differences = np.abs(measured.log_ms[first] - measured.log_ms[second])
+    usual = np.nanmedian(np.abs(np.diff(measured.log_ms, axis=0)))
+    right = np.isclose(measured.accuracy[first], measured.accuracy[second], equal_nan=True)
+    same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
+    if same.any():
+        yield Fault(
+            f"{same.sum()} samples have the features of another one (without features the "
+            "outcomes), and take about as long",
+            "likely",
+            "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
+            "and no split parts them.",
+        )
 
 
 # -- times -----------------------------------------------------------------------------------------
@@ -195,11 +185,7 @@ def missing_where_slow(measured: Measured) -> Faults:
     if missing.sum() < 10:
         return
     # what a cell would take, from its sample and its configuration
-    of_row = np.zeros((len(missing), 1))
-    for _ in range(5):
-        of_column = np.nanmean(measured.log_ms - of_row, 0)
-        of_row = np.nanmean(measured.log_ms - of_column, 1, keepdims=True)
-    expected = of_row + of_column
+    expected = expected_of(measured.log_ms)
     slower = expected[missing].mean() - expected[~missing].mean()
     if slower > max(0.3, 5 / math.sqrt(missing.sum())) * expected.std():
         yield Fault(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.baselines import Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
-from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
+from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_moments
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
@@ -44,10 +44,10 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
           median over the cells; None if each was measured once
         - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
-        - `headroom`, `static_choices`, `feasible_share`: see `_headroom`
+        - `headroom`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
         - `configuration_means`, and which of them are on the Pareto front, `pareto`
-        - `datasets`, `images`, `clusters`, `features`, `digest`, `notes` (of the reader),
+        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader),
           `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
     """
     # digest and policies are those of the whole profile, which may have a first look
@@ -59,8 +59,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     means = configurations_of(table, torch.arange(table.num_samples))
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
-    lowest = accuracy.nan_to_num(nan=torch.inf).amin(1)
-    highest = accuracy.nan_to_num(nan=-torch.inf).amax(1)
+    differs = (accuracy - accuracy.nanmean(1, keepdim=True)).abs() > 1e-6
     budgets_ms = default_budgets(table)
     mean_ms = latency.nanmean(0)
     deviation = (latency - mean_ms).square().nanmean(0).sqrt()
@@ -72,17 +71,16 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "configurations": table.num_configurations,
         "grid": math.prod(table.knob_sizes),
         "coverage": float(table.mask.double().mean()),
-        "config_dependent_share": float((highest - lowest > 1e-6).double().mean()),
+        "config_dependent_share": float(differs.any(1).double().mean()),
         "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
         "latency_jitter_within_cell": _log_spread(table.measurements_ms),
         "latency_spread_between_configurations": _log_spread(table.latency_ms),
         "knobs": _marginals(table, accuracy, latency),
-        **_headroom(table, budgets_ms),
+        "headroom": _headroom(table, budgets_ms),
         "attainable": attainable(whole, budgets_ms),
         "oracle_of_halves": oracle_of_halves(table, budgets_ms),
         "configuration_means": means,
         "datasets": dict(Counter(table.dataset_names)),
-        "images": len(set(table.image_ids)) or None,
         "clusters": len(set(table.clusters)) or None,
         "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
@@ -98,10 +96,9 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     A row needs at least two latencies; None if no row has them. NaN is left out.
     """
     # NaN where there is no measurement
-    logs = log_measured(latency_ms)
-    count = (~logs.isnan()).sum(-1)
-    squares = (logs - logs.nanmean(-1, keepdim=True)).square().nansum(-1)
-    spreads = (squares / (count - 1)).sqrt()[count > 1]
+    count = (~latency_ms.isnan()).sum(-1)
+    variance = log_moments(latency_ms)[1] * count / (count - 1)
+    spreads = variance[count > 1].sqrt()
     return float(median_of(spreads)) if len(spreads) else None
 
 
@@ -121,32 +118,27 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
     return marginals
 
 
-def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any]:
-    """Return at each budget, float [B], what the best static configuration is, the utility of
-    static and of the oracle, and the share of samples that some configuration answers on time."""
+def _headroom(table: ProfileTable, budgets_ms: Tensor) -> list[dict[str, Any]]:
+    """Return a row for each budget, float [B]: the utility of static and of the oracle, the share
+    of samples that some configuration answers on time, and what static chooses."""
     rows = torch.arange(table.num_samples)
     static = static_of(table, rows)
-    judged = judge(static, table, rows, budgets_ms)
-    best = judge(Oracle(table, rows), table, rows, budgets_ms)
-    utility = judged.utility.double().mean(0).tolist()
-    choices = []
-    chosen = static.choose({}, budgets_ms.numpy()).tolist()
-    for budget, c, mean in zip(budgets_ms.tolist(), chosen, utility, strict=True):
-        choice = {"budget_ms": budget, "label": table.label(c), "knobs": table.configuration(c)}
-        choices.append(choice | {"utility": mean})
-    headroom = {
-        "budgets_ms": budgets_ms.tolist(),
-        "budget_aware_static": utility,
-        "oracle": best.utility.double().mean(0).tolist(),
+    by_static = judge(static, table, rows, budgets_ms)
+    by_oracle = judge(Oracle(table, rows), table, rows, budgets_ms)
+    columns = {
+        "budget_ms": budgets_ms.tolist(),
+        "budget_aware_static": by_static.utility.double().mean(0).tolist(),
+        "oracle": by_oracle.utility.double().mean(0).tolist(),
+        "feasible": by_oracle.feasible.double().mean(0).tolist(),
+        "static_choice": list(map(table.label, static.choose({}, budgets_ms.numpy()))),
     }
-    feasible = best.feasible.double().mean(0).tolist()
-    return {"headroom": headroom, "static_choices": choices, "feasible_share": feasible}
+    return pl.DataFrame(columns).to_dicts()
 
 
-def mean_headroom(facts: Facts) -> list[float]:
+def mean_headroom(facts: Facts) -> tuple[float, ...]:
     """Return the mean utility over the budgets of static and of the oracle."""
-    headroom = facts["headroom"]
-    return [float(np.mean(headroom[key])) for key in ("budget_aware_static", "oracle")]
+    rows = pl.DataFrame(facts["headroom"])
+    return rows.select(pl.mean("budget_aware_static", "oracle")).row(0)
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -159,8 +151,7 @@ NEXT_TO_NOTHING = 0.02
 
 def _warnings(facts: Facts) -> list[str]:
     """Say what a person should know before training on this profile."""
-    headroom = facts["headroom"]
-    gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
+    gains = [row["oracle"] - row["budget_aware_static"] for row in facts["headroom"]]
     varies = facts["latency_cv_within_configuration"]
     # warning → whether it holds
     warnings = {
@@ -181,7 +172,7 @@ def _warnings(facts: Facts) -> list[str]:
             0 < varies < NEXT_TO_NOTHING
         ),
         "The oracle is hardly better than budget-aware static: choosing per input can gain next "
-        "to nothing.": gains.max() < NEXT_TO_NOTHING,
+        "to nothing.": max(gains) < NEXT_TO_NOTHING,
         "No features: a policy sees only the budget, and cannot do better than budget-aware "
         "static.": not facts["features"],
     }

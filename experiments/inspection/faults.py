@@ -43,9 +43,8 @@ def warnings_of(table: ProfileTable) -> list[str]:
         InputError: training refuses one of them.
     """
     faults = faults_of(table)
-    for fault in faults:
-        if fault.refused:
-            raise InputError(f"profile {table.name!r}: {fault}")
+    if faults and faults[0].refused:
+        raise InputError(f"profile {table.name!r}: {faults[0]}")
     return list(map(str, faults))
 
 

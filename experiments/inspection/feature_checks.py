@@ -16,7 +16,7 @@ from knobwise.experiments.inspection.measured import (
     Measured,
     correlations,
     filled,
-    repeated,
+    numbers_of,
     residuals,
     scaled,
 )
@@ -165,6 +165,6 @@ def idle_features(measured: Measured) -> Faults:
             words = f"Features {name}: {int((~varies).sum())} of {len(varies)} columns never vary"
             yield Fault(words, "certain", "They can be left out.")
         columns += known[:, varies].unbind(1)
-    if columns and (copies := repeated(torch.stack(columns))):
+    if columns and (copies := len(columns) - len(set(numbers_of(torch.stack(columns))))):
         words = f"{copies} features repeat another one"
         yield Fault(words, "certain", "They can be left out.")

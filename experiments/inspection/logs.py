@@ -11,7 +11,7 @@ from rich.console import Console
 
 from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.report.choice_sentences import setting
-from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.report.words import number
 
 Facts = Mapping[str, Any]
@@ -53,7 +53,7 @@ def inspect_log(folder: str) -> dict[str, Any]:
 
 
 def print_log(facts: Facts, console: Console) -> None:
-    """Print the facts in words and a table."""
+    """Print the facts in words."""
     total = facts["requests"]
     lines = [
         f"{facts['log']}: {total:,} requests by {len(facts['controllers'])} controllers",
@@ -62,7 +62,6 @@ def print_log(facts: Facts, console: Console) -> None:
     ]
     for reason, count in sorted(facts["set_aside"].items()):
         lines.append(f"{count:,} set aside: {reason}")
+    for label, count in facts["configurations"].items():
+        lines.append(f"{label}: {count:,} requests, {count / total:.1%}")
     print_lines(console, lines)
-    used = facts["configurations"].items()
-    cells = [[label, f"{count:,}", f"{count / total:.1%}"] for label, count in used]
-    print_table(console, Table(["configuration", "requests", "share"], cells))

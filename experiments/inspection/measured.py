@@ -157,25 +157,18 @@ def gaps_of(logs: np.ndarray, fewest: int) -> tuple[np.ndarray, np.ndarray]:
 def numbers_of(rows: Tensor) -> np.ndarray:
     """Return a number for each row, float32 [n, d] with d > 0; rows that are equal bit for bit have
     the same."""
-    values = np.ascontiguousarray(rows.numpy())
-    whole = values.view(np.dtype((np.void, values.dtype.itemsize * values.shape[1])))
-    return np.unique(whole, return_inverse=True)[1].reshape(-1)
+    return torch.unique(rows.view(torch.int32), return_inverse=True, dim=0)[1].numpy()
 
 
-def repeated(rows: Tensor) -> int:
-    """Count the rows, float32 [n, d] with d > 0, that equal an earlier one bit for bit."""
-    return len(rows) - len(np.unique(numbers_of(rows)))
-
-
-def excess(values: np.ndarray) -> np.ndarray:
-    """Return how far each value, float64 [n, C], is above what its row and its column let expect:
-    their effects add up, and each is a median."""
+def expected_of(values: np.ndarray) -> np.ndarray:
+    """Return what the row and the column of each value, float64 [n, C], let expect: their effects
+    add up, and each is a median."""
     known = torch.from_numpy(values)
     of_row = torch.zeros(len(known), 1, dtype=torch.float64)
     for _ in range(3):
         of_column = (known - of_row).nanmedian(0).values
         of_row = (known - of_column).nanmedian(1, keepdim=True).values
-    return (known - of_row - of_column).numpy()
+    return (of_row + of_column).numpy()
 
 
 def levels_of(measured: Measured, values: np.ndarray) -> np.ndarray:

@@ -18,23 +18,15 @@ from knobwise.experiments.report.words import (
     points,
     policy_name,
     quantity,
-    span,
 )
 
 
 def lead(facts: Facts) -> str:
     """Say what a policy could gain over static: what looks predictable, and what an oracle has."""
     static, oracle = mean_headroom(facts)
-    estimate = facts["attainable"]
-    if estimate:
-        line = learnable(estimate)
-    elif facts["features"]:
-        line = "There are too few samples to tell what your features can predict"
-    else:
-        line = (
-            "Nothing can be gained without features: a policy then sees only the budget, and "
-            "cannot beat the best static choice"
-        )
+    line = "There are no features, or too few samples to tell what they can predict"
+    if facts["attainable"]:
+        line = learnable(facts["attainable"])
     most = points(oracle - static, ".1f")
     line += f". An oracle that knows every outcome would gain {most} points"
     halves = facts["oracle_of_halves"]
@@ -98,18 +90,15 @@ def print_inspection(facts: Facts, console: Console) -> None:
 
 def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the page, heading → blocks, with these figures, or with none for a terminal."""
-    per_budget = zip(
-        facts["static_choices"], facts["headroom"]["oracle"], facts["feasible_share"], strict=True
-    )
     budgets = [
         {
-            "budget": quantity(static["budget_ms"], facts["unit"]),
-            "static": f"{static['utility']:.3f}",
-            "oracle": f"{oracle:.3f}",
-            "feasible": f"{feasible:.1%}",
-            "best static configuration": static["label"],
+            "budget": quantity(row["budget_ms"], facts["unit"]),
+            "static": f"{row['budget_aware_static']:.3f}",
+            "oracle": f"{row['oracle']:.3f}",
+            "feasible": f"{row['feasible']:.1%}",
+            "best static configuration": row["static_choice"],
         }
-        for static, oracle, feasible in per_budget
+        for row in facts["headroom"]
     ]
     knobs = []
     for name, knob in facts["knobs"].items():
@@ -140,37 +129,12 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
     from knobwise.experiments.report.page import render_page
 
-    static, oracle = mean_headroom(facts)
-    estimate = facts["attainable"] or {"gain": None, "gain_ci95": None}
-    tiles = [
-        (
-            f"{points(estimate['gain'])} points",
-            "of utility look predictable from your features",
-            span(estimate["gain_ci95"]),
-        ),
-        (
-            f"{points(oracle - static)} points",
-            "would be gained by an oracle that knows every outcome",
-            "over the best static configuration for each budget",
-        ),
-        (
-            f"{facts['samples']:,} × {facts['configurations']:,}",
-            "samples × configurations",
-            f"{facts['coverage']:.1%} of the cells profiled",
-        ),
-        (
-            f"{facts['config_dependent_share']:.0%}",
-            "of the samples are right under some settings and wrong under others",
-            "",
-        ),
-    ]
     return render_page(
         path,
         "knobwise profile",
         facts["name"],
         _sections(facts, _figures(facts)),
         facts=[facts["digest"]],
-        tiles=tiles,
         lead=lead(facts),
     )
 
@@ -180,11 +144,11 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
-    names = [policy_name("budget_aware_static"), policy_name("oracle")]
-    headroom = pl.DataFrame(facts["headroom"])
-    headroom.columns = ["budget_ms", *names]
+    names = {name: policy_name(name) for name in ("budget_aware_static", "oracle")}
+    titles = list(names.values())
+    headroom = pl.DataFrame(facts["headroom"]).rename(names)
     utility = headroom.unpivot(
-        names, index="budget_ms", variable_name="policy", value_name="utility"
+        titles, index="budget_ms", variable_name="policy", value_name="utility"
     )
     utility = utility.unique(maintain_order=True)
     figures = {

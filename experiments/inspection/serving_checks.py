@@ -13,7 +13,7 @@ from knobwise.experiments.inspection.measured import (
     Fault,
     Faults,
     Measured,
-    excess,
+    expected_of,
     jump_of,
     levels_of,
     numbers_of,
@@ -45,7 +45,7 @@ def far_off(measured: Measured) -> Faults:
     changed, and many that take a small part, as answers from a cache do."""
     if min(measured.log_ms.shape) < 3 or measured.table.unit != "ms":
         return
-    beyond = excess(measured.log_ms)
+    beyond = measured.log_ms - expected_of(measured.log_ms)
     late = beyond > math.log(FAR)
     if 0 < late.sum() < 0.05 * late.size:
         row, column = np.unravel_index(np.nanargmax(beyond), beyond.shape)

@@ -83,8 +83,7 @@ SPENDS_ON = {
 def _on_correlation(results: Results) -> str:
     """Say how the latency of the choice goes with difficulty, and what of that is the setting."""
     hard = results["explanation"]["difficulty"]
-    row = next(row for row in hard["at"] if row["budget_ms"] == hard["budget_ms"])
-    sign = sign_of(row["setting_ci95"])
+    sign = sign_of(hard["setting_ci95"])
     worthwhile = ""
     if sign < 0 and problem_of(results) is DEADLINE:
         worthwhile = (
@@ -94,7 +93,7 @@ def _on_correlation(results: Results) -> str:
     return (
         f"{SPENDS_ON[sign]}: at {quantity(hard['budget_ms'], unit_of(results))} the rank "
         "correlation of difficulty with the mean latency of the setting is "
-        f"{number(row['setting'], '+.2f')}{span(row['setting_ci95'], '+.2f')}.{worthwhile}"
+        f"{number(hard['setting'], '+.2f')}{span(hard['setting_ci95'], '+.2f')}.{worthwhile}"
     )
 
 

@@ -29,7 +29,6 @@ from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
     MINOR,
     Folded,
-    Table,
     print_lines,
     print_sections,
     print_table,
@@ -232,10 +231,6 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         "Easy and hard samples": [
             *on_difficulty(results),
             table_of(groups),
-            _correlations(hard, unit),
-            "Spearman's rank correlation with difficulty, 95% intervals in brackets. In the last "
-            "column every configuration counts with its mean latency over all samples. A dash "
-            "means that all samples get the same setting.",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],
@@ -249,25 +244,6 @@ def explanation(results: Results) -> dict[str, list[Any]]:
 def print_explanation(results: Results, console: Console) -> None:
     """Print the sections on why the deployed policy sets the knobs as it does."""
     print_sections(console, explanation(results))
-
-
-def _correlations(hard: Row, unit: str) -> Table:
-    """Return the correlations with difficulty at each budget."""
-    return table_of(
-        [
-            {
-                "budget": quantity(row["budget_ms"], unit),
-                "latency of the choice": _correlation(row, "correlation", "ci95"),
-                "the same for static": _correlation(row, "static", ""),
-                "setting alone": _correlation(row, "setting", "setting_ci95"),
-            }
-            for row in hard["at"]
-        ]
-    )
-
-
-def _correlation(row: Row, key: str, interval: str) -> str:
-    return number(row[key], "+.2f") + words.interval(row.get(interval), "+.2f")
 
 
 def _importance(results: Results) -> list[Any]:

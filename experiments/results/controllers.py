@@ -24,60 +24,59 @@ from knobwise.experiments.results.statistics import with_interval
 from knobwise.experiments.results.summary import Results, labels_of, summary_of
 
 
-def judge_deadlines(
+def judge_on_test(
     table: ProfileTable,
+    fitted: Tensor,
     test: Tensor,
     budgets_ms: Tensor,
-    rewards: RewardTable,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],
-    baselines: Sequence[Baseline],
+    baselines: Sequence[Any],
     charge: bool = True,
+    rewards: RewardTable | None = None,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[Results, pl.DataFrame]:
     """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each
-    of `seeds`, and their teachers and baselines on the same samples under the same deadlines.
+    of `seeds`, and other policies on the same samples under the same budgets.
 
     Controllers are charged their own cost: the time of their decisions and of the features that
-    they read. `utility_free` is what they would have got for nothing. All others decide for free,
-    and have neither that nor a decision time.
+    they read. All others decide for free, and have no decision time.
 
     Args:
-        test: int64 [n], samples that nothing was fitted or chosen on.
+        fitted: int64, the rows that static policies are chosen on under mean budgets.
+        test: int64 [n], samples that nothing was fitted, chosen or calibrated on.
         budgets_ms: float [B].
-        rewards: the reward of the column `reward`.
-        baselines: `budget_aware_static` and `oracle` must be among them.
+        baselines: under deadlines `budget_aware_static` and `oracle` must be among them; under mean
+            budgets the static ones and the oracle are added.
         charge: whether controllers pay for their decisions.
+        rewards: under deadlines the reward of the column `reward`.
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
     """
-    deciders = [controller.decider for controller in controllers]
-    costs = own_costs(deciders, table, test, budgets_ms)
+    costs = own_costs([each.decider for each in controllers], table, test, budgets_ms)
     spent = [cost.charged_ms * charge for cost in costs]
-    policies: dict[str, list[Any]] = {"controller": deciders}
-    if all(controller.teacher is not None for controller in controllers):
-        policies["teacher"] = [controller.guarded_teacher for controller in controllers]
-    policies |= {baseline.name: [baseline] for baseline in baselines}
-    policies["if_free"] = [controller.if_free for controller in controllers]
-    started = [controller.decider for controller in before if controller is not None]
-    if len(started) == len(controllers):
-        policies["before"] = started
+    further: list[dict[str, Any]] = [{"decision_us": cost.decision_us} for cost in costs]
+    if controllers[0].sense == "mean":
+        reference = Reference(table, fitted, test)
+        policies = [controller.under_mean_budgets() for controller in controllers]
+        outcomes = reference.judged(budgets_ms, policies, baselines, spent)
+        decisions = decision_frame(table, test, budgets_ms, outcomes, seeds, further)
+        results = summary_of(MEAN_BUDGET, decisions, table, test, seeds, reference)
+        _add_prices(results, policies, baselines)
+        return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
     # only controllers pay for their decisions
     paid = {"controller": spent, "before": spent}
-    judged = judge_all(table, test, budgets_ms, rewards, policies, paid)
+    deciders = _deciders(controllers, baselines, before)
+    judged = judge_all(table, test, budgets_ms, rewards, deciders, paid)
     if_free = judged.pop("if_free")
     untrained = judged.pop("before", [])
-
-    # what only controllers have, among it the probabilities that their teachers predict
-    further = []
+    # what only controllers have: what they would have got for nothing, and the probabilities that
+    # their teachers predict
     for i, outcome in enumerate(judged["controller"]):
-        left_ms = budgets_ms - spent[i]
-        columns: dict[str, Any] = {"decision_us": costs[i].decision_us}
-        columns["score_free"] = if_free[i].utility
-        chances = expected_in_time(controllers[i], table, test, outcome.chosen, left_ms)
-        further.append(columns | {"expected_in_time": chances})
+        further[i]["score_free"] = if_free[i].utility
+        about = controllers[i], table, test, outcome.chosen, budgets_ms - spent[i]
+        further[i]["expected_in_time"] = expected_in_time(*about)
     decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
     results = summary_of(DEADLINE, decisions, table, test, seeds)
-
     if untrained:
         pairs = zip(untrained, judged["controller"], strict=True)
         gains = torch.stack([last.utility - first.utility for first, last in pairs])
@@ -85,79 +84,42 @@ def judge_deadlines(
     return results, decisions
 
 
-def over_splits(
-    table: ProfileTable,
-    tests: Sequence[Tensor],
-    seeds: Sequence[int],
-    decisions: Sequence[pl.DataFrame],
-) -> tuple[Results, pl.DataFrame]:
-    """Return the contents of `results.json` and of `decisions.parquet` of several splits together,
-    from the decisions in each of them under the same deadlines.
-
-    Every row also has `utility_per_split`. `test_samples` counts a sample once for each split that
-    judges it.
-
-    Args:
-        tests: int64 [n], the test samples of each split.
-        seeds: of the controllers.
-        decisions: from `judge_deadlines`, of each split.
-    """
-    together = pl.concat(
-        frame.with_columns(split=pl.lit(split, pl.Int64)) for split, frame in enumerate(decisions)
-    )
-    return summary_of(DEADLINE, together, table, torch.cat(list(tests)), seeds), together
-
-
-def judge_mean_budgets(
-    table: ProfileTable,
-    fitted: Tensor,
-    test: Tensor,
-    budgets_ms: Tensor,
+def _deciders(
     controllers: Sequence[DeployedController],
-    seeds: Sequence[int],
+    baselines: Sequence[Baseline],
+    before: Sequence[DeployedController | None],
+) -> dict[str, list[Any]]:
+    """Return the policies that are judged under deadlines, by name."""
+    policies: dict[str, list[Any]] = {
+        "controller": [controller.decider for controller in controllers]
+    }
+    if all(controller.teacher is not None for controller in controllers):
+        policies["teacher"] = [controller.guarded_teacher for controller in controllers]
+    policies |= {baseline.name: [baseline] for baseline in baselines}
+    policies["if_free"] = [controller.if_free for controller in controllers]
+    started = [controller.decider for controller in before if controller is not None]
+    if len(started) == len(controllers):
+        policies["before"] = started
+    return policies
+
+
+def _add_prices(
+    results: Results,
+    controllers: Sequence[MeanBudgetPolicy],
     baselines: Sequence[MeanBudgetPolicy],
-    charge: bool = True,
-) -> tuple[Results, pl.DataFrame]:
-    """Return the contents of `results.json` and of `decisions.parquet` under mean budgets.
-
-    Besides the keys under deadlines a row has `price` (λ) and `worth_ms` (1/λ, None at price 0),
-    the differences in accuracy `over_static_mix` and `over_best_single` at equal mean latency and
-    `over_static_mix_at_budget`, each with its `_ci95`, and `oracle_accuracy` at equal mean latency.
-    `utility` is the accuracy; `gap_closed` is at equal mean latency.
-
-    A budget limits the mean over all data sets, so a policy may spend more on one of them than on
-    another. `by_dataset` compares it with the static mix of all data sets that spends as much on
-    this one.
-
-    Args:
-        fitted: int64, the rows that static policies are chosen on.
-        test: int64 [n], samples that nothing was fitted, chosen or calibrated on.
-        budgets_ms: float [B].
-        seeds: of the controllers.
-        baselines: those that look at the request; the static ones and the oracle are added.
-        charge: whether controllers pay for their decisions.
-    """
-    reference = Reference(table, fitted, test)
-    costs = own_costs([each.decider for each in controllers], table, test, budgets_ms)
-    policies = [controller.under_mean_budgets() for controller in controllers]
-    spent = [cost.charged_ms * charge for cost in costs]
-    judged = reference.judged(budgets_ms, policies, baselines, spent)
-    further = [{"decision_us": cost.decision_us} for cost in costs]
-    decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
-
-    results = summary_of(MEAN_BUDGET, decisions, table, test, seeds, reference)
+) -> None:
+    """Add to rows under mean budgets `price` (λ), `worth_ms` (1/λ, None at price 0), and the
+    accuracy, which is the utility."""
     # a price belongs to a budget, so a mean over the budgets has none
     prices = {baseline.name: 1 / baseline.worths for baseline in baselines}
-    prices["controller"] = torch.stack([1 / policy.worths for policy in policies]).mean(0)
-    price_at = {}
-    for name, of_budgets in prices.items():
-        for budget, price in zip(results["budgets_ms"], of_budgets.tolist(), strict=True):
-            price_at[name, budget] = price
+    prices["controller"] = torch.stack([1 / policy.worths for policy in controllers]).mean(0)
     for row in (*results["rows"], *results.get("by_dataset", [])):
-        price = price_at.get((row["policy"], row["budget_ms"]))
-        row |= {"price": price, "worth_ms": 1 / price if price else None}
+        row |= {"price": None, "worth_ms": None}
         row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
-    return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
+        if row["policy"] in prices and row["budget_ms"] is not None:
+            place = results["budgets_ms"].index(row["budget_ms"])
+            row["price"] = float(prices[row["policy"]][place])
+            row["worth_ms"] = 1 / row["price"] if row["price"] else None
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -47,13 +48,9 @@ class Reference:
 
     def hull(self) -> list[dict[str, Any]]:
         """Return the corners of the static mix, from the cheapest to the most accurate."""
-        accuracy = self._accuracy.mean(0).tolist()
-        latency_ms = self._means.tolist()
-        corners = []
-        for i, c in enumerate(self.corners.tolist()):
-            label = self.table.label(c)
-            corners.append({"label": label, "accuracy": accuracy[i], "latency_ms": latency_ms[i]})
-        return corners
+        labels = list(map(self.table.label, self.corners.tolist()))
+        means = {"accuracy": self._accuracy.mean(0).tolist(), "latency_ms": self._means.tolist()}
+        return pl.DataFrame({"label": labels} | means).to_dicts()
 
     def static_mix(self, spent: Tensor) -> Tensor:
         """Return the accuracy of the static mix whose mean latency on the test samples is `spent`,

@@ -162,11 +162,11 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
 
     Returns:
         `unanswered`: the number of samples that no configuration answers right; they are left out.
-        `at`: for each budget the `correlation` between difficulty and latency of the choice, with
-        its `ci95`; `static`; and `setting`, with `setting_ci95`; null where a side is constant.
-        `budget_ms`: the budget of the groups, the largest at which choices differ, or null.
-        `groups`: at this budget, for some ten groups of samples from easy to hard, the means
-        `difficulty_ms`, `policy_ms`, with its `ci95`, and `static_ms`.
+        `budget_ms`: the last budget at which choices differ, or null. At this budget:
+        `correlation`: between difficulty and latency of the choice, with its `ci95`; `static`;
+        null where a side is constant; and `setting`, with `setting_ci95`.
+        `groups`: for some ten groups of samples from easy to hard, the means `difficulty_ms`,
+        `policy_ms`, with its `ci95`, and `static_ms`.
     """
     # [n, C] each, and what a configuration costs on average, [C]
     accuracy = explained.table.accuracy[explained.rows]
@@ -181,19 +181,16 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     static = latency_ms.gather(1, explained.static)[known].numpy()
     setting = cost_ms[explained.chosen[known]].numpy()
 
-    at = []
-    grouped: dict[str, Any] = {"groups": [], "budget_ms": None}
+    last: dict[str, Any] = {"budget_ms": None, "groups": []}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
-        row = {"budget_ms": budget}
-        row["correlation"], row["ci95"] = rank_correlation(x, policy[:, b])
-        row["static"], _ = rank_correlation(x, static[:, b])
-        row["setting"], row["setting_ci95"] = rank_correlation(x_setting, setting[:, b])
-        at.append(row)
-        # the last one whose choices differ is shown
-        if row["setting"] is not None:
+        by_setting, ci95 = rank_correlation(x_setting, setting[:, b])
+        if by_setting is not None:
+            last = {"budget_ms": budget, "setting": by_setting, "setting_ci95": ci95}
+            last["correlation"], last["ci95"] = rank_correlation(x, policy[:, b])
+            last["static"], _ = rank_correlation(x, static[:, b])
             points = np.stack([x, policy[:, b], static[:, b]])
-            grouped = {"groups": _groups(points), "budget_ms": budget}
-    return {"unanswered": int((~known).sum()), "at": at} | grouped
+            last["groups"] = _groups(points)
+    return {"unanswered": int((~known).sum())} | last
 
 
 def _groups(points: np.ndarray) -> Rows:

@@ -6,7 +6,6 @@ This module imports no torch, which is slow to load.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +33,6 @@ CONTROLS = (
 matter."""
 TRAINED = (*LEARNED, *CONTROLS)
 """All selectors that were trained."""
-PAIRS = (
-    *itertools.product(GRPO, ("rce", "sft")),
-    ("grpo_live", "grpo_rounds"),
-    ("rce", "sft"),
-    *itertools.product(("sft",), ("random", "similarity", "part_similarity")),
-    *itertools.product(CONTROLS[:3], ("sft", "rce")),
-    *itertools.product(("hidden_rce", "hidden_live"), ("hidden_sft",)),
-)
-"""Selectors that are compared, as (policy, against). The best trained selector is also compared
-with every simple baseline."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, is_cut_short, locked, replace_link, sync, write_text
+from knobwise.common.files import FULL, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
 
 CONFIG = "config.yaml"
@@ -69,11 +69,11 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
-    first = _preferred(config, overrides)
+    experiment = latest.with_name(config.experiment)
     settings = OmegaConf.to_yaml(asdict(config))
     try:
-        with locked(first.parent):
-            for folder in _candidates(first):
+        with locked(experiment):
+            for folder in _candidates(config, overrides):
                 lock = _made(folder, settings) or _taken_up(folder, settings)
                 if lock is not None:
                     break
@@ -81,7 +81,7 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         if error.errno in FULL:
             raise
         raise InputError(
-            f"{first.parent}: cannot be written ({error.strerror}); choose another runs=…"
+            f"{experiment}: cannot be written ({error.strerror}); choose another runs=…"
         ) from error
     assert lock is not None
     with lock:
@@ -99,13 +99,10 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         sync(folder)
 
 
-def _preferred(config: Any, overrides: list[str]) -> Path:
-    """Return the folder of a run, if no other run has taken it."""
-    return Path(config.runs) / config.experiment / (config.name or run_name(overrides))
-
-
-def _candidates(first: Path) -> Iterator[Path]:
-    """Yield `first`, `first-2`, `first-3` and so on."""
+def _candidates(config: Any, overrides: list[str]) -> Iterator[Path]:
+    """Yield the folders that a run may have: the first one, and with -2, -3 and so on behind its
+    name if other runs have taken it."""
+    first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
     yield first
     for number in itertools.count(2):
         yield first.with_name(f"{first.name}-{number}")
@@ -137,23 +134,21 @@ def _made(folder: Path, settings: str) -> TextIO | None:
 
 def _taken_up(folder: Path, settings: str) -> TextIO | None:
     """Lock an unfinished folder of the same settings and return the lock; None for any other
-    folder. After a power cut the file may be cut short, or end in zeros."""
-    saved = _saved(folder)
-    whole = saved == settings.encode()
-    if not (folder / UNFINISHED).exists() or not (whole or is_cut_short(saved, settings)):
+    folder. After a power cut the file of the settings may be damaged; the lock is not."""
+    if not (folder / UNFINISHED).exists():
         return None
     lock = (folder / UNFINISHED).open("r+")
-    if not whole and lock.read() not in ("", _digest(settings)):
-        lock.close()
-        return None
-    if not lock_descriptor(lock.fileno(), blocking=False):
-        lock.close()
+    # a process that was killed before it wrote the settings may have left an empty lock
+    same = lock.read() in ("", _digest(settings))
+    if same and lock_descriptor(lock.fileno(), blocking=False):
+        if (folder / UNFINISHED).exists():
+            return lock
+        same = False  # it has just been finished
+    lock.close()
+    if same:
         raise InputError(
             f"{folder}: another process is training this run; give yours another name=…"
         )
-    if (folder / UNFINISHED).exists():
-        return lock
-    lock.close()  # it has just been finished
     return None
 
 
@@ -170,7 +165,7 @@ def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
     """Return the finished run of these settings on the data with this digest, None if there is
     none."""
     settings = OmegaConf.to_yaml(asdict(config)).encode()
-    for folder in itertools.takewhile(Path.exists, _candidates(_preferred(config, overrides))):
+    for folder in itertools.takewhile(Path.exists, _candidates(config, overrides)):
         results = folder / "results.json"
         if (folder / UNFINISHED).exists() or not results.exists():
             continue

@@ -1,24 +1,104 @@
-"""Summarise the decisions of selectors: decisions.parquet of a run, and results.json."""
+"""Let selectors decide on held-out queries, and summarise what they decided: decisions.parquet of a
+run, and results.json."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from torch import Tensor
 
+from knobwise.agents.checkpoint import Loaded
+from knobwise.agents.selector import evaluation
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.results.decisions import array_of, decision_rows
-from knobwise.experiments.results.problem import CONTROLS, LEARNED, PAIRS, TRAINED, UPPER
+from knobwise.experiments.results.problem import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
 from knobwise.experiments.results.statistics import mean_intervals
 from knobwise.experiments.results.summary import profile_of
+from knobwise.experiments.settings.beams import SelectorData, hide, stored_embeddings
 
 Rows = list[dict[str, Any]]
+
+
+def judge_selectors(
+    data: SelectorData,
+    trained: Mapping[str, Sequence[Loaded]],
+    judged_shots: Sequence[int],
+    seeds: Sequence[int],
+    trained_shots: int,
+    hidden: Mapping[str, list[str]],
+    baselines: bool = True,
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Judge selectors on the held-out queries, beside the policies that need no training.
+
+    Args:
+        trained: by policy, the checkpoint of each of `seeds`.
+        judged_shots: the numbers of demonstrations to judge at.
+        trained_shots: how many demonstrations they were trained to choose.
+        hidden: by policy, the blocks of the embeddings that it does not see.
+        baselines: whether there are other policies.
+
+    Returns:
+        The contents of `results.json` and of `decisions.parquet`.
+    """
+    # policy → number of shots → its choices
+    decided: dict[str, dict[int, Decided]] = defaultdict(dict)
+    for shots in judged_shots if baselines else ():
+        simple = evaluation.decide_simple(
+            data.test,
+            data.test_scorer,
+            shots,
+            seeds=seeds,
+            rows=data.test_rows,
+            trusted=data.trusted,
+            kinds=data.kinds,
+        )
+        for name, outcome in simple.items():
+            decided[name][shots] = outcome
+    for name, loaded in trained.items():
+        decided[name] = _decided(data, loaded, judged_shots, hidden[name])
+    decisions = selector_decisions(decided, data.test, data.test_rows, seeds)
+    blocks = sorted(set(itertools.chain(*hidden.values())))
+    return selector_results(decisions, data, seeds, trained_shots, blocks), decisions
+
+
+def _decided(
+    data: SelectorData, loaded: Sequence[Loaded], judged_shots: Sequence[int], blocks: list[str]
+) -> dict[int, Decided]:
+    """Return the choices of a policy, of all seeds, by the number of shots.
+
+    Args:
+        loaded: the checkpoint of each seed.
+        blocks: the blocks of the embeddings that are hidden from the policy.
+    """
+    test = hide(data.test, blocks)
+    scorer = data.test_scorer
+    actors = []
+    for checkpoint in loaded:
+        embeddings = stored_embeddings(test, checkpoint, data.items)
+        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, judged_shots[0]))
+    decided = {}
+    for shots in judged_shots:
+        # the same embeddings serve every number of shots
+        for actor in actors:
+            actor.shots = shots
+        outcome = evaluation.decide_selectors(actors, test, scorer, data.test_rows)
+        if scorer is not None:
+            chosen = outcome.demonstrations
+            assert chosen is not None
+            votes = torch.stack([scorer.vote(data.test_rows, sequences) for sequences in chosen])
+            times = evaluation.decision_us(actors[0], data.test_rows)
+            outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
+        decided[shots] = outcome
+    return decided
 
 
 def selector_decisions(
@@ -61,13 +141,10 @@ def selector_decisions(
 
 def selector_results(
     decisions: pl.DataFrame,
-    table: BeamTable,
-    *,
+    data: SelectorData,
     seeds: Sequence[int],
     trained_shots: int,
-    test: BeamTable | None = None,
-    judged_by: str = "scorer",
-    hidden: Sequence[str] = (),
+    hidden: Sequence[str],
 ) -> dict[str, Any]:
     """Return the content of `results.json` of a selector: means over queries and seeds, and
     intervals over both.
@@ -79,31 +156,30 @@ def selector_results(
 
     Args:
         decisions: of `selector_decisions`; trained policies are compared seed by seed.
-        table: the data that the selectors were trained on.
+        data: what the selectors were trained and judged on.
         seeds: of the selectors.
         trained_shots: how many demonstrations they were trained to choose.
-        test: the held-out queries with their own bank, where they are not part of `table`.
-        judged_by: see `knobwise.experiments.settings.beams.SelectorData`.
         hidden: the blocks of the embeddings that the controls `hidden_…` did not see.
     """
     rows, differences = _demonstration_rows(decisions, "accuracy")
     votes, _ = _demonstration_rows(decisions, "vote")
     results = {
         "system": "selector",
-        "profile": profile_of(table),
+        "profile": profile_of(data.table),
         "split": "test",
         "test_queries": decisions["sample_id"].n_unique(),
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
         "trained_shots": trained_shots,
-        "judged_by": judged_by,
+        "judged_by": data.judged_by,
         "hidden": list(hidden),
         "rows": [row for row in rows if row["policy"] not in CONTROLS],
         "differences": differences,
         "controls": [row for row in rows if row["policy"] in CONTROLS],
     }
-    if test is not None:
-        results |= {"test_digest": test.digest, "test_candidates": len(test.candidates)}
+    if data.test is not data.table:
+        results["test_digest"] = data.test.digest
+        results["test_candidates"] = len(data.test.candidates)
     if votes:
         results["votes"] = votes
     return results
@@ -158,13 +234,17 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     are known."""
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
     wanted = [
-        *PAIRS,
-        *itertools.product((*LEARNED, *variants), SIMPLE),
-        *itertools.product(variants, ("rce", "sft")),
+        # what starts from RCE or SFT, and the controls that must not beat them
+        *itertools.product((*GRPO, *CONTROLS[:3], *variants), ("rce", "sft")),
+        ("rce", "sft"),
+        *itertools.product(("hidden_rce", "hidden_live"), ("hidden_sft",)),
+        # one form of post-training with another
+        ("grpo_live", "grpo_rounds"),
         *itertools.product(variants[1:], variants[:1]),
+        *itertools.product((*LEARNED, *variants), SIMPLE),
     ]
-    # each pair once, and only those of which both are known
-    pairs = [pair for pair in dict.fromkeys(wanted) if known.keys() >= set(pair)]
+    # only those of which both are known
+    pairs = [pair for pair in wanted if known.keys() >= set(pair)]
     gains = [_paired(known, *pair) for pair in pairs]
     rows = []
     for (policy, against), gain, ci95 in zip(pairs, gains, mean_intervals(gains), strict=True):

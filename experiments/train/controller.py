@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -44,12 +45,12 @@ from knobwise.experiments.results.attainable import add_shares, attainable_by
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
-    judge_deadlines,
-    judge_mean_budgets,
-    over_splits,
+    judge_on_test,
 )
 from knobwise.experiments.results.explanation import Explained, explain_policy
+from knobwise.experiments.results.problem import DEADLINE
 from knobwise.experiments.results.run_folder import checkpoint_at
+from knobwise.experiments.results.summary import summary_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -219,11 +220,14 @@ class ControllerExperiment(Experiment):
                 explained = Explained(self.table, self.fitted, test, kept, self.budgets_ms)
                 results["explanation"] = explain_policy(explained, questions)
         if self.others:
-            frames = [decisions]
+            # every row is a mean over the splits; a sample counts once for each that judges it
+            frames = [decisions.with_columns(split=pl.lit(0, pl.Int64))]
             for other in self.others:
-                frames.append(other.judge(folder / f"split{other.number}")[1])
-            tests = [part.split.test for part in (self, *self.others)]
-            means, decisions = over_splits(self.table, tests, self.config.seeds, frames)
+                _, judged = other.judge(folder / f"split{other.number}")
+                frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
+            decisions = pl.concat(frames)
+            tests = torch.cat([part.split.test for part in (self, *self.others)])
+            means = summary_of(DEADLINE, decisions, self.table, tests, self.config.seeds)
             split = self.config.split
             # folds share one seed
             seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
@@ -288,7 +292,7 @@ def judge_controllers(
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[dict[str, Any], pl.DataFrame]:
     """Judge controllers beside the baselines on the test part, under deadlines or mean budgets
-    [B], as `judge_deadlines` and `judge_mean_budgets` do.
+    [B], see `judge_on_test`.
 
     Args:
         config: says whether there are all baselines, and whether controllers pay for decisions.
@@ -302,11 +306,7 @@ def judge_controllers(
     if controllers[0].sense == "mean":
         if config.baselines:
             baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
-        return judge_mean_budgets(
-            table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost
-        )
-    baselines = [static_of(table, fitted), Oracle(table, test)]
-    if config.baselines:
+    elif config.baselines:
         if experts is None:
             experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
         if table.features:
@@ -314,8 +314,10 @@ def judge_controllers(
         baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
         if len(rows_by_dataset(table, test)) > 1:
             baselines.insert(1, StaticPerDataset(table, fitted, test))
-    problem = table, test, budgets_ms, rewards
-    judged = judge_deadlines(*problem, controllers, seeds, baselines, config.own_cost, before)
+    else:
+        baselines = [static_of(table, fitted), Oracle(table, test)]
+    about = table, fitted, test, budgets_ms, controllers, seeds, baselines
+    judged = judge_on_test(*about, config.own_cost, rewards, before)
     if estimate:
         judged[0]["attainable"] = estimate
         add_shares(judged[0])

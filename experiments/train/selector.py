@@ -13,12 +13,11 @@ import polars as pl
 import torch
 from joblib import Parallel, delayed
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, started_from
+from knobwise.agents.checkpoint import load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
-from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import RewardModelConfig
@@ -33,7 +32,7 @@ from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.results.selectors import selector_decisions, selector_results
+from knobwise.experiments.results.selectors import judge_selectors
 from knobwise.experiments.settings.beams import (
     SelectorData,
     check_judged,
@@ -376,47 +375,21 @@ class SelectorStages:
 def judge_run(
     config: SelectorRun, data: SelectorData, folder: Path
 ) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Judge every policy on the same held-out queries, at every number of shots.
-
-    Returns:
-        The contents of `results.json` and of `decisions.parquet`.
-    """
-    # policy → number of shots → its choices
-    decided: dict[str, dict[int, Decided]] = {}
-    for shots in config.judged_shots:
-        simple = evaluation.decide_simple(
-            data.test,
-            data.test_scorer,
-            shots,
-            seeds=config.seeds,
-            rows=data.test_rows,
-            trusted=data.trusted,
-            kinds=data.kinds,
-        )
-        for name, outcome in simple.items():
-            decided.setdefault(name, {})[shots] = outcome
+    """Judge every policy of a run, see `judge_selectors`."""
     # for each trained policy, one entry for each seed
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
-    hidden = set[str]()
-    for name, blocks in policies(config).items():
-        hidden.update(blocks)
-        loaded = [
+    hidden = policies(config)
+    trained = {}
+    for name in hidden:
+        loaded = trained[name] = [
             load_checkpoint(seed_folder(folder, seed) / name / "best.pt") for seed in config.seeds
         ]
         # without epochs there is none to keep
         if name != "sft" or config.sft.epochs:
             facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
-        decided[name] = _decided(config, data, blocks, loaded)
-    decisions = selector_decisions(decided, data.test, data.test_rows, config.seeds)
-    results = selector_results(
-        decisions,
-        data.table,
-        seeds=config.seeds,
-        trained_shots=config.shots,
-        test=data.test if data.test is not data.table else None,
-        judged_by=data.judged_by,
-        hidden=sorted(hidden),
+    results, decisions = judge_selectors(
+        data, trained, config.judged_shots, config.seeds, config.shots, hidden
     )
     return results | facts | true_calls(config, folder), decisions
 
@@ -438,34 +411,3 @@ def true_calls(config: SelectorRun, folder: Path) -> dict[str, Any]:
             recorded = len(states[0]["reward_model"]["answered"][0]) - calls[0]
         rows.append({"policy": name, "calls": calls, "recorded": recorded})
     return {"true_calls": rows} if rows else {}
-
-
-def _decided(
-    config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded]
-) -> dict[int, Decided]:
-    """Return the choices of a policy, of all seeds, by the number of shots.
-
-    Args:
-        blocks: the blocks of the embeddings that are hidden from the policy.
-        loaded: the checkpoint of each seed.
-    """
-    test = hide(data.test, blocks)
-    scorer = data.test_scorer
-    actors = []
-    for checkpoint in loaded:
-        embeddings = stored_embeddings(test, checkpoint, data.items)
-        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, config.shots))
-    decided = {}
-    for shots in config.judged_shots:
-        # the same embeddings serve every number of shots
-        for actor in actors:
-            actor.shots = shots
-        outcome = evaluation.decide_selectors(actors, test, scorer, data.test_rows)
-        if scorer is not None:
-            chosen = outcome.demonstrations
-            assert chosen is not None
-            votes = torch.stack([scorer.vote(data.test_rows, sequences) for sequences in chosen])
-            times = evaluation.decision_us(actors[0], data.test_rows)
-            outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
-        decided[shots] = outcome
-    return decided

@@ -143,7 +143,7 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, tr
         assert facts["trained_on"] == {"name": "first", "digest": table.digest}
         assert facts["compared_on"]["digest"] == table.digest
         assert facts["graphs"] == {}
-        assert facts["decision_us_p50"] > 0
+        assert facts["decisions_us_p50"]["controller.npz"] > 0
         assert decided(out, requests) == alone
         (out / "asked.npz").unlink()
         (out / "notes.txt").write_text("mine")

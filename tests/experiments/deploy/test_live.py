@@ -14,7 +14,7 @@ import torch
 from commands import read_json
 from replayed import small_stack, untrained
 
-from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
@@ -27,6 +27,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import Served, Stream, live_results
+from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import SEED, draw_samples
 
@@ -65,7 +66,8 @@ def checkpoint(case, tmp_path):
 
 def run(checkpoint, table, config, model=None, **files):
     model = model or ElasticAdaptive()
-    return live.run_live(checkpoint, table, model, ElasticRequests(), config, **files)
+    about = checkpoint, load_checkpoint(checkpoint), table, model, ElasticRequests()
+    return live.run_live(*about, EvaluateRun(stream=config, **files))
 
 
 def server_of(case, config):
@@ -108,7 +110,7 @@ def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsy
     page = tmp_path / "live.html"
     path = tmp_path / "live.json"
     config = replace(SHORT, clock="cpu")
-    results = run(checkpoint, case.table, config, json_path=str(path), page=str(page))
+    results = run(checkpoint, case.table, config, json=str(path), html=str(page))
     assert "Live and replay" in page.read_text()
     assert read_json(path) == json.loads(json.dumps(results))
     assert "10 requests" in capsys.readouterr().out
@@ -303,7 +305,7 @@ def test_what_was_served_before_a_server_died_is_kept(
     path = tmp_path / "live.json"
     # 26 cells are timed before: 20 to warm up, then 6
     with pytest.raises(InputError, match="ConnectionError: the server is gone"):
-        run(checkpoint, case.table, config, Failing(answers + 26), json_path=str(path))
+        run(checkpoint, case.table, config, Failing(answers + 26), json=str(path))
     assert path.exists() == (kept > 0)
     if kept:
         assert read_json(path)["requests"] == kept

@@ -29,10 +29,8 @@ from knobwise.experiments.inspection.measured import (
     Measured,
     correlations,
     gaps_of,
+    numbers_of,
     residuals,
-)
-from knobwise.experiments.inspection.measured import (
-    repeated as copies_of,
 )
 
 
@@ -142,7 +140,7 @@ def test_groups_a_thousand_apart_with_nothing_between():
     parted, smaller = gaps_of(values, 1)
     assert parted.tolist() == [True, False]
     assert smaller[:, 0].tolist() == [True, True, False, False]
-    assert copies_of(torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]])) == 1
+    assert numbers_of(torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]])).tolist() == [0, 1, 0]
 
 
 def test_columns_that_repeat_or_never_vary_are_counted():

@@ -24,7 +24,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.report.words import read_results
-from knobwise.experiments.results.controllers import judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import judge_on_test
 
 
 def two_sets():
@@ -51,8 +51,8 @@ def judged(table, rows):
     learned = [Ruled(Random(1)), Ruled(Random(2))]
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     budgets = torch.tensor([1.0, 2.0])
-    about = table, rows, budgets, rewards, learned, [0, 1], baselines
-    return judge_deadlines(*about, charge=False)[0]
+    about = table, everything, rows, budgets, learned, [0, 1], baselines
+    return judge_on_test(*about, charge=False, rewards=rewards)[0]
 
 
 def judged_at_means():
@@ -68,7 +68,7 @@ def judged_at_means():
     )
     everything = torch.arange(8)
     about = table, everything, everything, budgets, [learned] * 2, [0, 1], [other]
-    return judge_mean_budgets(*about, charge=False)[0] | {"guard": [], "chosen": []}
+    return judge_on_test(*about, charge=False)[0] | {"guard": [], "chosen": []}
 
 
 def by_set(results, others, sizes):

@@ -150,13 +150,12 @@ def test_facts_worked_out_by_hand(monkeypatch):
     # at 10 ms only the first configuration is in time, for three samples: 0 + 1 + 0 of four
     # at 25 ms the second is right for the first two of four; at 40 ms the third for all three it
     # was profiled for, and the other sample gets the second one, late
-    assert facts["headroom"] == {
-        "budgets_ms": [10.0, 25.0, 40.0],
-        "budget_aware_static": pytest.approx([1 / 4, 2 / 4, 3 / 4]),
-        "oracle": pytest.approx([1 / 4, 2 / 4, 3.5 / 4]),
-    }
-    assert [c["label"] for c in facts["static_choices"]] == [by_hand().label(i) for i in range(3)]
-    assert facts["feasible_share"] == [0.75, 0.75, 1.0]
+    labels = [by_hand().label(c) for c in range(3)]
+    assert [tuple(row.values()) for row in facts["headroom"]] == [
+        (10.0, 1 / 4, 1 / 4, 0.75, labels[0]),
+        (25.0, 2 / 4, 2 / 4, 0.75, labels[1]),
+        (40.0, 3 / 4, 3.5 / 4, 1.0, labels[2]),
+    ]
 
 
 def idle_knob():

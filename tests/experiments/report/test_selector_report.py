@@ -30,6 +30,7 @@ from knobwise.experiments.report.tables import policies
 from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
+from knobwise.experiments.settings.beams import SelectorData
 
 SHOTS, SEEDS, QUERIES = (1, 2, 3, 4), (0, 1, 2), 600
 TWO = {
@@ -64,7 +65,7 @@ def table(queries=40):
     return replace(small_beams(queries, pool=3)[0], name="digits <careless>")
 
 
-def results_of(correct, **more):
+def results_of(correct, test=None, hidden=()):
     decided = {}
     for name, by_shots in correct.items():
         micros = 640.0 if name in LEARNED else None
@@ -72,7 +73,9 @@ def results_of(correct, **more):
             n: Decided(right, None, decision_us=micros) for n, right in by_shots.items()
         }
     decisions = selector_decisions(decided, table(QUERIES), torch.arange(QUERIES), SEEDS)
-    return selector_results(decisions, table(), seeds=SEEDS, trained_shots=2, **more)
+    beams = table()
+    data = SelectorData(beams, None, None, test or beams, None, None, None, "scorer")
+    return selector_results(decisions, data, SEEDS, 2, hidden)
 
 
 @functools.cache

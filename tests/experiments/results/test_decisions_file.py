@@ -13,7 +13,6 @@ from knobwise.__main__ import main
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.policy import choices_of, requests_of
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.agents.stack.prices import StaticMix
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.report.words import read_results
@@ -29,6 +28,7 @@ from knobwise.experiments.results.decisions import (
 from knobwise.experiments.results.problem import shown_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.results.statistics import mean_interval
+from knobwise.experiments.settings.beams import SelectorData
 
 LEAN = [
     *("optimiser.teacher_iterations=2", "optimiser.warmup_iterations=2", "optimiser.iterations=3"),
@@ -155,24 +155,6 @@ def test_results_are_means_of_the_decisions(folder):
     assert decided == [table.label(c) for c in choices.flatten().tolist()]
 
 
-def test_under_mean_budgets_mixtures_are_expectations(folder):
-    results, found = run(*LEAN, *TABLE, "budget=mean", "baselines=false")
-    policies = {"controller", "static_mix", "best_single", "oracle"}
-    assert {row["policy"] for row in results["rows"]} == set(found["policy"]) == policies
-    assert found.select("in_time", "feasible", "reward").null_count().row(0) == (len(found),) * 3
-    assert (found["score"] == found["accuracy"]).all()
-    # where the guard fell back the controller is the static mix, which is no single configuration
-    for seed, guard in zip([3, 1], results["guard"], strict=True):
-        for entry in guard:
-            rows = found.filter(seed=seed, place=entry["budget_ms"])
-            assert rows["choice"].is_null().all() == (not entry["deployed"])
-    # a mixture has the expectation of its two configurations
-    table, fitted, test = profile()
-    budgets = torch.tensor(results["budgets_ms"], dtype=torch.float64)
-    accuracy, _ = StaticMix.of_table(table, fitted, budgets).expected(table, test)
-    np.testing.assert_allclose(array_of(found, "static_mix", "accuracy")[0], accuracy, rtol=1e-6)
-
-
 def test_recorded_sequences_that_a_selector_prefers(folder):
     results, found = run(*SELECT)
     table, _ = small_beams(60)
@@ -223,7 +205,7 @@ LIVE = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).float()  # of the first two se
 BEAMS, _ = small_beams(7)
 
 
-def results(correct, **more):
+def results(correct, test=BEAMS, judged_by="scorer", hidden=()):
     decided = {}
     for name, by_shots in correct.items():
         decided[name] = {}
@@ -232,7 +214,8 @@ def results(correct, **more):
             decided[name][shots] = Decided(right, None, decision_us=time_us)
     seeds = (4, 5, 6)
     decisions = selector_decisions(decided, BEAMS, torch.arange(right.shape[1]), seeds)
-    return selector_results(decisions, BEAMS, seeds=seeds, trained_shots=2, **more)
+    data = SelectorData(BEAMS, None, None, test, None, None, None, judged_by)
+    return selector_results(decisions, data, seeds, 2, hidden)
 
 
 def at_two(**correct):

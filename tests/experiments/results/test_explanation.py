@@ -53,15 +53,18 @@ def test_difficulty_against_latency_by_hand():
 
     seen = by_difficulty(explained(table, choose))
     assert seen["unanswered"] == 1
-    tight, loose = seen["at"]
-    # the second configuration for all: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2, 3, 4
-    assert tight["correlation"] == pytest.approx(0.5 / np.sqrt(5 * 4.5))
-    assert (tight["setting"], tight["setting_ci95"]) == (None, None)
-    # the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and 5.6
-    assert loose["correlation"] == pytest.approx(1.0)
-    setting = spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
-    assert loose["setting"] == pytest.approx(setting)
+    # under the larger budget the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and
+    # 5.6
     assert seen["budget_ms"] == 20
+    assert seen["correlation"] == pytest.approx(1.0)
+    setting = spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
+    assert seen["setting"] == pytest.approx(setting)
+    # under the smaller one all get the second: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2,
+    # 3, 4
+    static = rank_correlation([2.0, 2.5, 3.0, 5.0], [2.0, 2.5, 3.0, 2.0])[0]
+    assert static == pytest.approx(0.5 / np.sqrt(5 * 4.5))
+    tight = by_difficulty(explained(table, choose, BUDGETS[:1]))
+    assert (tight["budget_ms"], tight["groups"]) == (None, [])
     assert [row["difficulty_ms"] for row in seen["groups"]] == [2.0, 2.5, 3.0, 5.0]
     assert all(row["difficulty_ms"] == row["policy_ms"] for row in seen["groups"])
 

@@ -32,9 +32,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.controllers import (
     gain_on_held_out,
     held_out_choices,
-    judge_deadlines,
-    judge_mean_budgets,
+    judge_on_test,
 )
+from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.equal_latency import Reference
 
 QUICK = [
@@ -79,8 +79,9 @@ def loaded(controller, **extra):
 def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
     rewards = RewardTable(table, RewardConfig(kind="utility"))
-    problem = table, torch.arange(table.num_samples), budgets, rewards
-    return judge_deadlines(*problem, choosers, range(4, 4 + len(choosers)), baselines, **options)
+    rows = torch.arange(table.num_samples)
+    about = table, rows, rows, budgets, choosers, range(4, 4 + len(choosers)), baselines
+    return judge_on_test(*about, rewards=rewards, **options)
 
 
 def at_budgets(results):
@@ -204,7 +205,7 @@ def test_rows_of_mean_budgets_by_hand():
     table, budgets = by_hand(), torch.tensor([20.0, 50.0])
     learned = ruled_at_means(by_worth, budgets, torch.tensor([8.0, math.inf]))
     about = table, FITTED, TEST, budgets, [learned, learned], [4, 5], []
-    results, _ = judge_mean_budgets(*about, charge=False)
+    results, _ = judge_on_test(*about, charge=False)
     rows = at_budgets(results)
     assert (results["sense"], results["unit"], results["seeds"]) == ("mean", "ms", [4, 5])
     first, second, whole = (rows["controller", budget] for budget in (20.0, 50.0, None))
@@ -230,7 +231,7 @@ def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them():
     mix = StaticMix.of_table(table, FITTED, budgets)
     fell_back = {"deployed": torch.tensor([False]), "mix": mix}
     learned = ruled_at_means(by_worth, budgets, torch.tensor([math.inf]), **fell_back)
-    results, _ = judge_mean_budgets(table, FITTED, TEST, budgets, [learned], [0], [])
+    results, _ = judge_on_test(table, FITTED, TEST, budgets, [learned], [0], [])
     for policy in ("static_mix", "controller"):  # the guard has fallen back to it
         assert shares(results, policy) == pytest.approx([0, 0.75, 0.25])
 
@@ -263,6 +264,16 @@ def test_train_under_mean_budgets(folder):
     assert list(results["chosen"][0]["weights"]) == ["network", "ridge", "knn"]
     decider = load_checkpoint(run / "checkpoints" / "best.pt").controller.decider
     assert decider.mean.budgets_ms.tolist() == results["budgets_ms"]
+
+    decisions = read_decisions(run)
+    columns = decisions.select("in_time", "feasible", "reward")
+    assert columns.null_count().row(0) == (len(decisions),) * 3
+    assert (decisions["score"] == decisions["accuracy"]).all()
+    # where the guard fell back the controller is the static mix, which is no single configuration
+    for seed, guard in zip([0, 1], results["guard"], strict=True):
+        for entry in guard:
+            choices = decisions.filter(seed=seed, place=entry["budget_ms"])["choice"]
+            assert choices.is_null().all() == (not entry["deployed"])
 
 
 def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(folder, capsys):

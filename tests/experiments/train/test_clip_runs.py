@@ -119,7 +119,7 @@ def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folde
     assert "was trained with encoder=clip" in line
     table, _ = small_beams(4)
     selector = Selector(SelectorConfig(), table.queries.shape[-1])
-    save_checkpoint("stored.pt", selector, table, {})
+    save_checkpoint("stored.pt", selector, table, {"fitted": []})
     line = mistake([*words, "checkpoint=stored.pt", *CLIP], capsys)
     assert "was trained with encoder=stored" in line
 
