@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from difflib import get_close_matches
 from typing import Any
 
 import polars as pl
@@ -129,9 +128,9 @@ def _feature_names(
         names = _constant_columns(frame, keys, candidates, knobs is None)
     for name in names:
         if name not in frame.columns:
-            close = get_close_matches(name, frame.columns, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"features: {name}: there is no such column{hint}")
+            raise InputError(
+                f"features: {name}: there is no such column, but {', '.join(frame.columns)}"
+            )
         if name in other or frame[name].dtype.is_nested():
             raise InputError(f"features: {name} has another use, or holds lists; leave it out")
     return names

@@ -94,7 +94,7 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
     return ProfileTable(
         name="simulated-" + "+".join(config.datasets),
         knobs=GRIDS[config.grid],
-        configurations=torch.from_numpy(_full_grid(GRIDS[config.grid])),
+        configurations=_full_grid(GRIDS[config.grid]),
         accuracy=accuracy,
         latency_ms=torch.from_numpy(np.concatenate(times, dtype=np.float32)),
         mask=torch.ones_like(accuracy, dtype=torch.bool),
@@ -117,13 +117,12 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
-def _full_grid(knobs: tuple[Knob, ...]) -> Array:
+def _full_grid(knobs: tuple[Knob, ...]) -> torch.Tensor:
     """Return all combinations of the knobs' values as value indices, int64 [C, K].
 
     The last knob runs fastest.
     """
-    sizes = [len(knob.values) for knob in knobs]
-    return np.indices(sizes).reshape(len(sizes), -1).T.copy()
+    return torch.cartesian_prod(*(torch.arange(len(knob.values)) for knob in knobs))
 
 
 def _check(config: SimulatedConfig) -> None:
@@ -184,7 +183,7 @@ def _sizes(config: SimulatedConfig, z: Array) -> _Sizes:
     knobs = GRIDS[config.grid]
     first, top_k, blocks = (
         np.array(knob.values)[column]
-        for knob, column in zip(knobs, _full_grid(knobs).T, strict=True)
+        for knob, column in zip(knobs, _full_grid(knobs).numpy().T, strict=True)
     )
     # the share of samples that have smaller images, [n, 1]
     size = ndtr(z[:, 1])[:, None]
