@@ -189,7 +189,7 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
 def _varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
     """Return those of these columns that have several values in a sample."""
     spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
-    return [name for name in names if spread[name].max() > 1]
+    return [name for name in names if (spread[name] > 1).any()]
 
 
 def _constant_columns(

@@ -256,7 +256,7 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
 
     Raises InputError if one is neither a text nor a whole number that is exact.
     """
-    names = [row.get(key) for row in rows]
+    names: list[Any] = [row.get(key) for row in rows]
     # if no row has the key, it may stand in the rows' metadata
     if not _occurs(key, rows):
         names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]

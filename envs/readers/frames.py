@@ -199,7 +199,7 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
         series = series.cast(pl.Float64)
     known = series.dtype.is_numeric() or series.dtype == pl.String
     # each spelling is parsed once; text that spells numbers throughout is numbers
-    written = series.unique().to_list() if known else [None]
+    written: list[Any] = series.unique().to_list() if known else [None]
     read = written
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value or "") for value in written):
         read = [json.loads(value) for value in written]

@@ -335,7 +335,7 @@ def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
     keys = ["repeat"]
     if rows["repeat"].null_count():
         keys = ["latency", "accuracy"]
-        times = rows["cell"].value_counts()["count"]
+        times = rows["cell"].value_counts()["count"].to_numpy()
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
             "measurements"

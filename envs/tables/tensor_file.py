@@ -42,7 +42,7 @@ def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str
     lengths: dict[str, int] = {}
     for field, axes in axes_of.items():
         value = getattr(table, field)
-        parts = {}
+        parts: dict[str, Any] = {}
         if isinstance(value, dict):
             parts = {f"{field}[{key}]": block for key, block in value.items()}
         elif isinstance(value, Tensor) or value:
