@@ -14,13 +14,13 @@ The port, the number of worker processes and the folder of the log may follow: 8
 workers are forked once everything is loaded, and one that dies is replaced.
 """
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-import traceback
 from typing import Any
 
 import uvicorn
@@ -33,6 +33,7 @@ from starlette.routing import Route
 import knobwise
 from knobwise.agents import NumpyController
 from knobwise.common.errors import InputError
+from knobwise.common.interruption import end_with
 
 
 def call(request: dict[str, Any], **knobs: Any) -> str:
@@ -100,14 +101,9 @@ def application(controller: NumpyController, log: str) -> Starlette:
 
 def work(app: Starlette, listening: socket.socket, parent: int) -> None:
     """Serve until a signal comes, or until the parent process is gone."""
-
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True).start()
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
+    end_with(parent)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
 
 
 def main(
@@ -121,27 +117,13 @@ def main(
     listening = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
     print(f"http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parent = os.getpid()
-    children: set[int] = set()
-    try:
+    forked = multiprocessing.get_context("fork")
+    # daemons: they are stopped when this process ends
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
-            while len(children) < int(workers):
-                child = os.fork()
-                if not child:
-                    try:
-                        work(app, listening, parent)
-                    except Exception:
-                        traceback.print_exc()
-                    finally:
-                        os._exit(0)
-                children.add(child)
-            children.discard(os.wait()[0])
-            time.sleep(0.1)  # workers that cannot start do not keep the machine busy
-    except KeyboardInterrupt:
-        for child in children:
-            os.kill(child, signal.SIGTERM)
-        for child in children:
-            os.waitpid(child, 0)
+            for _ in range(int(workers) - len(multiprocessing.active_children())):
+                forked.Process(target=work, args=(app, listening, os.getpid()), daemon=True).start()
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

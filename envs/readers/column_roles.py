@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from difflib import get_close_matches
 from typing import Any
 
 import polars as pl
@@ -129,9 +128,9 @@ def _feature_names(
         names = _constant_columns(frame, keys, candidates, knobs is None)
     for name in names:
         if name not in frame.columns:
-            close = get_close_matches(name, frame.columns, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"features: {name}: there is no such column{hint}")
+            raise InputError(
+                f"features: {name}: there is no such column, but {', '.join(frame.columns)}"
+            )
         if name in other or frame[name].dtype.is_nested():
             raise InputError(f"features: {name} has another use, or holds lists; leave it out")
     return names
@@ -190,7 +189,7 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
 def _varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
     """Return those of these columns that have several values in a sample."""
     spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
-    return [name for name in names if spread[name].max() > 1]
+    return [name for name in names if (spread[name] > 1).any()]
 
 
 def _constant_columns(

@@ -36,7 +36,7 @@ def read_configurations(
     kind: str,
     dataset: str,
     keys: Sequence[str],
-    columns: Mapping[str, Sequence[Sequence[str]]],
+    columns: Mapping[str, Sequence[str]],
     notes: list[str],
     accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
@@ -48,7 +48,7 @@ def read_configurations(
         kind: how file names begin; empty for core_exp files.
         dataset: name of the data set.
         keys: rows are under the first of these that a file has.
-        columns: for each column the values of a row that it sums, each with its spellings.
+        columns: for each column the spellings of its value in a row.
         notes: what was left out is added here.
         accuracy_unit: `percent` for accuracies in [0, 100].
 
@@ -134,8 +134,6 @@ def _find_files(root: Path, kind: str, dataset: str) -> tuple[Path, dict[Path, R
     pattern = re.compile(begin + SETTING)
     if kind and root.is_file():
         return root, {root: _setting(pattern.fullmatch(root.name))}
-    if not root.is_dir():
-        raise InputError(f"{root}: no such directory")
     dashed = dataset.replace("_", "-")
     prefix = f"{kind}_" if kind else ""
     # the first folder with such files counts
@@ -146,11 +144,10 @@ def _find_files(root: Path, kind: str, dataset: str) -> tuple[Path, dict[Path, R
             return folder, {path: _setting(match) for path, match in matches.items()}
         if kind and (whole := folder / f"{kind}_results.json") in paths:
             return folder, {whole: {}}
-    content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
     raise InputError(
         f"{root}: no {kind or 'core_exp'} files of {dataset!r} such as {example}, here or in a "
-        f"folder {folders[0].name} or {dataset}; the directory holds: {content}"
+        f"folder {folders[0].name} or {dataset}"
     )
 
 
@@ -238,13 +235,12 @@ def _rows_frame(
     path: Path,
     setting: Record,
     rows: list[Record],
-    columns: Mapping[str, Sequence[Sequence[str]]],
+    columns: Mapping[str, Sequence[str]],
 ) -> pl.DataFrame:
     """Return the rows as a frame, with the knobs of the setting, or else of each row."""
     values = {key: _row_names(path, rows, key) for key in (*WORDS, "repeat")}
-    for column, terms in columns.items():
-        summands = [_row_numbers(path, rows, spellings) for spellings in terms]
-        values[column] = sum(summands[1:], start=summands[0])
+    for column, spellings in columns.items():
+        values[column] = _row_numbers(path, rows, spellings)
     for knob in setting or KNOBS:
         kind = pl.String if knob == "tier" else pl.Int64
         values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
@@ -260,7 +256,7 @@ def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
 
     Raises InputError if one is neither a text nor a whole number that is exact.
     """
-    names = [row.get(key) for row in rows]
+    names: list[Any] = [row.get(key) for row in rows]
     # if no row has the key, it may stand in the rows' metadata
     if not _occurs(key, rows):
         names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
@@ -334,8 +330,7 @@ def _refuse_repeated_pairs(
         first = cells.sort("file", *knobs, key).row(0, named=True)
         where = ", ".join(sorted(first["file"]))
         raise InputError(
-            f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs in "
-            f"{cells.select(knobs).n_unique()} configurations occur more than once, such as "
-            f"{first['len']} × {key} {first[key]}. Do ids restart in every batch or on every "
-            "rank? Number all samples consecutively, or add a question_id"
+            f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs occur "
+            f"more than once, such as {first['len']} × {key} {first[key]}. Do ids restart in every "
+            "batch or on every rank? Number all samples consecutively, or add a question_id"
         )

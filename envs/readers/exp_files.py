@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
-from polars.selectors import by_name, starts_with
+from polars.selectors import by_name, matches
 
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
@@ -25,12 +25,8 @@ from knobwise.envs.readers.frames import check_range, whole_words
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
-CORE_STAGES = {
-    "total": ["T_total"],
-    "prefill": ["T_LLM_prefill"],
-    "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
-}
-"""Times that a budget can limit, and the columns of core_exp files that they sum."""
+CORE_STAGES = {"total": ["T_total"], "prefill": ["T_LLM_prefill"]}
+"""Times that a budget can limit, and the columns of core_exp files that hold them."""
 CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
 
 
@@ -69,7 +65,7 @@ def read_exp5_exp6(
     one_of("latency", latency, ("total", "prefill", "decode"))
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
-    columns = {"accuracy": [[accuracy]]}
+    columns = {"accuracy": [accuracy]}
     # join the two kinds of files, one data set after another
     joined = []
     for dataset in datasets:
@@ -102,7 +98,7 @@ def _read_exp6(
     and file.
     """
     keys = ("per_sample_latencies", "all_samples")
-    columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
+    columns = {"latency_ms": [f"T_{stage}_ms", f"latency_{stage}"]}
     times, summaries = read_configurations(directory, "exp6_latency", dataset, keys, columns, notes)
     # mean times, for configurations without rows
     means = []
@@ -216,10 +212,9 @@ def _contents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of the accuracy file and of the latency file of one configuration."""
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in cells.columns]
-    tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
     exp5 = by_name(*WORDS, "score", "soft_score", "pred", "answers", require_all=False)
-    exp6 = by_name(*IDS, *KNOBS, "repeat", "accuracy", *tokens, require_all=False)
-    exp6 |= starts_with("T_")
+    exp6 = by_name(*IDS, *KNOBS, "repeat", "accuracy", require_all=False)
+    exp6 |= matches(r"^T_|^num_(vision|language|output|total)_tokens$")
     # an accuracy file has one row per sample, with its mean score
     samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
     samples = samples.unique("sample_id", keep="first", maintain_order=True)
@@ -276,7 +271,7 @@ def read_core_exp(
     directory: str | Path,
     dataset_name: str,
     *,
-    latency: Literal["total", "prefill", "vision_prefill"] = "total",
+    latency: Literal["total", "prefill"] = "total",
     accuracy_unit: str = "share",
     features: str | Path | Features | None = None,
     name: str | None = None,
@@ -289,10 +284,7 @@ def read_core_exp(
     """
     one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
-    columns = {
-        "accuracy": [["accuracy"]],
-        "latency_ms": [[stage] for stage in CORE_STAGES[latency]],
-    }
+    columns = {"accuracy": ["accuracy"], "latency_ms": CORE_STAGES[latency]}
     cells, _ = read_configurations(
         directory, "", dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
     )

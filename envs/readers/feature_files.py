@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     """Return ids and blocks by name.
 
     A file keyed by sample, {id: {block: vector}}, is rearranged. `sample_ids`, the name that the
-    original system wrote, becomes `sample_id`. Raises ValueError if samples have different blocks.
+    original system wrote, becomes `sample_id`. Raises KeyError if samples have different blocks.
     """
     if "sample_ids" in content:
         content.setdefault("sample_id", content.pop("sample_ids"))
@@ -195,11 +196,7 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         return content
     blocks: dict[str, Any] = {"sample_id": list(content)}
-    if uneven := [key for key, row in content.items() if row.keys() != rows[0].keys()]:
-        raise ValueError(
-            f"sample {uneven[0]} has other blocks than sample {blocks['sample_id'][0]}"
-        )
-    for name in rows[0]:
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         blocks[name] = torch.stack([torch.as_tensor(row[name]).flatten() for row in rows])
     return blocks
 

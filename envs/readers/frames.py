@@ -20,7 +20,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
-from knobwise.envs.tables.profile_table import Knob, KnobValue
+from knobwise.envs.tables.profile_table import Knob
 
 KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
@@ -112,23 +112,20 @@ def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     Text is parsed, and empty text is null. If `logical`, true and false are 1 and 0. Raises
     InputError for anything else.
     """
-    if series.dtype in (pl.String, pl.Categorical, pl.Enum):
-        text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
-        spellings: dict[str, str | None] = {"": None}
-        if logical:
-            spellings |= {"true": "1", "false": "0"}
-        text = text.replace(spellings)
-        numbers = text.cast(pl.Float64, strict=False)
-        if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
-            raise InputError(
-                f"column {series.name!r} has {len(wrong)} values that are not numbers: "
-                f"{wrong[0]!r}, …"
-            )
-        return numbers
-    known = series.dtype.is_numeric() or series.dtype == pl.Null
-    if known or (logical and series.dtype == pl.Boolean):
+    if series.dtype.is_numeric() or series.dtype == pl.Null:
         return series.cast(pl.Float64)
-    raise InputError(f"column {series.name!r} holds {series.dtype}, expected numbers")
+    spellings: dict[str, str | None] = {"": None}
+    if logical:
+        spellings |= {"true": "1", "false": "0"}
+    if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
+        raise InputError(f"column {series.name!r} holds {series.dtype}, expected numbers")
+    text = series.cast(pl.String).str.strip_chars().str.to_lowercase().replace(spellings)
+    numbers = text.cast(pl.Float64, strict=False)
+    if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
+        raise InputError(
+            f"column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
+        )
+    return numbers
 
 
 def as_share(accuracy: pl.Series, unit: str, notes: list[str]) -> pl.Series:
@@ -200,19 +197,17 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
         series = series.cast(pl.String)
     if series.dtype == pl.Int128:
         series = series.cast(pl.Float64)
-    if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
+    known = series.dtype.is_numeric() or series.dtype == pl.String
+    # each spelling is parsed once; text that spells numbers throughout is numbers
+    written: list[Any] = series.unique().to_list() if known else [None]
+    read = written
+    if series.dtype == pl.String and all(NUMERAL.fullmatch(value or "") for value in written):
+        read = [json.loads(value) for value in written]
+    if None in read or any(isinstance(value, float) and not math.isfinite(value) for value in read):
         raise InputError(
-            f"knob {series.name!r} must be a number or a name in every row; "
+            f"knob {series.name!r} must be a finite number or a name in every row; "
             f"{series.null_count()} are empty, and its type is {series.dtype}"
         )
-    # each spelling is parsed once
-    written = series.unique().to_list()
-    # text that spells numbers throughout is numbers
-    read: list[KnobValue] = written
-    if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):
-        read = [json.loads(value) for value in written]
-    if any(isinstance(value, float) and not math.isfinite(value) for value in read):
-        raise InputError(f"knob {series.name!r} has values that are not finite")
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read
     ]

@@ -114,12 +114,12 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
     # the first table with a block decides its width
     widths: dict[str, int] = {}
     for table in tables:
-        for block, values in table.features.items():
-            widths.setdefault(block, values.shape[1])
+        for block, columns in table.features.items():
+            widths.setdefault(block, columns.shape[1])
     parts: dict[str, list[Tensor]] = {block: [] for block in widths}
     for table in tables:
         for block, width in widths.items():
-            values = table.features.get(block)
+            values: Tensor | None = table.features.get(block)
             if values is None and missing_blocks:
                 values = torch.full((table.num_samples, width), torch.nan)
             if values is None or values.shape[1] != width:
@@ -129,7 +129,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
                     "with missing_blocks=true"
                 )
             parts[block].append(values)
-    return {block: torch.cat(values) for block, values in parts.items()}
+    return {block: torch.cat(blocks) for block, blocks in parts.items()}
 
 
 def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:

@@ -160,14 +160,13 @@ def table_from_frame(
     with naming(source or name):
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
-        named = [
-            f"{key}={name}"
-            for key, name in (("group", group), ("time", time))
-            if name and name not in frame.columns
-        ]
-        if named:
+        needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
+        if missing := [c for c in needed if c not in frame.columns]:
             raise InputError(
-                f"{', '.join(named)}: no such column; its columns are {', '.join(frame.columns)}"
+                f"no column {', '.join(missing)}; its columns are "
+                f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
+                "latency: rename the columns, or give their names as accuracy=… and latency=… (on "
+                "the command line profile.accuracy=… and profile.latency=…)"
             )
         frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
         if unused := [name for name in UNUSED if name in frame.columns]:
@@ -294,13 +293,6 @@ def _profiled_rows(
         one, and `sample_id`), accuracy, latency, `repeat` (null without such a column), and
         `first_look` (0 without one).
     """
-    if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
-        raise InputError(
-            f"no column {', '.join(missing)}; its columns are "
-            f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
-            "latency: rename the columns, or give their names as accuracy=… and latency=… (on the "
-            "command line profile.accuracy=… and profile.latency=…)"
-        )
     # every measurement as a number
     shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
@@ -343,7 +335,7 @@ def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
     keys = ["repeat"]
     if rows["repeat"].null_count():
         keys = ["latency", "accuracy"]
-        times = rows["cell"].value_counts()["count"]
+        times = rows["cell"].value_counts()["count"].to_numpy()
         notes.append(
             f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
             "measurements"

@@ -94,7 +94,7 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
     return ProfileTable(
         name="simulated-" + "+".join(config.datasets),
         knobs=GRIDS[config.grid],
-        configurations=torch.from_numpy(_full_grid(GRIDS[config.grid])),
+        configurations=_full_grid(GRIDS[config.grid]),
         accuracy=accuracy,
         latency_ms=torch.from_numpy(np.concatenate(times, dtype=np.float32)),
         mask=torch.ones_like(accuracy, dtype=torch.bool),
@@ -117,13 +117,12 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
-def _full_grid(knobs: tuple[Knob, ...]) -> Array:
+def _full_grid(knobs: tuple[Knob, ...]) -> torch.Tensor:
     """Return all combinations of the knobs' values as value indices, int64 [C, K].
 
     The last knob runs fastest.
     """
-    sizes = [len(knob.values) for knob in knobs]
-    return np.indices(sizes).reshape(len(sizes), -1).T.copy()
+    return torch.cartesian_prod(*(torch.arange(len(knob.values)) for knob in knobs))
 
 
 def _check(config: SimulatedConfig) -> None:
@@ -184,7 +183,7 @@ def _sizes(config: SimulatedConfig, z: Array) -> _Sizes:
     knobs = GRIDS[config.grid]
     first, top_k, blocks = (
         np.array(knob.values)[column]
-        for knob, column in zip(knobs, _full_grid(knobs).T, strict=True)
+        for knob, column in zip(knobs, _full_grid(knobs).numpy().T, strict=True)
     )
     # the share of samples that have smaller images, [n, 1]
     size = ndtr(z[:, 1])[:, None]
@@ -227,7 +226,10 @@ def _draw_decode(
     # a few records have a length of their own; the others have that of their sample
     new = for_lengths.random(shape) < NEW_LENGTHS
     quantile = np.where(new, for_lengths.random(shape), ndtr(z[:, 3])[:, None])
-    tokens = _lengths(quantile, *published.tokens)
+    _, least, most = published.tokens
+    chances = published.ratio ** np.arange(most - least + 1)
+    edges = (chances / chances.sum()).cumsum()[:-1]
+    tokens = least + np.searchsorted(edges, quantile, side="right")
     return (tokens - 1) * step
 
 
@@ -310,26 +312,6 @@ def _mean_accuracy(known: DataSet, crops: Array, top_k: Array, blocks: Array) ->
     by_experts = ((8 - top_k).clip(0) / 4) ** 1.7 + 0.1 * np.log2(top_k.clip(8) / 8)
     lost_by_knobs = left * (0.65 * by_crops + 0.35 * by_experts)
     return known.best[0] - by_blocks[TOTAL_BLOCKS - blocks] - lost_by_knobs
-
-
-def _lengths(quantile: Array, mean: float, least: int, most: int) -> Array:
-    """Compute lengths of answers in tokens, one for each quantile in 0 … 1.
-
-    Their distribution is geometric, cut to `least` … `most`, and has this mean.
-    """
-    counts = np.arange(most - least + 1)
-    low = 0.0
-    high = 1.0
-    # bisect for the ratio that gives the mean
-    for _ in range(60):
-        ratio = (low + high) / 2
-        chances = ratio**counts / (ratio**counts).sum()
-        if chances @ counts < mean - least:
-            low = ratio
-        else:
-            high = ratio
-    edges = chances.cumsum()[:-1]
-    return least + np.searchsorted(edges, quantile, side="right")
 
 
 def _features(

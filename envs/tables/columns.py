@@ -37,7 +37,4 @@ class Column(NamedTuple):
 
 def columns_of(plain: Iterable[Any]) -> tuple[Column, ...]:
     """Return columns from the lists that a file holds of them."""
-    columns = []
-    for name, categories, gaps in plain:
-        columns.append(Column(name, categories and tuple(categories), gaps))
-    return tuple(columns)
+    return tuple(Column(name, words and tuple(words), gaps) for name, words, gaps in plain)

@@ -35,16 +35,17 @@ def unseen(table: ProfileTable, split: Split) -> Split:
         ]
     if table.image_ids and table.features and len(set(table.dataset_names)) > 1:
         # images of the test part, as every block of features shows them
-        shown = set().union(*_images(table, split.test))
+        test_images = set().union(*_images(table, split.test))
         for i, rows in enumerate(fitted):
-            fresh = [shown.isdisjoint(images) for images in _images(table, rows)]
+            fresh = [test_images.isdisjoint(images) for images in _images(table, rows)]
             fitted[i] = rows[torch.tensor(fresh, dtype=torch.bool)]
     if not all(map(len, fitted)):
         raise InputError(
             f"profile {table.name!r}: all other samples show images, or are of groups, of its test "
             "part, so none is left to fit on"
         )
-    return Split(*fitted, split.test)
+    train, validation = fitted
+    return Split(train, validation, split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:

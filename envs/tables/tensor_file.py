@@ -40,24 +40,23 @@ def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str
             before it.
     """
     lengths: dict[str, int] = {}
-    parts = []
     for field, axes in axes_of.items():
         value = getattr(table, field)
+        parts: dict[str, Any] = {}
         if isinstance(value, dict):
-            parts += [(f"{field}[{key}]", block, axes) for key, block in value.items()]
+            parts = {f"{field}[{key}]": block for key, block in value.items()}
         elif isinstance(value, Tensor) or value:
-            parts.append((field, value, axes))
-    for what, part, axes in parts:
-        shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
-        if len(shape) != len(axes):
-            raise InputError(f"{name}: {what} has shape {shape}, expected [{', '.join(axes)}]")
-        # the first part with an axis decides its length
-        expected = tuple(
-            n if axis == "_" else lengths.setdefault(axis, n)
-            for n, axis in zip(shape, axes, strict=True)
-        )
-        if shape != expected:
-            raise InputError(f"{name}: {what} has shape {shape}, expected {expected}")
+            parts = {field: value}
+        for what, part in parts.items():
+            shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+            fits = len(shape) == len(axes)
+            # the first part with an axis decides its length
+            for axis, n in zip(axes, shape, strict=False):
+                fits &= axis == "_" or lengths.setdefault(axis, n) == n
+            if not fits:
+                raise InputError(
+                    f"{name}: {what} has shape {shape}, expected [{', '.join(axes)}] of {lengths}"
+                )
     return lengths
 
 
@@ -117,8 +116,6 @@ def load_table(
             elif isinstance(content[name], list):
                 values[name] = tuple(content[name])
         return kind(**values)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
     except Damaged:
         raise
     except Exception as error:

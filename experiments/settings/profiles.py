@@ -59,8 +59,7 @@ class OriginalProfile:
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""
     latency: str = "total"
-    """The time that the budget limits: total or prefill; for exp5_exp6 also decode, for core_exp
-    also vision_prefill."""
+    """The time that the budget limits: total or prefill; for exp5_exp6 also decode."""
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     name: str | None = None

@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import tempfile
-import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -173,13 +172,12 @@ def _remove_abandoned(path: Path) -> None:
 def replace_link(link: Path, target: Path) -> None:
     """Point a link to another target, in one step.
 
-    Only one process may do this at a time (see `locked`), since unfinished links of others are
-    removed.
+    Only one process may do this at a time (see `locked`), since the unfinished link of a process
+    that was killed is removed.
     """
-    for abandoned in link.parent.glob(f".{glob.escape(link.name)}-*"):
-        abandoned.unlink()
     # a new link takes the name of the old one
-    temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
+    temporary = link.with_name(f".{link.name}-new")
+    temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(link)
     sync(link.parent)

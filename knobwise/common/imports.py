@@ -33,11 +33,9 @@ def imported(key: str, name: str, kind: str, example: str) -> Any:
     try:
         code = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        # the module is missing, or one that it imports
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            known = f"neither in {folder} nor installed; name it as in an import, without .py"
-            raise InputError(f"{key}: there is no module {module}, {known}") from error
-        raise InputError(f"{key}: importing {module} raises {in_a_line(error)}") from error
+        raise InputError(
+            f"{key}: importing {module}, in {folder} or installed, raises {in_a_line(error)}"
+        ) from error
     value = getattr(code, attribute, None)
     if not callable(value):
         raise InputError(f"{key}: {getattr(code, '__file__', module)} has no {kind} {attribute}")

@@ -57,6 +57,13 @@ def test_published_steps():
         assert step.max() == pytest.approx(48, rel=0.06)
 
 
+def test_published_lengths_of_answers():
+    for known in DATA_SETS.values():
+        mean, least, most = known.tokens
+        lengths = np.arange(least, most + 1)
+        assert np.average(lengths, weights=known.ratio**lengths) == pytest.approx(mean, abs=1e-12)
+
+
 def test_published_losses_without_blocks():
     removals = [
         blocks_lost(s) for r in range(1, 5) for s in itertools.combinations(range(TOTAL_BLOCKS), r)

@@ -148,7 +148,7 @@ def test_groups_that_are_refused():
     image = (pl.col("sample_id").cast(pl.Int64) // 2).alias("image_id")
     gaps = pl.when(pl.col("sample_id") != "3").then("user").alias("user")
     for changed, options, what in (
-        (frame, {"group": "document"}, "group=document: no such column"),
+        (frame, {"group": "document"}, "no column document"),
         (frame, {"group": "max_crops"}, "group=max_crops must be the same in all rows of a sample"),
         (frame, {"group": "user", "knobs": ["user"]}, "user for a knob"),
         (frame, {"group": "user", "features": ["user"]}, "user cannot be a feature"),

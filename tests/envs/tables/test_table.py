@@ -171,7 +171,7 @@ def test_a_saved_table_loads_the_same(tmp_path, features):
 
 def test_files_that_are_no_saved_table(tmp_path):
     path = tmp_path / "t.safetensors"
-    with input_error("no such file"):
+    with input_error("No such file"):
         ProfileTable.load(path)
     heads = [torch.tensor([*head], dtype=torch.uint8) for head in (b"{}", b'{"name": "t"}')]
     for content in (None, {"x": torch.zeros(1)}, *({"head": head} for head in heads)):

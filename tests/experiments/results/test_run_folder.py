@@ -189,7 +189,7 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
 ):
     config = replace(config, name="r")
     folder = stopped(config)
-    (folder.parent.parent / ".latest-abc").symlink_to("nowhere")
+    (folder.parent.parent / ".latest-new").symlink_to("nowhere")
     settings = folder / "config.yaml"
     whole = settings.read_bytes()
     for cut in (b"", whole[:9], whole[:9] + bytes(len(whole) - 9)):
