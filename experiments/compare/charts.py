@@ -67,8 +67,8 @@ def forest(comparison: Comparison) -> Figure:
     frame = pl.DataFrame(rows, schema=["name", "value", "low", "high", "shown"], orient="row")
     reference = comparison.reference.label
     title = f"difference in {comparison.problem.score} to {reference}, in points"
-    hues = {1: HUES["blue"], -1: HUES["orange"], 0: HUES["grey"]}
-    colour = charts.colour_of({SIGN_WORDS[sign]: hue for sign, hue in hues.items()}, "shown")
+    hues = (HUES["blue"], HUES["orange"], HUES["grey"])
+    colour = charts.colour_of(dict(zip(SIGN_WORDS.values(), hues, strict=True)), "shown")
     return Figure(
         charts.dots(frame, title, colour, zero=True),
         f"A dot is the difference to {reference}, the line its 95% interval; grey: it may be "

@@ -22,7 +22,7 @@ from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.report.report import on_decisions, print_results
+from knobwise.experiments.report.report import print_results
 from knobwise.experiments.results.controllers import gain_on_held_out, held_out_choices
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import judge_selectors
@@ -63,8 +63,6 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         results = evaluate_controller(loaded, config)
     write_json(config.json, results)
     print_results(results, Console())
-    if not is_selector and (sentence := on_decisions(results)):
-        print(sentence)
     return results
 
 

@@ -36,7 +36,6 @@ from knobwise.experiments.report.tables import (
 )
 from knobwise.experiments.report.training_charts import training
 from knobwise.experiments.report.words import (
-    LEARNED,
     number,
     policy_name,
     quantity,
@@ -93,19 +92,6 @@ def print_results(results: Results, console: Console) -> None:
     if results.get("by_dataset"):
         print_table(console, tables.by_dataset(results))
     print_lines(console, verdict(results))
-
-
-def on_decisions(results: Results) -> str:
-    """Compare in a sentence the time of a decision with the latency. Reading features and setting
-    knobs do not count, because only a live run measures them. Empty if the time is not known, or if
-    the budget limits no time."""
-    learned = words.rows_at(results, None).get(LEARNED, {})
-    micros = learned.get("decision_us_p50") or 0
-    mean = learned.get("latency_ms_mean") or 0
-    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
-        return ""
-    share = f"{micros / 1000 / mean:.1%} of the mean latency"
-    return f"A decision takes {quantity(micros, 'µs')}, {share}."
 
 
 # -- the head of the page --------------------------------------------------------------------------

@@ -77,9 +77,14 @@ def _under_deadlines(results: Results) -> list[str]:
         lines.append(f"{learnable(estimate)}{share}.")
     free = learned.get("utility_free")
     if known(free):
+        micros = learned.get("decision_us_p50")
+        share = ""
+        # costs that are no times cannot be compared with it
+        if known(micros) and unit_of(results) == "ms":
+            share = f", {micros / 1000 / learned['latency_ms_mean']:.1%} of the mean latency"
         lines.append(
-            f"A decision takes {quantity(learned.get('decision_us_p50'), 'µs')}; if decisions were "
-            f"free, its utility would be {number(free, '.3f')}."
+            f"A decision takes {quantity(micros, 'µs')}{share}; if decisions were free, its "
+            f"utility would be {number(free, '.3f')}."
         )
     if TEACHER in means:
         lines.append(

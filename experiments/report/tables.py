@@ -205,7 +205,9 @@ def chosen(results: Results) -> Table:
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table; a terminal gets no small print, and no columns in `MINOR`."""
-    printed = RichTable(box=None, header_style="bold", pad_edge=False)
+    printed = RichTable(
+        box=None, header_style="bold", pad_edge=False, collapse_padding=console.is_terminal
+    )
     columns = list(range(len(table.header)))
     wide = Console(file=console.file, width=400)
     if console.is_terminal:

@@ -100,16 +100,12 @@ def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
             path,
             infer_schema_length=None,
             schema_overrides={"seed": pl.String},
-            raise_if_empty=False,
             glob=False,
-        )
+        ).with_columns("seed", pl.col("step").cast(pl.Int64, strict=False))
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
-    if not {"seed", "step"} <= set(frame.columns):
         raise InputError(
-            f"{path}: is empty or damaged, without columns seed and step; delete it to go without "
-            "curves"
-        )
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); delete it to go without curves"
+        ) from error
     # other columns are of the system, such as times
     titles = {}
     stages = []
@@ -122,7 +118,6 @@ def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
                 stages.append(name)
     if not titles:
         return None
-    frame = frame.with_columns(pl.col("step").cast(pl.Int64, strict=False))
     logged = frame.unpivot(list(titles), index=["seed", "step"]).cast({"value": pl.Float64})
     variable = pl.col("variable")
     return (
