@@ -46,14 +46,13 @@ def load_model(
     if name in BUILT_IN or ":" in name:
         items = _items(data, images=True) if data else ()
         model = _own_model(name)
-        items = items or getattr(model, "questions", ())
-        if not items:
-            raise InputError(
-                f"model={name}: needs data=FILE, or an attribute `questions`, a list of VQAItem"
-            )
-        return model, items
+        if items := items or getattr(model, "questions", ()):
+            return model, items
     if data is None:
-        raise InputError(f"model={name}: needs data=FILE, the questions that it is asked")
+        raise InputError(
+            f"model={name}: needs data=FILE, the questions that it is asked, or a class of your "
+            "own an attribute `questions`, a list of VQAItem"
+        )
     # transformers is imported only here, since it takes seconds
     from knobwise.profiling.huggingface.knobs import read_importance
     from knobwise.profiling.huggingface.loading import reads_text_alone

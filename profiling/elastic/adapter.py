@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,13 +104,11 @@ class ElasticAdaptive(KeepsConfiguration):
             InputError: the model cannot take the image or the question.
         """
         start = clock_ms()
-        cpu = time.thread_time_ns()
         image = as_image(request.image)
         prompt = as_prompt(request.question)
         overview = self.model.overview(image)
-        cpu_ms = (time.thread_time_ns() - cpu) / 1e6
         overview_ms = clock_ms() - start
-        kept = image, prompt, overview, cpu_ms
+        kept = image, prompt, overview
         if not features:
             return FirstStage(request, {}, kept, overview_ms, 0.0)
         blocks = self._features(image, overview.numpy(), prompt.numpy()[0])
@@ -152,10 +149,7 @@ class ElasticAdaptive(KeepsConfiguration):
     def answer(
         self, stages: Sequence[FirstStage], configuration: Mapping[str, int]
     ) -> list[Answer]:
-        """Decode one answer after another.
-
-        `extra` of an answer holds `cpu_ms`, the CPU time of what `total_ms` covers.
-        """
+        """Decode one answer after another."""
         key = tuple(configuration.items())
         if key not in self._checked:  # kept, since checking takes time
             values = check_configuration(self.knobs, configuration)
@@ -163,18 +157,15 @@ class ElasticAdaptive(KeepsConfiguration):
         return [self._answer(stage, self._checked[key]) for stage in stages]
 
     def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
-        image, prompt, overview, cpu_ms = stage.kept
+        image, prompt, overview = stage.kept
         # the clocks stand around the call, since entering and leaving it counts as model time
         start = clock_ms()
-        cpu = time.thread_time_ns()
         answer = self.model.generate(image, overview, prompt, configuration)
         decoded_ms = clock_ms() - start
-        decoded_cpu_ms = (time.thread_time_ns() - cpu) / 1e6
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
         answer.total_ms = before + decoded_ms
         answer.prefill_ms += before
         answer.vision_ms += before
-        answer.extra["cpu_ms"] = decoded_cpu_ms + (cpu_ms if before > 0 else 0.0)
         return answer
 
 
@@ -211,12 +202,11 @@ def as_prompt(question: Any) -> Tensor:
     if isinstance(question, str):
         # the words, fillers, and at the end the word that asks for an answer
         texts = question.split()
-        if unknown := [text for text in texts if text not in TOKEN]:
+        if not (0 < len(texts) < PROMPT_TOKENS and TOKEN.keys() >= set(texts)):
             raise InputError(
-                f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'"
+                f"question {question!r}: must be 1 to {PROMPT_TOKENS - 1} known words, as in "
+                "'digit? r1 c2'"
             )
-        if not 1 <= len(texts) < PROMPT_TOKENS:
-            raise InputError(f"question {question!r}: 1 to {PROMPT_TOKENS - 1} words are needed")
         prompt = torch.full(_PROMPT, FILLER)
         prompt[0, : len(texts)] = torch.tensor([TOKEN[text] for text in texts])
         prompt[0, -1] = TOKEN["<answer>"]

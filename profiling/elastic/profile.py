@@ -9,7 +9,6 @@ written to DIR/builtin. Repeat the command to resume it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ import numpy as np
 import polars as pl
 import torch
 
-from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.json_text import read_json
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.envs.tables.tensor_file import digest_of
+from knobwise.profiling import to_out
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import CELL
 from knobwise.profiling.measuring.adaptive_model import (
@@ -143,9 +142,10 @@ def write(out: Path) -> Path:
         folder / "table.parquet", table_of(without_drift(read_measurements(out / "state" / LOG)))
     )
     ids, blocks, *_ = read_features(out / "features.safetensors")
-    halves = {name: block.half().numpy() for name, block in blocks.items()}
+    arrays: dict[str, Any] = {name: block.half().numpy() for name, block in blocks.items()}
+    arrays["sample_id"] = np.array(ids, np.int32)
     with written_whole(folder / "features.npz") as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, sample_id=np.array(ids, np.int32), **halves)
+        np.savez_compressed(file, **arrays)
     rows = []
     for row, item in enumerate(ElasticRequests()):
         height, width = item.image.shape[2:]
@@ -169,20 +169,18 @@ def write(out: Path) -> Path:
     return folder
 
 
-def main() -> None:
-    """Measure and write as the command line says."""
-    parser = argparse.ArgumentParser(description="Measure the built-in profile.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to measure into")
-    out: Path = parser.parse_args().out
+def measure(out: Path) -> None:
+    """Measure the built-in profile into a folder, and write its files."""
     model = TimedElastic()
     config = VLMProfileConfig(name="elastic_scenes", repeats=3, clock="cpu")
-    try:
-        with one_thread():
-            profile_vlm(out, model, model.questions, config)
-        folder = write(out)
-    except InputError as error:
-        parser.error(str(error))
-    print(f"profile: {folder}")
+    with one_thread():
+        profile_vlm(out, model, model.questions, config)
+    print(f"profile: {write(out)}")
+
+
+def main() -> None:
+    """Measure and write as the command line says."""
+    to_out("Measure the built-in profile.", measure)
 
 
 if __name__ == "__main__":

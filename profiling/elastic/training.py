@@ -11,7 +11,6 @@ where an uninterrupted one does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress
+from knobwise.profiling import to_out
 from knobwise.profiling.elastic.adapter import as_prompt
 from knobwise.profiling.elastic.model import (
     FIRST_POSITION,
@@ -212,9 +211,9 @@ def initialise(model: ElasticVLM) -> None:
     model.slots.weight[first : first + MAX_SIDE] += positions.view(2, MAX_SIDE, -1).sum(0)
     # pixels speak as loudly as positions, and a deep stack starts near the identity
     nn.init.normal_(model.stem.weight, std=0.1)
-    for block in model.blocks:
-        for weight in (cast(Block, block).out.weight, cast(Block, block).experts.w_out):
-            weight /= (2 * model.size.blocks) ** 0.5
+    for name, weight in model.blocks.named_parameters():
+        if name.endswith((".out.weight", "w_out")):
+            weight.div_((2 * model.size.blocks) ** 0.5)
 
 
 def answer_loss(logits: Tensor, scenes: list[Scene]) -> Tensor:
@@ -295,8 +294,7 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> Trainee:
         step = saved["step"]
     total = sum(recipe.steps)
     saved_s = time.monotonic()
-    average = math.nan
-    with held_back() as held, progress("training", total, step) as tick:
+    with progress("training", total, step) as tick:
         while step < total:
             optimiser.param_groups[0]["lr"] = recipe.rate(step)
             loss = loss_at(trainee, recipe, step)
@@ -305,10 +303,8 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> Trainee:
             nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
             optimiser.step()
             step += 1
-            average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
-            tick(step, f"loss {average:.2f}")
-            stopping = step == total or held.number is not None
-            if stopping or time.monotonic() - saved_s > SAVE_EVERY_S:
+            tick(step, f"loss {loss.item():.2f}")
+            if step == total or time.monotonic() - saved_s > SAVE_EVERY_S:
                 content = {
                     "identity": identity,
                     "step": step,
@@ -318,7 +314,6 @@ def train(recipe: Recipe, size: ElasticSize, state: Path) -> Trainee:
                 with written_whole(state) as temporary:
                     torch.save(content, temporary)
                 saved_s = time.monotonic()
-            held.check()
     trainee.eval()
     trainee.model.size = size
     trainee.model.drop_order = trainee.drop_order()
@@ -336,17 +331,15 @@ def save(model: ElasticVLM, path: Path) -> None:
         save_file(weights, temporary, metadata)
 
 
+def make(out: Path) -> None:
+    """Train the model that comes with knobwise, and write its weights to a file."""
+    torch.set_num_threads(1)
+    save(train(Recipe(), ElasticSize(), out.with_suffix(".training.pt")).model, out)
+
+
 def main() -> None:
     """Train as the command line says."""
-    parser = argparse.ArgumentParser(description="Train the elastic model from scratch.")
-    parser.add_argument("--out", type=Path, required=True, help="file of weights to write")
-    out: Path = parser.parse_args().out
-    torch.set_num_threads(1)
-    try:
-        trainee = train(Recipe(), ElasticSize(), out.with_suffix(".training.pt"))
-        save(trainee.model, out)
-    except InputError as error:
-        parser.error(str(error))
+    to_out("Train the elastic model from scratch.", make)
 
 
 if __name__ == "__main__":

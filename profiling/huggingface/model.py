@@ -87,7 +87,7 @@ class HuggingFaceModel(PromptedModel):
             "transformers": version("transformers"),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": device,
-            "importance": self.importance and {str(k): v for k, v in self.importance.items()},
+            "importance": self.importance,
         }
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:

@@ -45,13 +45,12 @@ class FeatureStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._widths: dict[str, int] = {}
 
     def __contains__(self, key: str) -> bool:
         return tensors_if_whole(self._path(key)) is not None
 
     def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str) -> None:
-        """Keep the features of a sample, in place of its earlier ones if there are any.
+        """Keep the features of a sample.
 
         Args:
             key: the content key of the sample.
@@ -59,28 +58,23 @@ class FeatureStore:
             name: of the sample, for messages.
 
         Raises:
-            InputError: no features, values that are not finite, or other blocks or widths than
-                those of the samples before.
+            InputError: no features, or values that are not finite.
         """
         blocks = {}
-        for block, values in sorted(features.items()):
+        for block, values in features.items():
             blocks[block] = torch.tensor(values, dtype=torch.float32).flatten()
-            if not blocks[block].isfinite().all():
-                raise InputError(f"features of sample {name}: {block} are not all finite")
-        widths = {block: len(values) for block, values in blocks.items()}
-        # the first sample tells the usual widths
-        self._widths = self._widths or widths
-        if widths != self._widths or not widths:
-            raise InputError(
-                f"features of sample {name}: widths are {widths}, but those of the others "
-                f"{self._widths}"
-            )
+        if not blocks or not all(values.isfinite().all() for values in blocks.values()):
+            raise InputError(f"features of sample {name}: {list(blocks)} are not all finite")
         save_tensors(self._path(key), blocks)
 
     def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
-        """Write one feature file with a row for each sample, in this order."""
+        """Write one feature file with a row for each sample, in this order. Raises InputError if
+        samples have other blocks or widths than others."""
         rows = [tensors_of(self._path(key)) for key in keys]
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        widths = {tuple(sorted((block, len(v)) for block, v in row.items())) for row in rows}
+        if len(widths) > 1:
+            raise InputError(f"features of some samples have other names or widths: {widths}")
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in sorted(rows[0])}
         save_tensors(path, stacked, {"sample_id": json.dumps(list(sample_ids))})
 
     def _path(self, key: str) -> Path:

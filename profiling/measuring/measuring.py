@@ -164,11 +164,8 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def measure(
-    model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools, store: FeatureStore
-) -> None:
-    """Compute the features that the store lacks, and measure what is not `done`, one request at a
-    time.
+def measure(model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools) -> None:
+    """Measure what is not `done`, one request at a time.
 
     The first stage runs anew for each measurement, since its time is part of what is measured, or
     once for all configurations of a sample where the model has `answer_all`.
@@ -178,7 +175,6 @@ def measure(
         plan: the measurements to take.
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
-        store: gets the features of the samples.
 
     Raises:
         InputError: the model failed, or gave an impossible answer; the message names sample and
@@ -187,10 +183,9 @@ def measure(
     run = _Runner(model, plan)
     count = int(done.sum())
     with clocked_by(plan.config.clock):
-        _take_features(run, store)
         _warm_up(run, done, plan.config.warm_up)
         with progress("measuring", done.size, count) as tick, collected_between() as collect:
-            for repeat, i, columns in _missing(done, run.answer_all is not None):
+            for repeat, i, columns in missing(done, run.answer_all is not None):
                 stage, answers = run(i, columns)
                 for j, answer in zip(columns, answers, strict=True):
                     log.write(run.line(repeat, i, j, stage, answer))
@@ -200,13 +195,15 @@ def measure(
                     collect()
 
 
-def _take_features(run: _Runner, store: FeatureStore) -> None:
-    """Compute the features of the samples that the store lacks."""
-    missing = [i for i, key in enumerate(run.plan.contents) if key not in store]
-    with progress("features", len(missing), quiet_s=5) as tick:
-        for number, i in enumerate(missing, 1):
+def take_features(model: AdaptiveVLM, plan: Plan, store: FeatureStore) -> None:
+    """Compute the features of the samples that the store lacks. Raises InputError if the model
+    fails; the message names the sample."""
+    run = _Runner(model, plan)
+    lacking = [i for i, key in enumerate(plan.contents) if key not in store]
+    with clocked_by(plan.config.clock), progress("features", len(lacking), quiet_s=5) as tick:
+        for number, i in enumerate(lacking, 1):
             stage, _ = run(i, [])
-            store.add(run.plan.contents[i], stage.features, run.plan.items[i].id)
+            store.add(plan.contents[i], stage.features, plan.items[i].id)
             tick(number)
 
 
@@ -226,30 +223,24 @@ def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
             tick(step + 1)
 
 
-def _missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:
+def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:
     """Yield repeat, sample and configurations of the missing measurements, in measuring order:
-    one configuration at a time, or all of a sample `together`."""
+    one configuration at a time, or all of a sample `together`.
+
+    The order is random over samples and configurations, so that drift of the machine falls on all
+    alike. A change of the knobs costs the models here next to nothing, and it is not in their
+    times.
+    """
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
+        drawn = np.random.default_rng((SEED, repeat)).permutation(samples * configurations)
         # in the order of the first missing configuration
         groups: dict[tuple[int, int], list[int]] = {}
-        for i, j in measuring_order(samples, configurations, (SEED, repeat)).tolist():
+        for i, j in np.stack(np.divmod(drawn, configurations), 1).tolist():
             if not done[repeat, i, j]:
                 groups.setdefault((i, 0 if together else j), []).append(j)
         for (i, _), columns in groups.items():
             yield repeat, i, columns
-
-
-def measuring_order(
-    samples: int, configurations: int, seed: int | tuple[int, ...]
-) -> NDArray[np.int64]:
-    """Draw an order over all pairs of sample and configuration: int64 [N·C, 2].
-
-    The order is random over both, so that drift of the machine falls on all alike. A change of the
-    knobs costs the models here next to nothing, and it is not in their times.
-    """
-    pairs = np.random.default_rng(seed).permutation(samples * configurations)
-    return np.stack(np.divmod(pairs, configurations), 1)
 
 
 class _Runner:

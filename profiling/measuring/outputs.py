@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -155,7 +155,7 @@ def knob_report(
     terms = [np.ones(len(settings), bool)]
     last = []
     for column, knob in zip(settings.T, knobs, strict=True):
-        values = levels(column, knob.values)
+        values = sorted(set(column.tolist()), key=_order_of(knob))
         terms += [column == value for value in values[1:]]
         last.append(len(terms) - 1)
         report.append(asdict(knob) | {"available": knob.available, "measured": values})
@@ -198,9 +198,8 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     return {"saves": round(float(saves), 4), "saves_error": error}
 
 
-def levels(column: NDArray[Any], order: Sequence[Any]) -> list[Any]:
-    """Return the values of a knob that occur: numbers in ascending order, names as in `order`."""
-    values = set(column.tolist())
-    if any(isinstance(value, str) for value in values):
-        return sorted(values, key=order.index)
-    return sorted(values)
+def _order_of(knob: KnobSupport) -> Callable[[Any], Any] | None:
+    """Return the key that sorts values of a knob: names as the knob has them, numbers ascending."""
+    if any(isinstance(value, str) for value in knob.values):
+        return knob.values.index
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,7 @@ class VLMProfileConfig:
         if not isinstance(self.values or {}, dict):
             raise InputError(f"knobs.values={self.values}: must be like {{side: [4, 8]}}")
         for name, values in (self.values or {}).items():
-            if isinstance(values, str) or not isinstance(values, Collection):
+            if not isinstance(values, list | tuple):
                 raise InputError(f"knobs.values.{name}={values}: must be a list of values")
             if getattr(self, name, ()) and name in KNOBS:
                 raise InputError(

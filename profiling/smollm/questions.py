@@ -10,7 +10,6 @@ of num2words (LGPL), plurals those of inflect (MIT); the other lists are here.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.profiling import DATA
+from knobwise.profiling import DATA, to_out
 
 QUESTIONS_CSV = DATA / "questions.csv"
 """The questions that come with knobwise: id, question, answer, question_type."""
@@ -258,18 +257,17 @@ def questions(kinds: Iterable[Kind]) -> pl.DataFrame:
     return pl.DataFrame(shuffled, columns, orient="row")
 
 
-def main() -> None:
-    """Write the questions as the command line says."""
-    parser = argparse.ArgumentParser(description="Make short questions of many kinds.")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
-    out: Path = parser.parse_args().out
-    try:
-        frame = questions(kinds())
-    except InputError as error:
-        parser.error(str(error))
+def write(out: Path) -> None:
+    """Write all questions to a CSV file."""
+    frame = questions(kinds())
     with written_whole(out) as temporary:
         frame.write_csv(temporary)
     print(f"{out}: {len(frame)} questions of {frame['question_type'].n_unique()} kinds")
+
+
+def main() -> None:
+    """Write the questions as the command line says."""
+    to_out("Make short questions of many kinds.", write)
 
 
 if __name__ == "__main__":

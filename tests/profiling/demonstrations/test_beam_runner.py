@@ -297,4 +297,4 @@ def test_a_bank_of_its_own(vlm_files, monkeypatch):
     assert not set(found.table.pool[0].tolist()) & {0, 4}
     assert not set(found.table.pool[1].tolist()) & {1, 5}
     assert set(found.sources) == {"items.jsonl"}
-    assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.options)
+    assert found.options["pool"] == {"sampler": "random", "size": 3, "seed": 1}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from numpy.random import RandomState
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations.canvases import (
     VARIANTS,
     Bank,
@@ -155,20 +154,3 @@ def test_votes_by_hand():
     padded = torch.tensor([[*places, -1, -1, -1, -1][:4] for places in shown])
     votes = LearnerScorer(LEARNER, queries, bank).vote(torch.tensor(rows), padded)
     assert votes.tolist() == list(right)
-
-
-@pytest.mark.parametrize(
-    ("queries", "demonstrations", "fault"),
-    [
-        ([0, 1], [[0]], "shapes"),
-        ([0], [0], "shapes"),
-        ([20], [[0]], "query 20"),
-        ([-1], [[0]], "query -1"),
-        ([0], [[50]], "demonstration 50"),
-        ([0], [[-2]], "demonstration -2"),
-    ],
-)
-def test_rows_that_do_not_exist_are_named(queries, demonstrations, fault):
-    for call in (SCORER, SCORER.vote):
-        with pytest.raises(InputError, match=fault):
-            call(torch.tensor(queries), torch.tensor(demonstrations))

@@ -277,15 +277,12 @@ def test_an_answer_says_what_it_cost(tiny):
     assert answer.vision_tokens == 10 + 9 * (1 if max(rows, columns) <= 2 else 2)
     assert answer.language_tokens == 6
     assert 1 <= answer.output_tokens <= 9
-    assert answer.extra["cpu_ms"] > 0
     # a first stage that was kept costs nothing, and a fresh one all that it took
-    long = replace(stage, total_ms=1000.0, extra_ms=1.0, kept=(*stage.kept[:3], 1e6))
+    long = replace(stage, total_ms=1000.0, extra_ms=1.0)
     (fresh,), (kept,) = (tiny.answer([stage], {}) for stage in (long, replace(long, total_ms=1.0)))
     for took in (fresh.total_ms, fresh.prefill_ms, fresh.vision_ms):
         assert 999 < took < 1999
-    assert fresh.extra["cpu_ms"] >= 1e6
     assert kept.total_ms < 999
-    assert kept.extra["cpu_ms"] < 1e6
 
 
 def test_pixels_of_another_type_are_answered_alike(tiny):
@@ -332,7 +329,7 @@ SQUARE = torch.zeros(1, 3, 16, 16)
         (torch.zeros(1, 3, 20, 16), "digit? r0 c0", "image"),
         (np.zeros((1, 1, 16, 16), np.float32), "digit? r0 c0", "image"),
         ("cat.jpg", "digit? r0 c0", "image"),
-        (SQUARE, "what is this", "'what'"),
+        (SQUARE, "what is this", "'what is this'"),
         (SQUARE, "", "question"),
         (SQUARE, torch.zeros(1, 5, dtype=torch.int64), "question"),
         (SQUARE, 1.5, "question"),

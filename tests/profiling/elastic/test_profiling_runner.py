@@ -5,10 +5,8 @@ from functools import partial
 
 import polars as pl
 import pytest
-import torch
 from small_elastic import SmallElastic
 
-from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.command_line.profile import measure
 from knobwise.experiments.settings.options import ProfileRun
@@ -34,7 +32,7 @@ def out(tmp_path_factory):
     )
 
 
-def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_every_form(out):
+def test_the_table_has_every_sample_at_every_configuration(out):
     rows = pl.read_parquet(out / "table.parquet")
     keys = ["sample_id", *Configuration._fields, "repeat"]
     assert rows.height == rows.select(keys).unique().height == 5 * 8 * 3
@@ -49,10 +47,6 @@ def test_the_table_has_every_sample_at_every_configuration_and_can_be_read_in_ev
         (answer,) = model.answer([stage], {knob: row[knob] for knob in GRID})
         assert answer.text == row["pred"]
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
-    again = read_exp5_exp6(out / "exp5", out / "exp6", "elastic_scenes")
-    assert table.sample_ids == again.sample_ids
-    assert torch.equal(table.accuracy, again.accuracy)
-    assert torch.equal(table.repeats_ms, again.repeats_ms)
     shapes = {name: tuple(block.shape) for name, block in table.features.items()}
     assert shapes == {"image_features": (5, 192), "language_features": (5, 96)}
     assert all(block.isfinite().all() for block in table.features.values())
@@ -73,9 +67,3 @@ def test_without_values_the_grid_of_the_built_in_profile_is_measured(tmp_path):
     assert len(rows) == 4 * 4
     assert set(rows["max_crops"]) == {2, 4, 8, 12}
     assert set(rows["top_k"]) == {2}
-
-
-def test_cpu_time_can_be_the_latency(tmp_path):
-    table, facts = measured(tmp_path, repeats=1, clock="cpu")
-    assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05
-    assert facts["clock"]["latency_ms"].startswith("cpu")

