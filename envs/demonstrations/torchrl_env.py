@@ -178,7 +178,7 @@ class DemonstrationBandit(SingleStepEnv):
         group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if shots is None else shots
         rows = torch.arange(table.num_queries) if rows is None else rows
-        group = () if group_size is None else (group_size,)
+        group: tuple[Any, ...] = () if group_size is None else (group_size,)
         candidates = int(table.pool_mask.sum())
         if min(shots, *group, batch_size, len(rows), candidates) < 1:
             raise InputError(
