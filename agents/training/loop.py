@@ -28,7 +28,7 @@ from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.stage import Log, Stage, laid_out
+from knobwise.agents.training.stage import Log, Stage
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
@@ -139,7 +139,11 @@ class Trainer(ABC):
         self.reference = reference
         self.env = env
         self.stages = stages
-        self.total = laid_out(stages)
+        # one after the other
+        self.total = 0
+        for stage in stages:
+            stage.start = self.total
+            self.total = stage.end
         self.identity = repr(identity)
         # what an iteration works with
         self.buffer = ReplayBuffer(
