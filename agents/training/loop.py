@@ -136,13 +136,11 @@ class Trainer(ABC):
         self.reference = reference
         self.env = env
         self.stages = stages
-        # one after the other
         self.total = 0
         for stage in stages:
             stage.start = self.total
             self.total = stage.end
         self.identity = repr(identity)
-        # what an iteration works with
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
