@@ -25,7 +25,6 @@ from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
-from knobwise.experiments.tracking.wandb_run import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,8 +252,8 @@ def test_metrics_csv_holds_the_training_names(runs, names):
         name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns
     }
     of_stages = {name for name in columns if name.count("/") == 2}
-    assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"] - {THROUGHPUT}
-    assert columns - of_stages == {"seed", "step", *names["controller"]} - {THROUGHPUT}
+    assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"]
+    assert columns - of_stages == {"seed", "step", *names["controller"]}
 
 
 def columns_of(value):

@@ -264,32 +264,39 @@ def make_actor(
     else:
         encoder = _FromRows(controller, table, members, offsets)
         keys = ["row", limit]
-    # requests → log-probs → actions, all knobs in one tensor, or each under its own key
+    # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
+    return Actor(encode, _draw(controller, group_size, separate))
+
+
+def _draw(
+    controller: Controller, group_size: int | None, separate: bool
+) -> ProbabilisticTensorDictModule:
+    """Return the module that draws actions from log-probs; arguments as in `make_actor`."""
     settings: dict[str, Any] = {
         "group_size": group_size,
         "normalised": True,
         "configurations": controller.configurations,
         "index": controller.index,
     }
-    names = ["action"]
+    # all knobs in one tensor, or each under its own key
+    keys = ["action"]
     distribution: Any = ConfigurationCategorical
     log_prob_key: str | None = "action_log_prob"
     if separate:
-        names = [knob.name for knob in controller.knobs]
-        settings["names"] = names
+        keys = [knob.name for knob in controller.knobs]
+        settings["names"] = keys
         distribution = KnobCategoricals
         if not composite_lp_aggregate():
             log_prob_key = None
-    draw = ProbabilisticTensorDictModule(
+    return ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
-        out_keys=names,
+        out_keys=keys,
         distribution_class=distribution,
         distribution_kwargs=settings,
         return_log_prob=True,
         log_prob_key=log_prob_key,
     )
-    return Actor(encode, draw)
 
 
 def _controller_in(agent: Any) -> Controller:

@@ -112,9 +112,7 @@ def hidden_for(inputs: int, count: int, utility_head: bool, budget_us: float) ->
     It is the largest of `SIZES` whose decision takes at most `SHARE` of the budget by a rule of
     thumb, or the smallest of them.
     """
-    outputs = count
-    if utility_head:
-        outputs *= 3
+    outputs = count * (1 + 2 * utility_head)
     chosen = SIZES[0]
     for hidden in SIZES:
         weights = hidden * (inputs + hidden + outputs)

@@ -224,6 +224,18 @@ def padded(x: Tensor) -> Tensor:
     return x if x.shape[-1] else x.new_zeros(len(x), 1)
 
 
+def _models(
+    name: str, targets: Targets, settings: Sequence[Any], seed: int, columns: slice = slice(None)
+) -> list[Regressor]:
+    """Fit a constant and each setting of a family to some columns of targets."""
+    values = targets.values[:, columns]
+    models: list[Regressor] = [constant(values, targets.x.shape[1])]
+    if settings:
+        models += FAMILIES[name].fit(targets.x, values, settings, seed)
+    units = [unit[columns] for unit in targets.units]
+    return [model.rescaled(*units) for model in models]
+
+
 def _fit(
     name: str,
     measured: Measured,
@@ -232,38 +244,23 @@ def _fit(
     settings: Sequence[Any],
     seed: int,
 ) -> Fitted:
-    """Fit a family.
+    """Fit a family, with these settings and a constant to choose from.
 
-    Args:
-        targets: of all rows.
-        lessons: of each fold the positions that are held out, and the targets of the others.
-        settings: to choose from beside a constant.
-        seed: of trees.
+    `lessons` are of each fold the positions that are held out, and the targets of the others.
     """
     # float64 to fit on, float32 to predict from
     x = torch.from_numpy(targets.x).float()
 
-    def fitted(
-        known: Targets, settings: Sequence[Any], columns: slice = slice(None)
-    ) -> list[Regressor]:
-        # a constant and each setting
-        values = known.values[:, columns]
-        models: list[Regressor] = [constant(values, x.shape[1])]
-        if settings:
-            models += FAMILIES[name].fit(known.x, values, settings, seed)
-        units = [unit[columns] for unit in known.units]
-        return [model.rescaled(*units) for model in models]
-
-    def fitted_on_fold(_: Rows, known: Targets) -> list[Regressor]:
+    def fitted(_: Rows, known: Targets) -> list[Regressor]:
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            return fitted(known, settings)
+            return _models(name, known, settings, seed)
 
     # the constant comes first, so that it wins where nothing is better
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    results = fitting(itertools.starmap(delayed(fitted_on_fold), lessons))
+    results = fitting(itertools.starmap(delayed(fitted), lessons))
     for (hold, _), models in zip(lessons, results, strict=True):
         for setting, model in enumerate(models):
             held_out[setting, hold] = model(x[hold])
@@ -291,7 +288,7 @@ def _fit(
             of_all: Regressor = Trees.averaged(in_folds)
         else:
             # on all rows; where the first is best there is no setting but the constant
-            of_all = fitted(targets, settings[best - 1 : best], columns)[-1]
+            of_all = _models(name, targets, settings[best - 1 : best], seed, columns)[-1]
         regressors.append([of_all, *in_folds])
     spread = _spread(measured, *unseen)
     # an expert of all rows, and of each fold

@@ -16,10 +16,11 @@ budgets are missed; the guarantee is then asymptotic in n, not exact.
 Static may miss the level too. If it does and the policy at its margin keeps it, the policy only has
 to be no worse on average.
 
-The level is not enforced at any cost. It is *unattainable* if the share on time is below it at
-every margin and with static; *unshown* if it is not, but n is too small for the bound above; *too
-dear* if it costs more than a share of the gain over static, measured from what would be deployed
-without it. In all three cases nothing is enforced, and the report says so.
+The level is not enforced at any cost. It is *not possible* if the share on time is below it at
+every margin and with static; there are *too few* requests if it is not, but n is too small for the
+bound above; it *costs too much* if it takes more than a share of the gain over static, measured
+from what would be deployed without it. In all three cases nothing is enforced, and the report says
+so.
 """
 
 from __future__ import annotations

@@ -90,12 +90,3 @@ class Stage:
         if share + 1e-2 < settings.rise:
             return self.lr * (share + 1e-2) / settings.rise
         return self.lr * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def laid_out(stages: list[Stage]) -> int:
-    """Let stages begin one after the other, and return the iterations of all of them."""
-    total = 0
-    for stage in stages:
-        stage.start = total
-        total = stage.end
-    return total

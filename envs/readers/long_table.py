@@ -100,7 +100,8 @@ def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFram
     """
     frame = frame.unnest(pl.selectors.struct()).rename(TRAINING_COLUMNS, strict=False)
     # the features of a sample stand in each of its examples
-    samples = frame.select("sample_id", pl.selectors.nested()).unique(maintain_order=True)
+    blocks = pl.selectors.by_name("image_features", "language_features", require_all=False)
+    samples = frame.select("sample_id", blocks).unique(maintain_order=True)
     features = None
     if samples.width > 1:
         features = features_from(samples.to_dict(as_series=False))

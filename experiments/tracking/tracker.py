@@ -24,7 +24,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.wandb_run import THROUGHPUT, WandbRun, reason
+from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
 LONGEST_NAME = 40
 """The most letters that changed settings take in the name of a W&B run."""
@@ -165,9 +165,7 @@ class Tracker:
         """Write numbers of one training step. Steps never decrease; there may be several calls a
         step."""
         values = {name: float(value) for name, value in metrics.items()}
-        # speed differs between equal runs, whose files must be equal
-        equal = {name: value for name, value in values.items() if name != THROUGHPUT}
-        self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
+        self._csv.append(*in_stage([(step, values)], self.stage, self.first)[0])
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)

@@ -34,8 +34,6 @@ PATIENCE_S = 20
 UPLOAD_S = 600
 """Seconds that W&B may go on uploading after the end. The rest stays in the run's folder, for
 `wandb sync`."""
-THROUGHPUT = "Train/Actions_Per_Second"
-"""The metric of speed. It differs between equal runs, so it goes to TensorBoard and W&B alone."""
 LOOKED_AT = (
     "Train/Reward_Mean",
     "Train/Accuracy_Mean",
@@ -228,7 +226,7 @@ class WandbRun:
         if sessions and not (synced or run.resumed):
             self._replaced = sessions
         elif run.resumed or (resumes and not online):
-            self._sent = {(step, name) for step, row in self.earlier for name in [THROUGHPUT, *row]}
+            self._sent = {(step, name) for step, row in self.earlier for name in row}
         if not evaluates:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step", hidden=True)

@@ -164,11 +164,7 @@ def holds(found, run):
         assert each.config["loss"] == OmegaConf.to_container(settings.loss)
     for name, (stage, seed) in trained.items():
         rows, history = of_stage(curves(run, seed), stage), named[name].history
-        speeds = [row.pop(wandb_run.THROUGHPUT) for row in history if wandb_run.THROUGHPUT in row]
         assert history == rows
-        # what a selector logged offline is logged again at the end, without the speed
-        assert len(speeds) in (0, len([row for row in rows if "Train/Reward_Mean" in row]))
-        assert speeds or stage
         assert len({key for row in rows for key in row}) < 40
         assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     return named["tiny"]

@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
     trainer = controller(tmp_path, "rewards sampled")
     press(trainer, 19)
-    assert "finished" in stopped(trainer.run).__notes__[0]
+    assert "holds iteration 20 of 20" in stopped(trainer.run).__notes__[0]
     again = controller(tmp_path, "rewards sampled")
     assert again.resume(tmp_path / "last.pt")
     assert again.finished
