@@ -11,7 +11,6 @@ posterior variance is added to that of the controller's predictions. The accurac
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -28,27 +27,18 @@ from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
-
-class Scales(NamedTuple):
-    """Prior standard deviations of the terms of an offset."""
-
-    knob: float
-    """That of the β_k."""
-    configuration: float
-    """That of the γ_c."""
-    noise: float
-    """That of ε."""
-
-
 FREE = 3.0
 """Prior standard deviation of β₀."""
-_GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
-TRIED = [Scales(*scales) for scales in _GRID]
-"""The scales that offsets are averaged over."""
+KNOB = 0.3
+"""That of the β_k."""
+CONFIGURATION = 0.1
+"""That of the γ_c."""
+NOISE = 0.3
+"""That of ε, before the cells have shown it."""
+LEAST_NOISE = 0.02
+"""Least standard deviation of ε that cells show."""
 OUTLYING = 4.0
 """Cells further from a first fit than this, in standard deviations, are left out as stalls."""
-LEAST_NOISE = 0.02
-"""Least standard deviation, in ln ms, by which stalls are recognised."""
 LEAST_CELLS = 5
 """Fewest cells that offsets are estimated from; with fewer the noise is not known."""
 
@@ -60,55 +50,35 @@ class Offsets(NamedTuple):
     """Posterior mean, float64 [C]."""
     variance: Tensor
     """Posterior variance, float64 [C]."""
-    evidence: Tensor
-    """ln of the marginal likelihood of the timed cells, up to a constant, float64 []."""
-
-
-def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
-    """Return the prior covariance of the offsets, float64 [C, C].
-
-    Args:
-        configurations: int64 [C, K].
-        scales: prior standard deviations of the terms.
-    """
-    identity = torch.eye(len(configurations), dtype=torch.float64)
-    covariance = FREE**2 + scales.configuration**2 * identity
-    for values in configurations.T:
-        covariance += scales.knob**2 * (values.unsqueeze(1) == values)
-    return covariance
 
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
-    """Estimate offsets from timed cells, averaged over `TRIED` scales by their evidence.
+    """Estimate offsets from timed cells, whose noise is estimated too.
 
-    This is Bayesian model averaging (Hoeting et al. 1999, "Bayesian Model Averaging", Statistical
-    Science 14). The variance includes the scatter of the cells around their offsets, because other
-    requests will scatter alike.
+    The variance includes the scatter of the cells around their offsets, because other requests will
+    scatter alike.
 
     Args:
         configurations: int64 [C, K].
         chosen: int64 [n], the configuration of each cell.
         ratios: float [n], ln(t_new / t_old).
     """
+    noise = NOISE
     kept = torch.ones_like(chosen, dtype=torch.bool)
     # fit, leave out stalls, fit again
     for _ in range(3):
-        fits = [posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED]
-        means, variances, evidence = map(torch.stack, zip(*fits, strict=True))
-        share = evidence.softmax(0)
-        mean = share @ means
-        residuals = (ratios - mean[chosen]).abs()
+        offsets = posterior(configurations, chosen[kept], ratios[kept], noise)
+        residuals = (ratios - offsets.mean[chosen]).abs()
         # the standard deviation, if it is normal
-        spread = 1.4826 * float(residuals.median())
-        kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
-    # the variance of the mixture of all scales, and the scatter of the cells
-    jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
-    variance = share @ (variances + means.square()) - mean.square() + jitter
-    return Offsets(mean, variance, evidence.logsumexp(0))
+        noise = max(1.4826 * float(residuals.median()), LEAST_NOISE)
+        kept = residuals <= OUTLYING * noise
+    return offsets._replace(variance=offsets.variance + noise**2)
 
 
-def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
-    """Return the posterior offsets at given scales, from all cells.
+def posterior(
+    configurations: Tensor, chosen: Tensor, ratios: Tensor, noise: float = NOISE
+) -> Offsets:
+    """Return the posterior offsets at a given noise, from all cells.
 
     The cells of a configuration count as their mean, with accordingly less noise.
 
@@ -116,22 +86,20 @@ def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Sc
         configurations: int64 [C, K].
         chosen: int64 [n], the configuration of each cell.
         ratios: float [n], ln(t_new / t_old).
-        scales: prior standard deviations of the terms.
+        noise: standard deviation of ε.
     """
+    # the prior covariance of all offsets, [C, C]
+    prior = FREE**2 + CONFIGURATION**2 * torch.eye(len(configurations), dtype=torch.float64)
+    for values in configurations.T:
+        prior += KNOB**2 * (values.unsqueeze(1) == values)
     # the mean of each timed configuration
     timed, group = chosen.unique(return_inverse=True)
     count = group.bincount(minlength=len(timed)).double()
     mean = torch.zeros_like(count).index_add_(0, group, ratios.double()) / count
-    # normal prior, normal noise: the posterior by a Cholesky factor
-    prior = prior_covariance(configurations, scales)
-    factor = torch.linalg.cholesky(prior[timed][:, timed] + torch.diag(scales.noise**2 / count))
-    gain = torch.cholesky_solve(prior[timed], factor)
-    # ln of the marginal likelihood: of cells around their means, and of the means
-    within = (ratios - mean[group]).square().sum() / scales.noise**2
-    between = torch.linalg.solve_triangular(factor, mean.unsqueeze(1), upper=False).square().sum()
-    volume = factor.diagonal().log().sum() + (len(chosen) - len(timed)) * math.log(scales.noise)
+    # normal prior, normal noise
+    gain = torch.linalg.solve(prior[timed][:, timed] + torch.diag(noise**2 / count), prior[timed])
     variance = (prior.diagonal() - (gain * prior[timed]).sum(0)).clamp_min(0)
-    return Offsets(gain.T @ mean, variance, -0.5 * (within + between) - volume)
+    return Offsets(gain.T @ mean, variance)
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
@@ -144,7 +112,7 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         `old`), float64 [n].
 
     Raises:
-        InputError: other configurations, ambiguous ids, too few such cells.
+        InputError: ambiguous ids, too few such cells.
     """
     # samples by id, and by data set if both tables name it
     ids: list[Any] = [old.sample_ids, new.sample_ids]
@@ -158,23 +126,15 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         )
     rows = torch.tensor([row_of.get(key, -1) for key in ids[1]])
     # configurations by knob values
-    known = configurations_of(old)
-    wanted = configurations_of(new)
-    others = [column for column, values in enumerate(wanted) if values not in known]
-    if others:
-        raise InputError(
-            f"profile {new.name!r}: {len(others)} of its configurations are not in {old.name!r}, "
-            f"such as {new.label(others[0])}; time the configurations that the controller "
-            "chooses from"
-        )
-    columns = torch.tensor([known.index(values) for values in wanted])
+    column_of = {str(values): column for column, values in enumerate(configurations_of(old))}
+    columns = torch.tensor([column_of.get(str(values), -1) for values in configurations_of(new)])
     # the cells that both hold
-    i, j = (new.mask & (rows >= 0).unsqueeze(1) & old.mask[rows][:, columns]).nonzero().T
+    both = (rows >= 0).unsqueeze(1) & (columns >= 0) & new.mask & old.mask[rows][:, columns]
+    i, j = both.nonzero().T
     if len(i) < LEAST_CELLS:
         raise InputError(
             f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
-            f"{old.name!r}, but at least {LEAST_CELLS} are needed; time more samples of "
-            f"{old.name!r}"
+            f"{old.name!r}; time {LEAST_CELLS} of these at least"
         )
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
@@ -200,8 +160,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     before.latency_offset += overall
     # the teacher
     teacher.latency_offset += offsets.mean.float()
-    narrowest = (NARROWEST**2 - 1) * teacher.moments(x).spread.square().mean(0)
-    teacher.latency_variance += offsets.variance.float().maximum(narrowest)
+    teacher.latency_variance += offsets.variance.float()
     # budgets, guards and static
     agent.controller.network.encoding.mean += overall
     settled = agent.settled

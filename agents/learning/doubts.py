@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from knobwise.agents.learning.adaptation import Scales, posterior
+from knobwise.agents.learning.adaptation import posterior
 from knobwise.agents.learning.logged import Logged
-from knobwise.agents.learning.off_policy import Judgement
 
 MOST_LOSS = 0.005
 """The utility that a change may lose if the profile is right and the labels are wrong."""
@@ -29,45 +28,32 @@ CHANCE = 3.0
 """Standard errors beyond which labels differ from the profile by more than chance."""
 MOST_RATIO = 2.0
 """The largest factor between a configuration's times and what those of others imply for it."""
-SCALES = Scales(0.3, 0.1, 0.3)
-"""Prior standard deviations, in ln ms, of what others imply."""
-NAMED = 5
-"""Number of configurations that are named at most."""
 
 
 def doubted_times(
-    names: Sequence[Mapping[str, Any]],
-    configurations: Tensor,
-    choice: Tensor,
-    ratios: Tensor,
-    later: Judgement,
+    names: Sequence[Mapping[str, Any]], configurations: Tensor, choice: Tensor, ratios: Tensor
 ) -> list[str]:
-    """Return why a change that rests on times is doubtful; an empty list if it is not.
+    """Return a line for each configuration whose times contradict those of the others.
 
     Args:
         names: the knob values of each configuration.
         configurations: int64 [C, K].
         choice: int64 [n], the configurations of n answers.
         ratios: float [n], ln(time of the answer / time expected).
-        later: the judgement by the later half of the requests.
     """
     reasons = []
-    if later.doubly_robust["difference"][0] <= 0:
-        reasons.append("the later half of the requests shows no gain")
-    lines: list[tuple[float, str]] = []
     for c in choice.unique().tolist():
         chosen = choice == c
         if chosen.sum() < FEW or chosen.all():
             continue
-        implied = posterior(configurations, choice[~chosen], ratios[~chosen], SCALES)
+        implied = posterior(configurations, choice[~chosen], ratios[~chosen])
         gap = float(ratios[chosen].median() - implied.mean[c])
         if abs(gap) > max(math.log(MOST_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
-            line = (
-                f"the times of {_label(names[c])}, {int(chosen.sum())} answers, are "
-                f"{math.exp(gap):.2g} times those that the other configurations imply"
+            reasons.append(
+                f"the times of {names[c]}, {int(chosen.sum())} answers, are {math.exp(gap):.2g} "
+                "times those that the other configurations imply"
             )
-            lines.append((abs(gap), line))
-    return reasons + _worst(lines)
+    return reasons
 
 
 def doubted_labels(
@@ -90,37 +76,18 @@ def doubted_labels(
     unexplored = int((logged.propensity.argmax(1) == logged.choice).sum())
     if unexplored < FEW:
         reasons.append(f"only {unexplored} answers that the controller chose itself have a label")
-    if loss > MOST_LOSS:
-        reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
-        reasons += _wrong_labels(names, logged, accuracy)
-    return reasons
-
-
-def _wrong_labels(
-    names: Sequence[Mapping[str, Any]], logged: Logged, accuracy: Tensor
-) -> list[str]:
-    """Return a line for each configuration whose labels differ from the profile beyond chance."""
-    lines: list[tuple[float, str]] = []
+    if loss <= MOST_LOSS:
+        return reasons
+    reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
+    # the configurations whose labels differ from the profile beyond chance
     for c in logged.choice.unique().tolist():
         chosen = logged.choice == c
         labels = logged.accuracy[chosen]
         expected = accuracy[chosen]
         variance = (expected * (1 - expected)).sum().clamp_min(0.25)
-        z = abs(float((labels - expected).sum() / variance.sqrt()))
-        if z > CHANCE:
-            line = (
-                f"the {len(labels)} labels of {_label(names[c])} say accuracy "
-                f"{labels.mean():.2f}, the profile {expected.mean():.2f}"
+        if abs(float((labels - expected).sum() / variance.sqrt())) > CHANCE:
+            reasons.append(
+                f"the {len(labels)} labels of {names[c]} say accuracy {labels.mean():.2f}, the "
+                f"profile {expected.mean():.2f}"
             )
-            lines.append((z, line))
-    return _worst(lines)
-
-
-def _worst(lines: list[tuple[float, str]]) -> list[str]:
-    """Return the lines with the largest numbers, at most `NAMED`."""
-    return [line for _, line in sorted(lines, reverse=True)[:NAMED]]
-
-
-def _label(values: Mapping[str, Any]) -> str:
-    """Return the values of the knobs in a line."""
-    return " ".join(f"{name}={value}" for name, value in values.items())
+    return reasons

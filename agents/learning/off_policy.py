@@ -9,14 +9,13 @@ Importance weights are heavy-tailed. If a log happens to contain none of the rar
 variance is too small. So an interval is never narrower than the logged probabilities imply. Let ρ
 be the error of the model, reward − expectation. A correction w·ρ that is drawn with probability p
 has the second moment p·w²·E ρ². E ρ² is shrunk towards 1/4, the largest variance that a reward
-between 0 and 1 can have. Where both controllers decide alike, the log is dense and the model is
-good. That says little about the other requests, which have an E ρ² of their own.
+between 0 and 1 can have. Only requests that the controllers decide differently count: where both
+decide alike, the log is dense and the model is good, which says little about the others.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,32 +38,19 @@ CONFIDENCE = 0.95
 
 
 class Judgement(NamedTuple):
-    """A comparison of a new and an old controller on labelled requests that neither was fitted on.
-
-    Estimates are a mean utility and the ends of its 95 % interval.
-    """
+    """A comparison of a new and an old controller on labelled requests that neither was fitted
+    on."""
 
     requests: int
     """n, the number of requests."""
     different: int
     """Requests that the two decide differently, as far as the log can tell them apart."""
-    unsupported: int
-    """Requests where the new controller's different choice has no evidence in the log."""
-    doubly_robust: dict[str, tuple[float, float, float]]
-    """Estimates for `old`, for `new`, and for their paired `difference`, new − old."""
-    clipped: int
-    """Requests whose importance weight was clipped."""
+    gain: float
+    """The mean utility of the new controller less that of the old one."""
     bound: float
-    """The one-sided lower bound of the difference."""
+    """The one-sided lower bound of the gain."""
     better: bool
     """True if the bound is above 0 and enough requests differ."""
-
-    def plain(self) -> dict[str, Any]:
-        """Return plain values for JSON, with None for numbers that are not finite."""
-        estimates = {
-            name: [*map(_finite, estimate)] for name, estimate in self.doubly_robust.items()
-        }
-        return self._asdict() | {"doubly_robust": estimates, "bound": _finite(self.bound)}
 
 
 def decisions(controller: NumpyController, logged: Logged) -> Tensor:
@@ -91,44 +77,26 @@ def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgeme
     """
     # without evidence the new controller is taken to choose as the old one
     chances = of_choices(logged.propensity, old), of_choices(logged.propensity, new)
-    supported = torch.minimum(*chances) > 0
-    unsupported = int(((old != new) & ~supported).sum())
-    new = new.where(supported, old)
+    new = new.where(torch.minimum(*chances) > 0, old)
     differs = old != new
+    by_old, by_new = (_evidence(logged, c, differs, expected.double()) for c in (old, new))
+    robust, model, _ = by_new - by_old
+    gain = float(robust.mean())
+    # the variance of the sample, or that of the model with the second moments of the corrections
+    noise = (by_old[2] + by_new[2]).mean()
+    variance = torch.maximum(robust.var(), model.var() + noise)
+    bound = lower_bound(gain, float(variance / len(old)) ** 0.5, CONFIDENCE)
     different = int(differs.sum())
-    # the evidence about each controller, [3, n], and about their difference
-    model = expected.double()
-    evidence = {
-        "old": _evidence(logged, old, differs, model),
-        "new": _evidence(logged, new, differs, model),
-    }
-    difference = evidence["new"] - evidence["old"]
-    # where both choose alike nothing is corrected; elsewhere the second moments add up
-    difference[2] = differs * (evidence["new"][2] + evidence["old"][2])
-    evidence["difference"] = difference
-    estimates = {}
-    for name, values in evidence.items():
-        mean = float(values[0].mean())
-        error = _standard_error(*values)
-        estimates[name] = mean, mean - 1.96 * error, mean + 1.96 * error
-    # mean and error are now those of the difference, the last of the three
-    bound = lower_bound(mean, error, CONFIDENCE)
-    return Judgement(
-        requests=len(old),
-        different=different,
-        unsupported=unsupported,
-        doubly_robust=estimates,
-        clipped=int((logged.probability * CLIP < 1).sum()),
-        bound=bound,
-        better=different >= LEAST_DIFFERENT and bound > 0,
-    )
+    better = different >= LEAST_DIFFERENT and bound > 0
+    return Judgement(len(old), different, gain, bound, better)
 
 
 def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor) -> Tensor:
     """Return the evidence of n logged requests about a policy, float64 [3, n].
 
     Its rows are the doubly robust values, the values of the model alone, and the second moments of
-    the corrections, robust − model.
+    the corrections, robust − model. The last are 0 where nothing differs, since corrections of
+    equal choices cancel.
 
     Args:
         logged: n requests.
@@ -138,32 +106,12 @@ def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor
     """
     reward = logged.accuracy * logged.met
     estimate = doubly_robust(expected, logged.choice, reward, logged.probability, CLIP)
-    robust = of_choices(estimate, choices)
     model = of_choices(expected, choices)
-    # E ρ², shrunk, over the requests that drew this choice: first where the two policies agree,
-    # then where they differ
-    drawn = choices == logged.choice
-    groups = torch.stack([drawn & ~differs, drawn & differs]).double()
-    squares = groups @ (reward - model).square() + COUNTS * RESIDUAL_SQUARE
-    squares /= groups.sum(1) + COUNTS
+    # E ρ², shrunk, over the requests that drew this choice
+    drawn = differs & (choices == logged.choice)
+    square = (reward - model)[drawn].square().sum() + COUNTS * RESIDUAL_SQUARE
+    square /= drawn.sum() + COUNTS
     # p·w², where p is the probability that the logging policy draws this choice
     chance = of_choices(logged.propensity, choices)
-    moment = chance * (1 / chance.clamp_min(1e-12)).clamp_max(CLIP).square()
-    return torch.stack([robust, model, moment * squares[differs.long()]])
-
-
-def _standard_error(values: Tensor, model: Tensor, noise: Tensor) -> float:
-    """Return the standard error of the mean of values [n].
-
-    The variance is the larger of two: that of the sample, or that of the model's values plus the
-    mean second moment of the corrections.
-    """
-    if len(values) < 2:
-        return math.nan
-    variance = torch.maximum(values.var(), model.var() + noise.mean())
-    return float(variance / len(values)) ** 0.5
-
-
-def _finite(value: float) -> float | None:
-    """Return the value, or None for what JSON cannot hold."""
-    return value if math.isfinite(value) else None
+    moment = chance * (1 / chance).clamp_max(CLIP).square()
+    return torch.stack([of_choices(estimate, choices), model, differs * moment * square])

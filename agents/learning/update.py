@@ -26,14 +26,13 @@ from torch import Tensor
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     Offsets,
-    Scales,
     adapted,
     copied,
     fit_offsets,
     posterior,
     teach_again,
 )
-from knobwise.agents.learning.doubts import MOST_LOSS, doubted_labels, doubted_times
+from knobwise.agents.learning.doubts import FEW, MOST_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.policy.arrays import configurations_of
@@ -46,8 +45,6 @@ LATENCIES = "latencies"
 ACCURACIES = "accuracies"
 FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
-ACCURACY_SCALES = Scales(0.5, 0.3, 0.0)
-"""Prior standard deviations of offsets of logits."""
 ROUNDS = 12
 """Rounds of scoring."""
 LEAST_PRECISION = 0.05
@@ -70,21 +67,6 @@ class Update(NamedTuple):
     loss: float
     """The utility lost by the updates since a person last accepted one, if labels are wrong and the
     profile is right."""
-    factors: list[float]
-    """The first step's factors on the expected latency of each configuration."""
-    logits: list[float]
-    """The second step's offsets of the logit of each expected accuracy."""
-
-
-class Learned(NamedTuple):
-    """What a controller learned from a log."""
-
-    after: dict[str, DeployedController]
-    """The controller after each step that the log allows, by the step's name in order."""
-    offsets: Offsets
-    """Those of ln ms."""
-    logits: Tensor
-    """Those of the accuracies' logits, float64 [C]."""
 
 
 class Trial(NamedTuple):
@@ -94,15 +76,15 @@ class Trial(NamedTuple):
     """The controller that learned from the whole log."""
     outcomes: Logged
     """The requests, with the accuracies that count for this step."""
-    rows: Tensor
-    """int64: those that judge the step."""
     choices: Tensor
     """int64 [n]: the choices of controllers that learned without each request."""
     expected: Tensor
     """float [n, C]: the utility of every configuration that these expect."""
 
-    def judged(self, old: Tensor, rows: Tensor) -> Judgement:
-        """Compare with the old choices int64 [n], on some of the requests."""
+    def judged(self, old: Tensor, first: int = 0) -> Judgement:
+        """Compare with the old choices int64 [n], on the labelled requests from `first` on."""
+        rows = self.outcomes.labelled
+        rows[:first] = False
         return judge(self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows])
 
 
@@ -125,8 +107,7 @@ def update(
     n = len(logged)
     if n < LEAST_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
-    learned = learn(agent, logged)
-    best, trials = _held_out(agent, logged, learned.after)
+    best, trials = _held_out(agent, logged)
     names = configurations_of(agent.decider)
     by_times = trials[LATENCIES]
     steps: dict[str, Judgement] = {}
@@ -135,18 +116,19 @@ def update(
     serving = None
     for name, trial in trials.items():
         # is it better than the best so far?
-        rows = trial.rows
-        steps[name] = trial.judged(best, rows)
+        steps[name] = trial.judged(best)
         if not steps[name].better:
             continue
         # what speaks against it; doubts about a step that did not take over hold for the next too
         total = loss
         if name == LATENCIES:
-            later = trial.judged(best, rows[n // 2 :])
             ratios = _ratios(agent, logged)
-            against = doubted_times(names, agent.configurations, logged.choice, ratios, later)
+            against = doubted_times(names, agent.configurations, logged.choice, ratios)
+            if trial.judged(best, n // 2).gain <= 0:
+                against.append("the later half of the requests shows no gain")
         else:
             total = max(0.0, loss + _loss(by_times.agent, logged, best, trial.choices))
+            rows = logged.labelled
             by_profile = by_times.outcomes.accuracy[rows]
             against = against + doubted_labels(names, logged[rows], by_profile, total)
         doubts[name] = against
@@ -157,15 +139,7 @@ def update(
         serving = trial.agent
         loss = 0.0 if total > MOST_LOSS else total
         against = []
-    return Update(
-        agent=serving or trial.agent,
-        better=serving is not None,
-        steps=steps,
-        doubts=doubts,
-        loss=loss,
-        factors=learned.offsets.mean.exp().tolist(),
-        logits=learned.logits.tolist(),
-    )
+    return Update(serving or trial.agent, serving is not None, steps, doubts, loss)
 
 
 @torch.no_grad()
@@ -179,23 +153,18 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
     return float((of_choices(worth, old) - of_choices(worth, new)).double().mean())
 
 
-def learn(agent: DeployedController, logged: Logged) -> Learned:
-    """Let a controller learn from a log."""
-    offsets = _latency_offsets(agent, logged)
-    candidate = adapted(agent, offsets, _features(agent, logged))
-    after = {LATENCIES: candidate}
-    logits = torch.zeros(len(agent.configurations), dtype=torch.float64)
+def learn(agent: DeployedController, logged: Logged) -> dict[str, DeployedController]:
+    """Let a controller learn from a log; return it after each step that the log allows."""
+    after = {LATENCIES: adapted(agent, _latency_offsets(agent, logged), _features(agent, logged))}
     lessons = logged[logged.seen & logged.labelled]
-    if len(lessons):
-        logits = _accuracy_offsets(candidate, lessons)
-        after[ACCURACIES] = _with_logits(candidate, logits, lessons)
-    return Learned(after, offsets, logits)
+    if len(lessons) >= FEW:
+        after[ACCURACIES] = _with_accuracies(after[LATENCIES], lessons)
+    return after
 
 
-def _held_out(
-    agent: DeployedController, logged: Logged, after: dict[str, DeployedController]
-) -> tuple[Tensor, dict[str, Trial]]:
-    """Let the controller learn without each fold in turn, and decide the fold's requests.
+def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[str, Trial]]:
+    """Let the controller learn from everything, and without each fold in turn to decide the fold's
+    requests.
 
     Returns:
         The choices of the old controller, int64 [n], and the trial of each step.
@@ -206,19 +175,16 @@ def _held_out(
     by_profile = logged.clone()
     accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice)
     by_profile.accuracy = accuracy.double()
-    judged_by = {
-        LATENCIES: (by_profile, torch.arange(n)),
-        ACCURACIES: (logged, logged.labelled.nonzero().squeeze(1)),
-    }
+    judged_by = {LATENCIES: by_profile, ACCURACIES: logged}
     trials = {}
-    for name, controller in after.items():
+    for name, controller in learn(agent, logged).items():
         expected = torch.zeros(n, len(agent.configurations))
-        trials[name] = Trial(controller, *judged_by[name], torch.zeros_like(old), expected)
+        trials[name] = Trial(controller, judged_by[name], torch.zeros_like(old), expected)
     fold_of = torch.arange(n) % FOLDS
     for fold in range(FOLDS):
         rows = fold_of == fold
         test = logged[rows]
-        in_fold = learn(agent, logged[~rows]).after
+        in_fold = learn(agent, logged[~rows])
         old[rows] = decisions(agent.decider, test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
@@ -297,17 +263,18 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
         p = (predicted + before).sigmoid()
         precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
         working = before + (logged.accuracy - p) / precision
-        scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
-        offsets = posterior(agent.configurations, logged.choice, working, scales).mean
+        noise = float(precision) ** -0.5
+        offsets = posterior(agent.configurations, logged.choice, working, noise).mean
     return offsets
 
 
-def _with_logits(agent: DeployedController, logits: Tensor, logged: Logged) -> DeployedController:
+def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedController:
     """Return a copy of a controller that allows for offsets of the accuracies' logits.
 
     Its teacher adds the offsets, its heads are taught again, and static's accuracies change by the
     mean effect on logged requests.
     """
+    logits = _accuracy_offsets(agent, logged)
     agent = copied(agent)
     x = _features(agent, logged)
     before = copy.deepcopy(agent.teacher)

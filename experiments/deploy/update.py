@@ -8,16 +8,13 @@ Each update is a version on disk; which of them serves is a link, see
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import sleep
 from typing import Any, NoReturn
 
-import polars as pl
 import torch
-from rich.console import Console
-from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
@@ -35,23 +32,20 @@ from knobwise.agents.serving.versions import (
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.tracking.tracker import Tracker
 
 REQUESTS = 500
-"""Number of fitted samples whose features show how sure the controller is."""
+"""Number of samples of a profile that heads are taught on."""
 POLL_S = 1.0
 """Seconds between two readings of a growing log."""
 UPDATE = "update.json"
-STEPS = {"latencies": "offsets of latencies", "accuracies": "and of accuracies"}
 
 
-def run(config: UpdateRun) -> Path:
-    """Write a version, and let it serve where it is better; returns the one that serves.
+def run(config: UpdateRun) -> None:
+    """Write a version, and let it serve where it is better.
 
     Raises:
         InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does
@@ -60,15 +54,16 @@ def run(config: UpdateRun) -> Path:
     """
     out = Path(config.out)
     if config.rollback:
-        return _roll_back(out)
-    if (config.log is None) == (config.profile is None):
+        _roll_back(out)
+    elif (config.log is None) == (config.profile is None):
         raise InputError(
             "update: give log=FOLDER, the requests to learn from, or profile=table "
             "profile.path=FILE, the cells that were timed on other hardware"
         )
-    if config.every is None or config.log is None:
-        return _update(config, out)[0]
-    _keep_updating(config, out, config.log, config.every)
+    elif config.log is None or config.every is None:
+        _update(config, out)
+    else:
+        _keep_updating(config, out, config.log, config.every)
 
 
 def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoReturn:
@@ -90,7 +85,7 @@ def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoRetu
             count = len(read_log(log).rows)
             if count >= known + every:
                 known = count
-                _, version, facts = _update(config, out)
+                version, facts = _update(config, out)
                 if int(version.name) > last:
                     last = int(version.name)
                     tracker.log(_metrics(facts), last)
@@ -104,17 +99,21 @@ def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
     metrics = {"Log/Requests": facts["requests"], "Update/Better": facts["better"]}
     metrics |= {f"Log/{name}": value for name, value in facts["latest"].items()}
     for name, judgement in facts["steps"].items():
-        gain = judgement["doubly_robust"]["difference"][0]
-        metrics |= {f"Update/Gain_{name}": gain, f"Update/Bound_{name}": judgement["bound"]}
-    return {name: value for name, value in metrics.items() if value is not None}
+        metrics[f"Update/Gain_{name}"] = judgement["gain"]
+        metrics[f"Update/Bound_{name}"] = judgement["bound"]
+    return metrics
 
 
-def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """Make a new version; return the version that serves, the new one, and facts about it."""
+def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
+    """Make a new version, and let it serve if it is better; return it, and facts about it."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
-    if problem := _problem(loaded, config.log is None):
-        raise InputError(f"{config.checkpoint}: {problem}")
-    digest = loaded.controller.decider.digest
+    agent = loaded.controller
+    if agent.sense != "deadline" or agent.teacher is None:
+        raise InputError(
+            f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
+            "could move; train with policy=auto or policy=utility for deadlines"
+        )
+    digest = agent.decider.digest
     _check_serving(config, digest, serving(out))
     learn = _from_cells if config.log is None else _from_log
     updated, facts = learn(config, loaded, digest)
@@ -129,29 +128,25 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, Path, dict[str, Any]]:
         if facts["better"]:
             serve(out, version)
             outcome = "serves now"
-    print_lines(Console(), [f"{version}: {outcome}"])
-    return serving(out) or version, version, facts
+    print(f"{version}: {outcome}")
+    return version, facts
 
 
 def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
     """Refuse to go on from another controller than the one that serves."""
-    if current is None:
-        return
-    served = _read(current, "go back to the version before with rollback=true")
-    if served.digest != digest:
-        again = Path(config.out) / CURRENT
+    if current is not None and _read(current).digest != digest:
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
-            f"give checkpoint={again}, or another folder"
+            f"give checkpoint={Path(config.out) / CURRENT}, or another folder"
         )
 
 
-def _read(version: Path, advice: str) -> NumpyController:
-    """Read the controller of a version. Raises InputError with advice if it is damaged."""
+def _read(version: Path) -> NumpyController:
+    """Read the controller of a version. Raises InputError if it is damaged."""
     try:
         return NumpyController.load(version / CONTROLLER)
     except (OSError, ValueError) as error:
-        raise InputError(f"{error}; {advice}") from error
+        raise InputError(f"{error}; restore a copy, or give rollback=true") from error
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
@@ -178,20 +173,18 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
     return add_version(out, write)
 
 
-def _roll_back(out: Path) -> Path:
-    """Let the version before the current one serve again. Raises InputError if its file is
-    damaged."""
-    if (current := serving(out)) is None:
-        raise InputError(f"out={out}: it holds no version to roll back from")
-    before = json.loads((current / UPDATE).read_text())["before"]
+def _roll_back(out: Path) -> None:
+    """Let the version before the current one serve again. Raises InputError if there is none, or it
+    is damaged."""
+    current = serving(out)
+    before = current and json.loads((current / UPDATE).read_text())["before"]
     if before is None:
-        raise InputError(f"out={out}: {current.name} is the first version; there is none before it")
+        raise InputError(f"out={out}: there is no version before the one that serves")
     version = out / VERSIONS / before
-    _read(version, f"version {current.name} keeps serving; restore a copy")
+    _read(version)
     with locked(out):
         serve(out, version)
-    print_lines(Console(), [f"{version}: serves again, in place of {current.name}"])
-    return version
+    print(f"{version}: serves again")
 
 
 def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
@@ -201,98 +194,56 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         The controller of the new version, and facts about the update.
     """
     agent: Any = loaded.controller
-    assert config.log is not None
     # requests count if this controller or an earlier version of it decided them
     versions = loaded.extra.get("versions", [])
-    log = read_log(config.log, agent.decider, versions)
-    print_lines(Console(), [f"{len(log.rows):,} requests of {config.log}", *log.lines()])
-    if not log.rows:
-        raise InputError(f"log={config.log}: no request in it can be used; see the lines above")
+    log = read_log(str(config.log), agent.decider, versions)
+    print(f"{len(log.rows):,} requests of {config.log}", *log.lines(), sep="\n")
     # each step learns on some folds of the requests and is judged on the others
     logged = logged_of(log.rows, agent.decider)
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
     _print_steps(result, config.accept)
-    latest = log.rows[-(config.every or len(log.rows)) :]
+    latest = logged[-(config.every or len(logged)) :]
+    known = latest[latest.labelled]
+    means = {
+        "On_Time": latest.met,
+        "Accuracy": known.accuracy,
+        "Utility": known.accuracy * known.met,
+    }
     facts = {
         "better": result.better,
         "requests": len(log.rows),
-        "latest": _means(latest),
+        "latest": {name: float(each.double().mean()) for name, each in means.items() if len(each)},
         "set_aside": dict(log.aside),
-        "steps": {name: judgement.plain() for name, judgement in result.steps.items()},
+        "steps": {name: judgement._asdict() for name, judgement in result.steps.items()},
         "doubts": result.doubts,
         "accepted": config.accept,
         "loss": result.loss,
-        "factors": result.factors,
-        "logits": result.logits,
     }
     extra = loaded.extra | {"versions": [*versions, digest], "loss": result.loss}
     return loaded._replace(agent=result.agent, extra=extra), facts
 
 
 def _print_steps(result: Update, accept: bool) -> None:
-    """Print a table with a row for each step of an update, and what speaks against the log."""
-    header = ["step", "utility, new − old [95 %]", "bound", "different", "takes over"]
-    rows = []
-    lines = []
+    """Print a line for each step of an update, and what speaks against the log."""
     for name, judgement in result.steps.items():
-        gain, low, high = judgement.doubly_robust["difference"]
-        difference = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-        different = f"{judgement.different} of {judgement.requests}"
-        doubts = result.doubts.get(name, [])
-        takes_over = "yes" if judgement.better and (accept or not doubts) else "no"
-        rows.append([STEPS[name], difference, f"{judgement.bound:+.3f}", different, takes_over])
-        # those of the first step may hold for the second too
-        lines += [f"- {doubt}" for doubt in doubts if f"- {doubt}" not in lines]
-    print_table(Console(), Table(header, rows))
-    if lines and accept:
-        print_lines(Console(), ["It is accepted, although", *lines])
-    elif lines:
-        advice = (
-            "Compare some of these requests with their answers. Leave out what is wrong; if the "
-            "log is right, give accept=true."
+        print(
+            f"{name}: utility {judgement.gain:+.3f}, with 95 % confidence at least "
+            f"{judgement.bound:+.3f}; {judgement.different} of {judgement.requests} requests are "
+            "decided differently"
         )
-        print_lines(Console(), ["The log is doubtful:", *lines, advice])
-
-
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the on-time share, accuracy and utility of requests; None without labels."""
-    frame = pl.DataFrame(rows, schema={"met": pl.Boolean, "accuracy": pl.Float64})
-    # a request without a label counts in the on-time share only
-    utility = (pl.col("accuracy") * pl.col("met")).mean()
-    means = frame.select(On_Time=pl.mean("met"), Accuracy=pl.mean("accuracy"), Utility=utility)
-    return means.row(0, named=True)
-
-
-def _problem(loaded: Loaded, for_hardware: bool) -> str:
-    """Return why a controller cannot be updated, or "" if it can."""
-    agent = loaded.controller
-    if agent.sense != "deadline":
-        return (
-            "decides for mean budgets, whose worths hold on one machine only; train on a profile "
-            "of the other machine"
-        )
-    if agent.teacher is None:
-        return (
-            "has no teacher whose expectations could be adapted; train with policy=auto or "
-            "policy=utility, or let AdaptiveModel.calibrate scale the budgets"
-        )
-    if for_hardware and "adapted" in loaded.extra:
-        return "was already adapted; give the controller as it was trained"
-    return ""
-
-
-def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
-    """Return random rows that the controller was fitted on (any if it does not say), int64, at most
-    `REQUESTS`."""
-    rows = torch.arange(table.num_samples)
-    if "train_rows" in loaded.extra:
-        rows = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    return rows[order[:REQUESTS]]
+    # those of the first step may hold for the second too
+    doubts = dict.fromkeys(doubt for reasons in result.doubts.values() for doubt in reasons)
+    if not doubts:
+        return
+    advice = (
+        "The log is doubtful. Compare some of these requests with their answers. Leave out what is "
+        "wrong; if the log is right, give accept=true."
+    )
+    print("It is accepted, although" if accept else advice, *doubts, sep="\n- ")
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
-    """Adapt a controller to other hardware by cells timed there, and print its factors by knob.
+    """Adapt a controller to other hardware by cells timed there.
 
     Args:
         digest: that of the controller as it was trained, kept as an earlier version of the adapted
@@ -301,6 +252,10 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     Returns:
         The adapted controller, and facts about the cells.
     """
+    if "adapted" in loaded.extra:
+        raise InputError(
+            f"{config.checkpoint}: was already adapted; give the controller as it was trained"
+        )
     table = read_profile(config.trained_on, loaded)
     if table.digest != loaded.profile_digest:
         raise InputError(
@@ -315,41 +270,15 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     timed = read_profile(profile)
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
-    factors = offsets.mean.exp()
-    spread = offsets.variance.sqrt()
-    facts = {
-        "timed": timed.name,
-        "digest": timed.digest,
-        "cells": len(chosen),
-        "factors": factors.tolist(),
-        "spread": spread.tolist(),
-        "one_factor": float(ratios.median().exp()),
-    }
-    agent: Any = loaded.controller
-    # how sure the controller is, on samples that it was fitted on
-    rows = _fitted(loaded, table)
-    x = agent.controller.normaliser.of_rows(table, rows)
-    _print_factors(table, offsets.mean)
-    line = (
-        f"{len(chosen)} timed cells: configurations take {factors.min():.2f} to "
-        f"{factors.max():.2f} times as long as in training (± {spread.mean():.1%} for a single "
-        f"request); one factor for all would be {facts['one_factor']:.2f}"
+    factors = offsets.mean.exp().tolist()
+    print(
+        f"{len(chosen)} timed cells: configurations take {min(factors):.2f} to {max(factors):.2f} "
+        "times as long as in training"
     )
-    print_lines(Console(), [line])
+    facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen), "factors": factors}
+    agent: Any = loaded.controller
+    order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
+    x = agent.controller.normaliser.of_rows(table, order[:REQUESTS])
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
     updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
     return updated, {"better": True, **facts}
-
-
-def _print_factors(table: ProfileTable, offsets: Tensor) -> None:
-    """Print, for each value of each knob, how much longer the other hardware takes.
-
-    Args:
-        offsets: ln(time here / time in training) of each configuration, float [C].
-    """
-    lines = []
-    for k, knob in enumerate(table.knobs):
-        for v, value in enumerate(knob.values):
-            factor = offsets[table.configurations[:, k] == v].mean().exp()
-            lines.append([knob.name, str(value), f"× {factor:.3f}"])
-    print_table(Console(), Table(["knob", "value", "time, here / in training"], lines))
