@@ -22,6 +22,7 @@ from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 
+LARGEST = sys.float_info.max
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -110,9 +111,7 @@ def read_log(
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
-    in_percent = False
     for row in _lines(folder, REQUESTS, aside):
-        in_percent |= _is_above_one(row.get("accuracy"))
         try:
             reason = next(_faults(row, controller, versions), "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -122,25 +121,23 @@ def read_log(
         if reason:
             aside[reason] += 1
         else:
-            rows[row["id"]] = row
+            rows[row["id"]] = row | {"accuracy": None}
     # a label comes after its request; of several, which other processes may have written, the
-    # latest counts; labels of earlier versions have no time
-    for label in sorted(_lines(folder, LABELS, aside), key=_moment):
-        in_percent |= _is_above_one(label.get("accuracy"))
+    # latest counts; labels of other programs may have no time
+    labels = sorted(_lines(folder, LABELS, aside), key=_moment)
+    # of labels from 0 to 100, only those of wrong answers would count
+    if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
+        aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)
+        labels = []
+    for label in labels:
         # a program that writes labels itself may write an id as a number
         request = rows.get(str(label.get("id")))
-        if not _is_number(label.get("accuracy"), 0, 1):
+        if not _is_number(label.get("accuracy"), 0):
             aside["a label outside [0, 1]"] += 1
         elif request is None:
             aside["a label of an unknown request"] += 1
         else:
             request["accuracy"] = label["accuracy"]
-    # of labels from 0 to 100, only those of wrong answers would count
-    labelled = [row for row in rows.values() if row["accuracy"] is not None]
-    if in_percent and labelled:
-        aside["a label of a log that has labels above 1, such as in per cent"] = len(labelled)
-        for row in labelled:
-            row["accuracy"] = None
     # several processes may have written at once
     return ReadLog(sorted(rows.values(), key=_moment), aside)
 
@@ -201,35 +198,26 @@ def _faults(
     # the decision: whose it is, and its chances
     if controller and row["controller"] not in (controller.digest, *versions):
         yield "of another controller"
-    probability = row["probability"]
-    if not (_is_positive(probability) and probability <= 1):
-        yield "without a probability in (0, 1]"
     # earlier versions could do so, without the guard
     if row.get("price") is not None:
         yield "decided at a price"
-    choice = row["choice"]
     count = len(controller.configurations) if controller else math.inf
-    if not _is_index(choice, count) or (
-        controller and row["knobs"] != controller.configuration(choice)
-    ):
+    choice = row["choice"]
+    known = all(type(c) is int and 0 <= c < count for c in (choice, row["best"], *row["among"]))
+    if not known or (controller and row["knobs"] != controller.configuration(choice)):
         yield "an unknown configuration"
     chances = dict(zip(row["among"], row["chances"], strict=True))
-    possible = len(chances) == len(row["among"]) and abs(sum(chances.values()) - 1) < 1e-6
-    for index, chance in chances.items():
-        possible &= _is_index(index, count) and _is_positive(chance)
-    if not possible or abs(chances.get(choice, 0) - probability) > 1e-9:
-        yield "a probability that the chances of the draw contradict"
+    possible = all(map(_is_positive, chances.values())) and abs(sum(chances.values()) - 1) < 1e-6
+    if not (possible and abs(chances.get(choice, 0) - row["probability"]) < 1e-9):
+        yield "chances of a draw that contradict each other"
 
     # the outcome of the decision
     kinds = {"id": str, "met": bool, "knobs": dict}
-    whole = all(isinstance(row[name], kind) for name, kind in kinds.items())
-    if not (whole and _is_index(row["best"], count)):
+    if not all(isinstance(row[name], kind) for name, kind in kinds.items()):
         yield "a damaged row"
     timed = all(_is_positive(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms"))
     if not (timed and _is_number(row["log_latency"])):
         yield "times that are not positive and finite"
-    if row.setdefault("accuracy", None) is not None and not _is_number(row["accuracy"], 0, 1):
-        yield "an accuracy outside [0, 1]"
 
     # the arrays that the decision was made from
     sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
@@ -249,24 +237,12 @@ def _moment(row: Mapping[str, Any]) -> float:
     return float(moment) if _is_number(moment) else 0.0
 
 
-def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
-    """Return True for a finite number in [least, most]. A bool does not count as one."""
+def _is_number(value: Any, least: float = -math.inf) -> bool:
+    """Return True for a finite number of at least `least`. A bool does not count as one."""
     # an int may be too large for a float
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-        return False
-    return least <= value <= most
-
-
-def _is_above_one(value: Any) -> bool:
-    """Return True for a number above 1."""
-    return _is_number(value, 1) and value != 1
+    return type(value) in (int, float) and max(least, -LARGEST) <= value <= LARGEST
 
 
 def _is_positive(value: Any) -> bool:
     """Return True for a finite number above 0."""
     return _is_number(value, 0) and value != 0
-
-
-def _is_index(value: Any, count: float) -> bool:
-    """Return True for the index of one of `count` configurations."""
-    return type(value) is int and 0 <= value < count

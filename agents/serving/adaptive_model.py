@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.policy.controller import Expected
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
-from knobwise.agents.serving.request_log import Flight, RequestLog, Result
+from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.wrapper import Front, check_budget, left_of
 from knobwise.common.checks import at_least
@@ -44,7 +43,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 
 
 @dataclass(slots=True)
-class Staged(Flight):
+class Staged(Result):
     """A request that the model answers."""
 
     arrived: float | None = None
@@ -52,8 +51,6 @@ class Staged(Flight):
     """The request after the first stage, as `Prepared`; None before."""
     stage_ms: float = 0.0
     """The time of the first stage by the clock, however much of it the model says that it took."""
-    result: Any = None
-    """The `Result`; None before the answer."""
 
     @property
     def stage(self) -> FirstStage:
@@ -126,7 +123,7 @@ class AdaptiveModel(Front, FirstStages):
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
         """
-        return self._serve([request], [budget_ms], [arrived])[0]
+        return self.generate([request], budget_ms, None if arrived is None else [arrived])[0]
 
     def generate(
         self,
@@ -160,40 +157,32 @@ class AdaptiveModel(Front, FirstStages):
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        return self._serve(requests, budgets.tolist(), moments)
-
-    def _serve(
-        self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
-    ) -> list[Result]:
-        """Answer requests under their budgets, with their arrivals; one of them, or a batch."""
-        for budget in budgets:
-            check_budget(budget)
-        if self.clock == "cpu" and any(arrived is not None for arrived in moments):
+        if self.clock == "cpu" and arrived is not None:
             raise InputError(
                 "runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting"
             )
+        for budget in budgets:
+            check_budget(budget)
         prepared = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:
             self._follow()
-            flights = []
-            for budget, arrived in zip(budgets, moments, strict=True):
-                flights.append(Staged(budget, *self._state(), arrived=arrived))
+            flights: list[Any] = []
+            for budget, moment in zip(budgets.tolist(), moments, strict=True):
+                flights.append(Staged(budget, *self._state(), arrived=moment))
             decision_ms = self._decisions(flights, requests, prepared)
             begun = self._now()
             # the group with the least time left comes first
             groups: dict[int, list[Staged]] = {}
             for flight in sorted(flights, key=lambda flight: flight.limit_ms):
-                groups.setdefault(flight.expected[0], []).append(flight)
+                groups.setdefault(flight.choice, []).append(flight)
             for group in groups.values():
                 self._finish(group, decision_ms, begun)
                 begun = self._now()
             for flight in flights:
-                result = flight.result
                 # nothing can be learned from a time that is not possible; the tracker counts it
-                if not math.isnan(result.total_ms):
-                    unused_ms = flight.stage.unused_ms(result.configuration)
-                    self._note(flight, result, result.answer.total_ms + unused_ms)
-        return [flight.result for flight in flights]
+                if not math.isnan(flight.total_ms):
+                    self._note(flight)
+        return flights
 
     def _decisions(
         self,
@@ -238,7 +227,7 @@ class AdaptiveModel(Front, FirstStages):
             decision_ms: the time of the decision.
             begun: the reading of the clock from which all time is charged.
         """
-        configuration = self.configurations[group[0].expected[0]]
+        configuration = group[0].configuration
         try:
             answers = self._answers([flight.stage for flight in group], configuration)
         except Exception as error:
@@ -246,42 +235,29 @@ class AdaptiveModel(Front, FirstStages):
             raise
         # the time that no answer holds and nothing has counted yet
         uncounted_ms = 0.0
-        times = []
         for flight, answer in zip(group, answers, strict=True):
-            took_ms = _took_ms(flight.stage, answer, configuration)
-            uncounted_ms += flight.stage_ms + flight.prepared.before_ms
-            uncounted_ms -= took_ms + flight.stage.extra_ms
+            stage = flight.stage
+            flight.answer = answer
+            flight.answer_ms = took_ms = _took_ms(stage, answer, configuration)
+            uncounted_ms += flight.stage_ms + flight.prepared.before_ms - took_ms - stage.extra_ms
             # a time that is not possible is counted in any case
             if self._tracks or math.isnan(took_ms):
-                expected: Expected = flight.expected
-                self.tracker.update(*expected, took_ms)
-            times.append(took_ms)
+                self.tracker.update(*flight.expected, took_ms)
         done = self._now()
         # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is
         # NaN
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
         group[0].overhead.add(decision_ms, beyond_ms)
 
-        for flight, answer, took_ms in zip(group, answers, times, strict=True):
-            extra_ms = flight.stage.extra_ms
-            ahead_ms = flight.prepared.ahead_ms
-            overhead = extra_ms + decision_ms + beyond_ms
-            overhead += flight.stage.unused_ms(configuration)
-            total = overhead + answer.total_ms - ahead_ms
-            if math.isnan(took_ms):
-                total = took_ms
-            waited = 0.0
+        for flight in group:
+            flight.decision_us = decision_ms * 1e3
+            flight.prepared_ms = flight.prepared.ahead_ms
+            total_ms = flight.stage.extra_ms + decision_ms + beyond_ms + flight.answer_ms
+            flight.overhead_ms = total_ms - flight.answer.total_ms
+            total_ms -= flight.prepared_ms
             if flight.arrived is not None:
-                waited = max(0.0, (done - flight.arrived) * 1e3 - total)
-            flight.result = self._result(
-                flight,
-                answer,
-                decision_ms,
-                total_ms=total + waited,
-                waited_ms=waited,
-                overhead_ms=overhead,
-                prepared_ms=ahead_ms,
-            )
+                flight.waited_ms = max(0.0, (done - flight.arrived) * 1e3 - total_ms)
+            flight.total_ms = total_ms + flight.waited_ms
 
     def _answers(
         self, stages: Sequence[FirstStage], configuration: Configuration
@@ -316,13 +292,12 @@ class AdaptiveModel(Front, FirstStages):
         samples: Mapping[int, Request],
         cells: int = 200,
         warm_up: int = 20,
-        seed: int = 0,
     ) -> float:
         """Time random cells of the controller's profile, and begin tracking anew from them.
 
         Arguments and errors as for `timed_cells`. Returns the median of latency here / latency in
         the profile."""
-        choices, ratios = self.timed_cells(table, samples, cells, warm_up, seed)
+        choices, ratios = self.timed_cells(table, samples, cells, warm_up)
         with self._lock:
             self.tracker.warm_start(choices, ratios)
         return float(np.exp(np.nanmedian(ratios)))
@@ -333,7 +308,6 @@ class AdaptiveModel(Front, FirstStages):
         samples: Mapping[int, Request],
         cells: int,
         warm_up: int = 20,
-        seed: int = 0,
     ) -> tuple[list[int], list[float]]:
         """Time random cells of the controller's profile.
 
@@ -361,7 +335,7 @@ class AdaptiveModel(Front, FirstStages):
             raise InputError(
                 f"runtime: nothing to calibrate on, since no sample is in profile {table.name!r}"
             )
-        drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
+        drawn = np.random.default_rng(0).integers(len(known), size=warm_up + cells)
         positions, columns = known[drawn].T
         cell = rows[positions], columns
         choices = columns.tolist()

@@ -29,9 +29,10 @@ def numbers(name: str, value: Any) -> Array:
 def blocks_of(
     features: Any, sizes: Mapping[str, int], columns: Sequence[Any] = ()
 ) -> dict[str, Array]:
-    """Return features as people give them as float32 blocks [d] or [n, d] by name.
+    """Return features as people give them as float32 blocks by name, whose shapes the controller
+    checks.
 
-    A policy that reads one block takes it without its name.
+    A policy that reads one block takes it without its name. What it does not read is ignored.
 
     Args:
         features: blocks by name, values of `columns` by name, a lone block, or None.
@@ -39,43 +40,15 @@ def blocks_of(
         columns: those of the block `features`, see `encoded`.
 
     Raises:
-        InputError: a block is absent, unknown, infinite or of another shape, or a value by name
-            cannot be used.
+        InputError: no numbers, or a value by name cannot be used.
     """
     if features is not None and not isinstance(features, Mapping):
-        name = next(iter(sizes)) if len(sizes) == 1 else "without a name"
-        features = {name: features}
+        features = dict.fromkeys([*sizes][:1], features)
     features = features or {}
     if columns and "features" not in features:
-        # values by name, of which only those of known blocks and columns count
-        known = {name: features[name] for name in sizes if name in features}
         try:
-            features = known | {"features": encoded(columns, features)}
+            features = {**features, "features": encoded(columns, features)}
         except ValueError as error:
             raise InputError(str(error)) from error
-    blocks = {}
-    for name, values in features.items():
-        blocks[name] = numbers(f"features: {name}", values)
-        if np.isinf(blocks[name]).any():
-            raise InputError(
-                f"features: {name} hold infinite values; write NaN for what is missing"
-            )
-    widths = {name: block.shape[-1] for name, block in blocks.items() if block.ndim in (1, 2)}
-    if widths != sizes or len(blocks) > len(widths):
-        wanted = [f"{name} [{width}] or [n, {width}]" for name, width in sizes.items()]
-        got = [f"{name} {list(block.shape)}" for name, block in blocks.items()]
-        raise InputError(
-            f"features: this policy reads {', '.join(wanted) or 'none'}; "
-            f"got {', '.join(got) or 'none'}"
-        )
-    return blocks
-
-
-def budgets_of(budget_ms: Any) -> Array:
-    """Return a budget, or budgets [n], float32. Raises InputError unless all are positive."""
-    budgets = numbers("budget_ms", budget_ms)
-    if budgets.ndim <= 1 and ((budgets > 0) & (budgets < np.inf)).all():
-        return budgets
-    raise InputError(
-        f"budget_ms={budget_ms!r}: must be a number or [n], all positive and finite, in ms"
-    )
+    known = [name for name in sizes if name in features]
+    return {name: numbers(f"features: {name}", features[name]) for name in known}

@@ -17,7 +17,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
 from knobwise.agents.policy.controller import Drift
-from knobwise.agents.serving.inputs import blocks_of, budgets_of
+from knobwise.agents.serving.inputs import blocks_of, numbers
 from knobwise.common.errors import InputError
 
 Numbers = ArrayLike | Tensor
@@ -86,11 +86,8 @@ class KnobPolicy:
         self.judged: dict[str, Any] | None = loaded.extra.get("judged")
 
     def __repr__(self) -> str:
-        reads = ", ".join(f"{name} [{width}]" for name, width in self.features.items())
-        if self.columns:
-            reads += f" ({', '.join(column.name for column in self.columns)})"
         return (
-            f"<KnobPolicy: {type(self.agent).__name__}, {reads or 'no features'} and a budget → "
+            f"<KnobPolicy: {self.features or 'no features'} and a budget → "
             f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"
         )
 
@@ -110,7 +107,7 @@ class KnobPolicy:
                 torch, NaN where a value is missing. A policy that reads one block takes it without
                 its name, one without features None. Instead of the block `features` the values of
                 its `columns` by name, for one input: numbers and text, None for what is missing.
-                Names that the policy does not read are then ignored.
+                Names that the policy does not read are ignored.
             budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
                 controller for mean budgets the mean over all inputs, one that it was calibrated
                 for.
@@ -123,11 +120,11 @@ class KnobPolicy:
             The knob values by name, or an `Explanation`; a list of n if any argument is for n.
 
         Raises:
-            InputError: a block is missing, unknown, infinite or of another shape, a budget is not
-                positive, finite and calibrated, or the drift is that of another controller.
+            InputError: a block is missing, infinite or of another shape, a budget is not positive,
+                finite and calibrated, or the drift is that of another controller.
         """
         arrays = blocks_of(features, self.features, self.columns)
-        budgets = budgets_of(budget_ms)
+        budgets = numbers("budget_ms", budget_ms)
         # without any size everything is for a single input
         sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
         if len(sizes) > 1:
@@ -140,8 +137,8 @@ class KnobPolicy:
         # what is for one input is the same for all
         blocks = {}
         for name, block in arrays.items():
-            blocks[name] = np.broadcast_to(block, (n, block.shape[-1]))
-        limits = np.broadcast_to(budgets, n)
+            blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
+        limits = budgets if budgets.ndim else budgets.repeat(n)
         chosen = self.agent.choose(blocks, limits, None, drift)
         results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
         if explain:

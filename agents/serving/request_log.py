@@ -14,6 +14,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -38,66 +39,62 @@ LABELS = "labels"
 
 
 @dataclass(slots=True)
-class Flight:
-    """A request between its arrival and its answer."""
+class Result:
+    """A request under a budget, from its arrival to its answer."""
 
     budget_ms: float
-    controller: NumpyController
+    controller: NumpyController = field(repr=False)
     """The controller that decides."""
     drift: Drift
+    """The drift that the decision allows for: offsets of ln ms [C] and the factor on their spread;
+    None for no drift."""
     explored: bool
     """True if the configuration is drawn."""
-    overhead: Any
+    overhead: Any = field(repr=False)
     """The `Overhead` of decisions of this kind."""
     limit_ms: float = 0.0
     """What was left of the budget for the answer, when the decision was made."""
-    features: Arrays = field(default_factory=dict)
+    features: Arrays = field(default_factory=dict, repr=False)
     """Blocks [d]; {} where the guard falls back before they are computed."""
     best: int = 0
     """The choice of the controller, before anything is drawn."""
     expected: Any = None
     """The configuration to answer with, as `Expected`; None before the decision."""
-
-    @property
-    def looks(self) -> bool:
-        """True if features are wanted."""
-        return self.expected is None or self.explored
-
-
-@dataclass(slots=True)
-class Result:
-    """An answer under a budget."""
-
-    answer: Any
+    answer: Any = None
     """The `Answer` of a model, or whatever a callable returned."""
-    configuration: dict[str, Any]
-    """The knobs of the answer."""
-    choice: int
-    """The controller's index of the configuration."""
-    budget_ms: float
-    limit_ms: float
-    """What was left of the budget for the answer, when the decision was made."""
-    drift: Drift | None
-    """The drift that the decision allowed for: offsets of ln ms [C] and the factor on their spread;
-    None for no drift."""
-    expected: tuple[float, float]
-    """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
-    total_ms: float
+    answer_ms: float = math.nan
+    """The time of the answer itself, as the tracker and the log have it."""
+    total_ms: float = math.nan
     """waited_ms + overhead_ms − prepared_ms + the time of the answer; NaN if the model gave a time
     that is not possible."""
-    waited_ms: float
+    waited_ms: float = 0.0
     """The time from its arrival to its end that was not spent on it; 0 if the arrival is
     unknown."""
-    overhead_ms: float
+    overhead_ms: float = 0.0
     """The time that the controller adds: features, decision, setting knobs, tracking, and the calls
     between them; also a first look that the answer does not continue from."""
-    decision_us: float
+    decision_us: float = 0.0
     """The time in which the whole batch was decided, a part of the overhead."""
     prepared_ms: float = 0.0
     """The time of the first stage that passed before the answer was asked for, see
     `AdaptiveModel.prefetch`."""
     request_id: str | None = None
     """The id of its row in the log; None without a log."""
+
+    @property
+    def looks(self) -> bool:
+        """True if features are wanted."""
+        return self.expected is None or self.explored
+
+    @property
+    def choice(self) -> int:
+        """The controller's index of the configuration."""
+        return self.expected[0]
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The knobs of the answer."""
+        return self.controller.configuration(self.choice)
 
     @property
     def met(self) -> bool:
@@ -199,37 +196,32 @@ class RequestLog:
         self.lost += rows
 
 
-def row_of(
-    flight: Flight, chances: Mapping[int, float], result: Result, answer_ms: float
-) -> dict[str, Any]:
+def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
     """Return a row of the log in plain values.
 
     Args:
-        flight: the request.
+        result: the request and its answer.
         chances: configuration → probability, for all that could have been drawn.
-        result: the answer with its times.
-        answer_ms: the time of the answer itself.
     """
     drift = None
-    if flight.drift is not None:
-        drift = [packed(flight.drift[0]), float(flight.drift[1])]
+    if result.drift is not None:
+        drift = [packed(result.drift[0]), float(result.drift[1])]
     return {
-        "controller": flight.controller.digest,
+        "controller": result.controller.digest,
         "choice": result.choice,
-        "knobs": dict(result.configuration),
+        "knobs": result.configuration,
         "probability": chances[result.choice],
         "among": list(chances),
         "chances": list(chances.values()),
-        "best": flight.best,
-        "budget_ms": float(flight.budget_ms),
-        "limit_ms": float(flight.limit_ms),
-        "features": {name: packed(block) for name, block in flight.features.items()} or None,
-        "log_latency": result.expected[0],
+        "best": result.best,
+        "budget_ms": float(result.budget_ms),
+        "limit_ms": float(result.limit_ms),
+        "features": {name: packed(block) for name, block in result.features.items()} or None,
+        "log_latency": result.expected[1],
         "drift": drift,
-        "answer_ms": answer_ms,
+        "answer_ms": result.answer_ms,
         "total_ms": result.total_ms,
         "met": bool(result.met),
-        "accuracy": None,
     }
 
 

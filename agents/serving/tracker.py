@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.calibrated import Static
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/2"
@@ -251,16 +250,14 @@ class LatencyTracker:
             InputError: a state of another controller, or none.
         """
         try:
-            if state["format"] != FORMAT:
-                raise ValueError(f"format {state['format']}, expected {FORMAT}")
-            if [state["controller"], state["names"]] != [self.digest, self.names]:
+            if [state["format"], state["controller"]] != [FORMAT, self.digest]:
                 raise ValueError("the state belongs to another controller; start without it")
             # [2, 1 + values]: means and variances of level and values
             moments = np.array([state["mean"], state["variance"]], np.float64)
             valid = (np.abs(moments) < LARGEST).all() and (moments[1] >= 0).all()
-            valid &= moments.shape == (2, len(self.names))
+            valid &= moments.shape == (2, len(self.names)) and state["names"] == self.names
             if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
-                raise ValueError("wrong sizes, or numbers out of range")
+                raise ValueError("wrong names or sizes, or numbers out of range")
             counts = int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -274,23 +271,3 @@ class LatencyTracker:
         self.drift = None
         if self.answers:
             self._refresh()
-
-
-class TrackedStatic:
-    """Budget-aware static, with the part of each budget that the level of its own tracker leaves.
-
-    Offsets of knob values would often move its choice by noise: on simulated streams they cost .1
-    to .6 points of utility, except where knob values drift apart, where they gain 1.3.
-    """
-
-    def __init__(self, static: Static, tracker: LatencyTracker) -> None:
-        self.static = static
-        self.tracker = tracker
-
-    def decide(self, budget_ms: float) -> int:
-        """Return the index of a configuration for one request."""
-        return self.static.single(budget_ms * math.exp(-self.tracker.level))
-
-    def update(self, configuration: int, measured_ms: float) -> None:
-        """Learn from the time of an answer."""
-        self.tracker.update(*self.static.expected(configuration), measured_ms)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
-from knobwise.agents.policy.controller import MOST_MS, Drift, Expected, NumpyController
+from knobwise.agents.policy.controller import MOST_MS, Drift, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
 from knobwise.agents.serving.inputs import blocks_of
-from knobwise.agents.serving.request_log import Flight, RequestLog, Result, row_of
+from knobwise.agents.serving.request_log import RequestLog, Result, row_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
 from knobwise.common.errors import InputError
@@ -85,13 +85,6 @@ class Front:
         refused. Raises InputError if it cannot be written."""
         self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
 
-    @property
-    def decision_us(self) -> float:
-        """The median time of the latest decisions by features, which the next one is charged.
-
-        It is 0 before the first."""
-        return self._decided.decision_ms * 1e3
-
     def watch(self, path: str | Path) -> None:
         """Replace the controller between two requests whenever there is a new file.
 
@@ -118,48 +111,30 @@ class Front:
             self.tracker.digest = self.controller.digest
 
     def _state(self) -> tuple[NumpyController, Drift, bool, Overhead]:
-        """Return the facts that a `Flight` begins with beside its budget; the lock must be held."""
+        """Return the facts that a `Result` begins with beside its budget; the lock must be held."""
         drift = self.tracker.drift
         return self.controller, drift, self._exploration.turn(), self._fallen_back
 
-    def _settle(self, flight: Flight) -> int:
-        """Draw the configuration of a decided request if it is explored; return its index."""
-        flight.best = flight.expected[0]
+    def _settle(self, flight: Result) -> None:
+        """Draw the configuration of a decided request if it is explored."""
+        flight.best = flight.choice
         if flight.explored:
             flight.expected = self._exploration.draw(flight)
-        return flight.expected[0]
 
-    def _result(self, flight: Flight, answer: Any, decision_ms: float, **times: Any) -> Result:
-        """Return the result of a request with its times in ms."""
-        choice, mean, spread = flight.expected
-        return Result(
-            answer,
-            dict(self.configurations[choice]),
-            choice,
-            flight.budget_ms,
-            flight.limit_ms,
-            flight.drift,
-            (mean, spread),
-            decision_us=decision_ms * 1e3,
-            **times,
-        )
-
-    def _note(self, flight: Flight, result: Result, answer_ms: float) -> None:
+    def _note(self, flight: Result) -> None:
         """Log an answered request, see `row_of`. Its chances are computed only now, so that no
         answer waits for them."""
         if self.log is not None:
-            row = row_of(flight, self._exploration.chances(flight), result, answer_ms)
-            result.request_id = self.log.add(row)
+            flight.request_id = self.log.add(row_of(flight, self._exploration.chances(flight)))
 
 
 @dataclass(slots=True)
-class Timed(Flight):
+class Timed(Result):
     """A request with its moments, which are readings of `perf_counter`."""
 
     begun: float = 0.0
     before_ms: float = 0.0
     """The time until the decision began."""
-    decision_ms: float = 0.0
     call_began: float = 0.0
     """When the call began."""
 
@@ -177,7 +152,8 @@ class Steps(Front):
         """Begin; `front` are the arguments of `Front`."""
         super().__init__(*front)
         self._call = call
-        self._features = features or _no_features
+        # a policy that sees the budget only needs none
+        self._features = features or (lambda request: None)
         if features is None and self.controller.feature_sizes:
             raise InputError(
                 f"wrap: the policy reads {self.controller.feature_sizes}; give features=FUNCTION, "
@@ -220,9 +196,10 @@ class Steps(Front):
                 )
         except ValueError as error:
             raise InputError(f"wrap: {error}") from error
-        knobs = dict(self.configurations[self._settle(flight)])
+        self._settle(flight)
+        knobs = flight.configuration
         flight.call_began = time.perf_counter()
-        flight.decision_ms = (flight.call_began - start) * 1e3
+        flight.decision_us = (flight.call_began - start) * 1e6
         return knobs
 
     def _fail(self, error: BaseException) -> None:
@@ -232,20 +209,19 @@ class Steps(Front):
 
     def _finish(self, flight: Timed, answer: Any) -> Result:
         """Learn from the time of an answer, and log the request."""
-        answer_ms = (time.perf_counter() - flight.call_began) * 1e3
+        flight.answer_ms = (time.perf_counter() - flight.call_began) * 1e3
         _check_answer(answer)
+        flight.answer = answer
+        decision_ms = flight.decision_us / 1e3
         with self._lock:
             if self._tracks:
-                expected: Expected = flight.expected
-                self.tracker.update(*expected, answer_ms)
-            total_ms = (time.perf_counter() - flight.begun) * 1e3
-            overhead_ms = total_ms - answer_ms
-            beyond_ms = overhead_ms - flight.before_ms - flight.decision_ms
-            flight.overhead.add(flight.decision_ms, beyond_ms)
-        times = {"total_ms": total_ms, "waited_ms": 0.0, "overhead_ms": overhead_ms}
-        result = self._result(flight, answer, flight.decision_ms, **times)
-        self._note(flight, result, answer_ms)
-        return result
+                self.tracker.update(*flight.expected, flight.answer_ms)
+            flight.total_ms = (time.perf_counter() - flight.begun) * 1e3
+            flight.overhead_ms = flight.total_ms - flight.answer_ms
+            beyond_ms = flight.overhead_ms - flight.before_ms - decision_ms
+            flight.overhead.add(decision_ms, beyond_ms)
+        self._note(flight)
+        return flight
 
 
 class Served(Steps):
@@ -343,10 +319,6 @@ def wrap(
     return kind(call, features, log, policy, tracker, explore, explore_loss, seed)
 
 
-def _no_features(request: Any) -> None:
-    """Compute nothing, for a policy that sees the budget only."""
-
-
 def check_budget(budget_ms: float) -> None:
     """Refuse a budget that is not positive, or too large to count in."""
     if not 0 < budget_ms < MOST_MS:
@@ -361,17 +333,13 @@ def left_of(budget_ms: float, overhead: Overhead) -> float:
 def _check_knobs(call: Callable[..., Any], knobs: Mapping[str, Any]) -> None:
     """Refuse a callable that does not take the knobs."""
     try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        # a builtin may not say what it takes; what is no callable at all must not pass
-        if callable(call):
-            return
-        raise InputError(f"wrap: call must be a function, not {call!r:.80}") from None
-    try:
-        signature.bind(None, **knobs)
+        inspect.signature(call).bind(None, **knobs)
+    except ValueError:
+        # a builtin may not say what it takes
+        return
     except TypeError as error:
         words = ", ".join(knobs)
-        raise InputError(f"wrap: call must take (request, {words}): {error}") from error
+        raise InputError(f"wrap: call must be a function of (request, {words}): {error}") from error
 
 
 def _check_answer(answer: Any) -> None:

@@ -8,6 +8,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -87,19 +88,16 @@ class Questions(Requests):
 
     def score(self, sample_id: str, answer: str) -> float:
         item = self.item(sample_id)
-        sample = f"sample {sample_id!r}"
-        if self._function is None:
-            try:
-                return answer_accuracy(self.metrics[sample_id], answer, item.answers, item.choices)
-            except InputError as error:
-                raise InputError(f"{sample}: {error}; choose another knobs.metric=…") from error
         try:
-            # code of the user's own may raise anything
-            accuracy = float(self._function(answer, item.answers))
+            if self._function is None:
+                metric = self.metrics[sample_id]
+                accuracy = answer_accuracy(metric, answer, item.answers, item.choices)
+            else:
+                accuracy = float(self._function(answer, item.answers))
+            share("accuracy", accuracy)
+        # code of the user's own may raise anything
         except Exception as error:
-            raise InputError(f"{self._key}: raises {in_a_line(error)} for {sample}") from error
-        if not 0 <= accuracy <= 1:
-            raise InputError(f"{self._key}: gives {accuracy} for {sample}; must be between 0 and 1")
+            raise InputError(f"{self._key}: {in_a_line(error)} for sample {sample_id!r}") from error
         return accuracy
 
 

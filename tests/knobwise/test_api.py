@@ -126,24 +126,23 @@ def test_a_decision_is_the_callers_own():
     assert policy.decide(features, 10.0) == before
     assert policy.features == {"image_features": 4, "language_features": 4}
     assert policy.knobs == {"max_crops": (2, 6, 10), "top_k": (4, 8), "num_active_blocks": (12, 16)}
-    assert "language_features [4]" in repr(policy)
+    assert "'language_features': 4" in repr(policy)
 
 
 GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
 MISTAKES = [
-    (r"image_features \[3\]", GOOD | {"image_features": [0.0] * 3}, 9.0),
-    (r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
-    (r"other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
-    (r"without a name \[4\]", [0.0] * 4, 9.0),
-    ("none", None, 9.0),
-    (r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
+    (r"image_features.* \(1, 4\), got \(1, 3\)", GOOD | {"image_features": [0.0] * 3}, 9.0),
+    ("language_features.* nothing", {"image_features": [0.0] * 4}, 9.0),
+    ("language_features.* nothing", [0.0] * 4, 9.0),
+    ("image_features.* nothing", None, 9.0),
+    (r"image_features.* \(\)", GOOD | {"image_features": 1.0}, 9.0),
     ("image_features: not an array", GOOD | {"image_features": ["a"] * 4}, 9.0),
     ("image_features: not an array", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
     ("infinite", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
     ("image_features: not an array", GOOD | {"image_features": np.full(4, 1j)}, 9.0),
     ("image_features: not an array", GOOD | {"image_features": torch.full((4,), 1j)}, 9.0),
     ("budget_ms: not an array", GOOD, np.complex128(9)),
-    *(("budget_ms=", GOOD, budget) for budget in (float("nan"), 0, -1.0, [9, np.inf], [[9.0]])),
+    *(("budget", GOOD, budget) for budget in (float("nan"), 0, -1.0, [9, np.inf], [[9.0]])),
     ("budget_ms: not an array", GOOD, "soon"),
     (r"\[2, 3\]", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
 ]

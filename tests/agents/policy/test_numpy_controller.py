@@ -28,7 +28,7 @@ from knobwise.agents.policy import controller as policy
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
 from knobwise.agents.serving.exploration import near_best
-from knobwise.agents.serving.request_log import Flight
+from knobwise.agents.serving.request_log import Result
 from knobwise.envs.configurations.budgets import default_budgets
 
 SOURCE = Path(policy.__file__).parent
@@ -323,7 +323,7 @@ def test_the_configurations_that_lose_little_by_hand():
     worth = logit / (1 + math.exp(-logit)) / 40
 
     def close(limit_ms, loss, drift=None):
-        return near_best(Flight(limit_ms, light, drift, True, None, limit_ms, X), loss)
+        return near_best(Result(limit_ms, light, drift, True, None, limit_ms, X), loss)
 
     assert close(40.0, 1e-9) == [0, 1]
     assert close(79.0, 0.99 * worth) == [1]

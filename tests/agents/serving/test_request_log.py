@@ -88,8 +88,8 @@ def changed(folder, to, **values):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        *(("probability", wrong, "without a probability") for wrong in (None, 0.0, 1.5, "much")),
-        ("probability", 0.123, "contradict"),
+        *(("probability", wrong, "contradict") for wrong in (0.0, 1.5, 0.123, math.nan)),
+        *(("probability", wrong, "damaged") for wrong in (None, "much")),
         ("chances", [], "damaged"),
         ("controller", "0123", "another controller"),
         ("choice", 12, "unknown configuration"),
@@ -97,7 +97,6 @@ def changed(folder, to, **values):
         ("price", 0.5, "price"),
         ("answer_ms", 10**400, "times"),
         ("limit_ms", float("nan"), "times"),
-        ("accuracy", 1.5, "accuracy"),
         ("features", {"image_features": "AAAA"}, "damaged"),
         ("features", {"image_features": "AAAAAA=="}, "features"),
         ("drift", ["AAAAAA==", 1.0], "drift"),
@@ -115,8 +114,8 @@ def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, 
 
 
 def test_rows_of_earlier_versions_are_read(written, tmp_path):
-    """They had columns for a price, and for a candidate on trial."""
-    log, logged = checked(changed(written, tmp_path, price=None, tried=3))
+    """They had columns for an accuracy, and for a candidate on trial."""
+    log, logged = checked(changed(written, tmp_path, accuracy=None, tried=3))
     assert not log.aside
     assert len(logged) == 40
 
@@ -158,13 +157,11 @@ def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
 
 
 def test_numbers_of_hundreds_of_digits_are_set_aside(written, tmp_path):
-    first = changed(written, tmp_path, time=10**400, accuracy=10**400)
+    first = changed(written, tmp_path, time=10**400)
     write_labels(first, [(row["id"], 10**400) for row in read_log(written).rows[:2]])
     log, _ = checked(tmp_path)
-    assert dict(log.aside) == {"an accuracy outside [0, 1]": 1, "a label outside [0, 1]": 2}
-    assert len(log.rows) == 39
-    changed(written, tmp_path, time=10**400)
-    assert len(read_log(tmp_path).rows) == 40
+    assert dict(log.aside) == {"a label outside [0, 1]": 2}
+    assert len(log.rows) == 40
 
 
 def test_the_latest_label_counts_whichever_process_wrote_it(tmp_path):
@@ -185,21 +182,15 @@ def test_a_label_that_is_no_accuracy_is_refused_at_once(tmp_path, accuracy):
     assert not [*tmp_path.glob("labels-*")]
 
 
-@pytest.mark.parametrize("in_rows", [False, True])
-def test_of_labels_from_0_to_100_none_counts(written, tmp_path, in_rows):
+def test_of_labels_from_0_to_100_none_counts(written, tmp_path):
     """The wrong answers alone, with 0, would be in [0, 1]."""
-    path = requests_in(written)
-    rows = [json.loads(line) | {"accuracy": None} for line in path.read_text().splitlines()]
-    if in_rows:
-        for i, row in enumerate(rows):
-            row["accuracy"] = 100 * (i % 2)
-    else:
-        write_labels(tmp_path, [(row["id"], 100 * (i % 2)) for i, row in enumerate(rows)])
-    (tmp_path / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed(written, tmp_path)
+    write_labels(
+        tmp_path, [(row["id"], 100 * (i % 2)) for i, row in enumerate(read_log(written).rows)]
+    )
     log = read_log(tmp_path)
-    assert sorted(log.aside.values()) == [20, 20]
-    assert len(log.rows) == (20 if in_rows else 40)
-    assert all(row["accuracy"] is None for row in log.rows)
+    assert [*log.aside.values()] == [40]
+    assert [row["accuracy"] for row in log.rows] == [None] * 40
 
 
 @settings(

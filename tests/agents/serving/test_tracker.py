@@ -10,13 +10,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import ReplayedModel, serve_requests, small_stack
 
-from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.tracker import (
@@ -29,7 +27,6 @@ from knobwise.agents.serving.tracker import (
     VALUE_SPREAD,
     WANDER,
     LatencyTracker,
-    TrackedStatic,
 )
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
@@ -238,29 +235,6 @@ def test_timed_cells_start_it_at_their_median_and_learn_values():
     assert tracker.drift is None
 
 
-# -- static ----------------------------------------------------------------------------------------
-
-
-def test_tracked_static_decides_by_the_part_of_a_budget_that_the_level_leaves():
-    table = small_table(60)
-    static = static_of(table, torch.arange(60))
-    tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
-    budgets = np.linspace(0.5, 60, 300)
-    # twice as slow here, and half of the configurations a little more
-    tracked.tracker.warm_start(range(12), np.log(2) + 0.02 * (np.arange(12) % 2))
-    assert np.ptp(offsets_of(tracked.tracker)) > 0.001
-    level = tracked.tracker.level
-    assert level == pytest.approx(offsets_of(tracked.tracker).mean(), abs=1e-6)
-    chosen = static.choose({}, budgets * math.exp(-level)).tolist()
-    assert [tracked.decide(budget) for budget in budgets] == chosen
-    # and it learns from its own answers
-    tracked = TrackedStatic(static, LatencyTracker(configurations_of(table)))
-    for _ in range(60):
-        choice = tracked.decide(15.0)
-        tracked.update(choice, 3 * math.exp(static.log_latency[choice]))
-    assert tracked.tracker.factors()["level"] == pytest.approx(3, rel=0.1)
-
-
 # -- in front of a model ---------------------------------------------------------------------------
 
 
@@ -328,7 +302,7 @@ def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(
     assert len(caplog.records) == 2
     model._now = itertools.count(9.0, -1.0).__next__  # a clock that goes back
     assert model.answer(request, 600.0).limit_ms <= 600.0
-    assert model.decision_us >= 0
+    assert model._decided.decision_ms >= 0
 
 
 def test_a_tracker_goes_on_with_its_controller_only():

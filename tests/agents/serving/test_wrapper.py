@@ -291,12 +291,12 @@ def test_errors_pass_through_and_write_no_row(policy, tmp_path):
         return row
 
     def embed(row):
-        return features_of(row) | {"more": [1.0]} if row == 2 else features_of(row)
+        return features_of(row) | {"image_features": [1.0]} if row == 2 else features_of(row)
 
     serve = wrap(call, policy, features=embed, log=tmp_path)
     with pytest.raises(KeyError, match="no such request"):
         serve(1, 30.0)
-    with pytest.raises(InputError, match="more"):
+    with pytest.raises(InputError, match="image_features"):
         serve(2, 30.0)
     with pytest.raises(IndexError):
         serve(1000, 30.0)

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 import knobwise
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.request_log import Flight
+from knobwise.agents.serving.request_log import Result
 from knobwise.envs.configurations.budgets import default_budgets
 
 TRAINED, SERVED = 500, 800
@@ -55,7 +55,7 @@ class Served:
         for row in range(SERVED):
             features = {name: block[row].numpy() for name, block in self.table.features.items()}
             for b, budget in enumerate(self.budgets.tolist()):
-                flight = Flight(budget, self.agent.decider, None, explored=False, overhead=None)
+                flight = Result(budget, self.agent.decider, None, explored=False, overhead=None)
                 flight.limit_ms = budget
                 flight.features = features
                 flight.best = int(self.best[row, b])

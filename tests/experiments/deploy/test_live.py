@@ -96,7 +96,7 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
             assert server.model.controller.decide_index(*request) == served["choice"][i]
     limits = zip(static["limit_ms"], static["drift"], strict=True)
     choices = [
-        server.static.static.single(limit * math.exp(-drift[0].mean(dtype=float)))
+        server.static.single(limit * math.exp(-drift[0].mean(dtype=float)))
         for limit, drift in limits
     ]
     assert choices == static["choice"].tolist()
