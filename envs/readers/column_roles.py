@@ -132,7 +132,9 @@ def _feature_names(
                 f"features: {name}: there is no such column, but {', '.join(frame.columns)}"
             )
         if name in other or frame[name].dtype.is_nested():
-            raise InputError(f"features: {name} has another use, or holds lists; leave it out")
+            raise InputError(
+                f"features: {name} cannot be a feature: in use, or lists; leave it out"
+            )
     return names
 
 
