@@ -11,6 +11,7 @@ posterior variance is added to that of the controller's predictions. The accurac
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -27,18 +28,29 @@ from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
+
+class Scales(NamedTuple):
+    """Prior standard deviations of the terms of an offset."""
+
+    knob: float = 0.3
+    """That of the β_k."""
+    configuration: float = 0.1
+    """That of the γ_c."""
+    noise: float = 0.3
+    """That of ε."""
+
+
+SCALES = Scales()
+"""Those of what configurations imply for each other."""
 FREE = 3.0
 """Prior standard deviation of β₀."""
-KNOB = 0.3
-"""That of the β_k."""
-CONFIGURATION = 0.1
-"""That of the γ_c."""
-NOISE = 0.3
-"""That of ε, before the cells have shown it."""
-LEAST_NOISE = 0.02
-"""Least standard deviation of ε that cells show."""
+_GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
+TRIED = [Scales(*scales) for scales in _GRID]
+"""The scales that offsets are averaged over."""
 OUTLYING = 4.0
 """Cells further from a first fit than this, in standard deviations, are left out as stalls."""
+LEAST_NOISE = 0.02
+"""Least standard deviation, in ln ms, by which stalls are recognised."""
 LEAST_CELLS = 5
 """Fewest cells that offsets are estimated from; with fewer the noise is not known."""
 
@@ -50,35 +62,43 @@ class Offsets(NamedTuple):
     """Posterior mean, float64 [C]."""
     variance: Tensor
     """Posterior variance, float64 [C]."""
+    evidence: Tensor
+    """ln of the marginal likelihood of the timed cells, up to a constant, float64 []."""
 
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
-    """Estimate offsets from timed cells, whose noise is estimated too.
+    """Estimate offsets from timed cells, averaged over `TRIED` scales by their evidence.
 
-    The variance includes the scatter of the cells around their offsets, because other requests will
-    scatter alike.
+    This is Bayesian model averaging (Hoeting et al. 1999, "Bayesian Model Averaging", Statistical
+    Science 14). The variance includes the scatter of the cells around their offsets, because other
+    requests will scatter alike.
 
     Args:
         configurations: int64 [C, K].
         chosen: int64 [n], the configuration of each cell.
         ratios: float [n], ln(t_new / t_old).
     """
-    noise = NOISE
     kept = torch.ones_like(chosen, dtype=torch.bool)
     # fit, leave out stalls, fit again
     for _ in range(3):
-        offsets = posterior(configurations, chosen[kept], ratios[kept], noise)
-        residuals = (ratios - offsets.mean[chosen]).abs()
+        fits = [posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED]
+        means, variances, evidence = map(torch.stack, zip(*fits, strict=True))
+        share = evidence.softmax(0)
+        mean = share @ means
+        residuals = (ratios - mean[chosen]).abs()
         # the standard deviation, if it is normal
-        noise = max(1.4826 * float(residuals.median()), LEAST_NOISE)
-        kept = residuals <= OUTLYING * noise
-    return offsets._replace(variance=offsets.variance + noise**2)
+        spread = 1.4826 * float(residuals.median())
+        kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
+    # the variance of the mixture of all scales, and the scatter of the cells
+    jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
+    variance = share @ (variances + means.square()) - mean.square() + jitter
+    return Offsets(mean, variance, evidence.logsumexp(0))
 
 
 def posterior(
-    configurations: Tensor, chosen: Tensor, ratios: Tensor, noise: float = NOISE
+    configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales = SCALES
 ) -> Offsets:
-    """Return the posterior offsets at a given noise, from all cells.
+    """Return the posterior offsets at given scales, from all cells.
 
     The cells of a configuration count as their mean, with accordingly less noise.
 
@@ -86,20 +106,26 @@ def posterior(
         configurations: int64 [C, K].
         chosen: int64 [n], the configuration of each cell.
         ratios: float [n], ln(t_new / t_old).
-        noise: standard deviation of ε.
+        scales: prior standard deviations of the terms.
     """
     # the prior covariance of all offsets, [C, C]
-    prior = FREE**2 + CONFIGURATION**2 * torch.eye(len(configurations), dtype=torch.float64)
+    identity = torch.eye(len(configurations), dtype=torch.float64)
+    prior = FREE**2 + scales.configuration**2 * identity
     for values in configurations.T:
-        prior += KNOB**2 * (values.unsqueeze(1) == values)
+        prior += scales.knob**2 * (values.unsqueeze(1) == values)
     # the mean of each timed configuration
     timed, group = chosen.unique(return_inverse=True)
     count = group.bincount(minlength=len(timed)).double()
     mean = torch.zeros_like(count).index_add_(0, group, ratios.double()) / count
-    # normal prior, normal noise
-    gain = torch.linalg.solve(prior[timed][:, timed] + torch.diag(noise**2 / count), prior[timed])
+    # normal prior, normal noise: the posterior by a Cholesky factor
+    factor = torch.linalg.cholesky(prior[timed][:, timed] + torch.diag(scales.noise**2 / count))
+    gain = torch.cholesky_solve(prior[timed], factor)
+    # ln of the marginal likelihood: of cells around their means, and of the means
+    within = (ratios - mean[group]).square().sum() / scales.noise**2
+    between = torch.linalg.solve_triangular(factor, mean.unsqueeze(1), upper=False).square().sum()
+    volume = factor.diagonal().log().sum() + (len(chosen) - len(timed)) * math.log(scales.noise)
     variance = (prior.diagonal() - (gain * prior[timed]).sum(0)).clamp_min(0)
-    return Offsets(gain.T @ mean, variance)
+    return Offsets(gain.T @ mean, variance, -0.5 * (within + between) - volume)
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:

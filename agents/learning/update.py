@@ -26,6 +26,7 @@ from torch import Tensor
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     Offsets,
+    Scales,
     adapted,
     copied,
     fit_offsets,
@@ -45,6 +46,8 @@ LATENCIES = "latencies"
 ACCURACIES = "accuracies"
 FOLDS = 4
 """Parts of the log; each is judged by a controller that learned from the others."""
+ACCURACY_SCALES = Scales(0.5, 0.3)
+"""Prior standard deviations of offsets of logits."""
 ROUNDS = 12
 """Rounds of scoring."""
 LEAST_PRECISION = 0.05
@@ -263,8 +266,8 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
         p = (predicted + before).sigmoid()
         precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
         working = before + (logged.accuracy - p) / precision
-        noise = float(precision) ** -0.5
-        offsets = posterior(agent.configurations, logged.choice, working, noise).mean
+        scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
+        offsets = posterior(agent.configurations, logged.choice, working, scales).mean
     return offsets
 
 

@@ -15,7 +15,9 @@ from replayed import settled_for, small_stack
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.learning.adaptation import (
     FREE,
+    TRIED,
     Offsets,
+    Scales,
     adapted,
     fit_offsets,
     log_ratios,
@@ -35,13 +37,31 @@ GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 def test_the_posterior_by_hand():
     """One configuration of two timed twice; the other shares only what all share."""
     cells = torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 0.7])
-    offsets = posterior(torch.tensor([[0], [1]]), *cells, 0.1)
+    offsets = posterior(torch.tensor([[0], [1]]), *cells, Scales(0.3, 0.1, 0.1))
     # covariances with the timed configuration, and the variance of the mean of its cells
     shared = torch.tensor([FREE**2 + 0.3**2 + 0.1**2, FREE**2]).double()
     measured = shared[0] + 0.1**2 / 2
     torch.testing.assert_close(offsets.mean, 0.6 * shared / measured, rtol=1e-6, atol=0)
     left = shared[0] - shared**2 / measured
     torch.testing.assert_close(offsets.variance, left, rtol=1e-4, atol=0)
+
+
+def test_the_evidence_is_that_of_a_normal_density():
+    """Up to a constant that is the same for all scales: the number of each configuration's
+    cells."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(4, (9,), generator=generator)
+    differences = torch.randn(9, generator=generator, dtype=torch.float64)
+    identity = torch.eye(4).double()
+    same_value = (GRID.unsqueeze(1) == GRID).sum(2)
+    constants = []
+    for scales in TRIED:
+        prior = FREE**2 + scales.configuration**2 * identity + scales.knob**2 * same_value
+        covariance = prior[chosen][:, chosen] + scales.noise**2 * torch.eye(9).double()
+        density = torch.distributions.MultivariateNormal(torch.zeros(9).double(), covariance)
+        evidence = posterior(GRID, chosen, differences, scales).evidence
+        constants.append(float(density.log_prob(differences) - evidence))
+    assert np.ptp(constants) < 1e-6
 
 
 @settings(max_examples=10, deadline=None)
@@ -152,7 +172,7 @@ def moved(
     expect now."""
     x = agent.controller.normaliser(table.features, table.num_samples)
     spread = torch.as_tensor(variance).double().expand(12)
-    other = adapted(agent, Offsets(mean.double(), spread), x)
+    other = adapted(agent, Offsets(mean.double(), spread, torch.zeros(())), x)
     with torch.no_grad():
         old, new = (each.mixture(x).members for each in (agent.teacher, other.teacher))
     return other, old, new
