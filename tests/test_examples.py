@@ -46,6 +46,7 @@ def test_every_example_is_here():
         "torchrl_loop",
         "own_table",
         "own_model",
+        "train_with_torchrl_trainer",
         "deploy",
         "rewards",
         "advantages",
@@ -86,6 +87,12 @@ def test_the_loop_is_as_good_as_the_heads_of_the_experiments():
     this is held to within a point of it, by half of its iterations."""
     torch.manual_seed(1)
     assert example("torchrl_loop").main(warm_up=300, iterations=150) > 0.468
+
+
+def test_torchrls_trainer_learns():
+    torch.manual_seed(0)
+    before, after = example("train_with_torchrl_trainer").main(iterations=100)
+    assert after > before + 0.1
 
 
 def test_ppo_by_torchrl_alone_learns():
