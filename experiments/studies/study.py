@@ -101,8 +101,8 @@ def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list
             raise InputError(f"{folder}: was trained with other seeds; give another runs=…")
         seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
         # a sweep leaves finished jobs as they are
-        words += ["-m", seeds, f"runs={config.runs}", *config.words]
-        failures += knobwise("train", *words)
+        words += [seeds, f"runs={config.runs}", *config.words]
+        failures += knobwise("train", "-m", *words)
         # its jobs are called name, name-2 and so on
         folders += map(str, sorted(folder.parent.glob(f"{glob.escape(folder.name)}*")))
     # a single run has a report, and nothing to compare
