@@ -246,18 +246,15 @@ def curves(
     return figure
 
 
-def predictions(
-    rows: pl.DataFrame, x: str, y: str, begin: float = 0.0, *colour: alt.Color
-) -> alt.LayerChart:
+def predictions(rows: pl.DataFrame, x: str, y: str, begin: float) -> alt.LayerChart:
     """Draw observed shares against predicted probabilities, and a dashed diagonal, on which the two
     are equal.
 
     Args:
-        rows: columns predicted and observed, and the column of the colour.
+        rows: columns predicted and observed.
         x: the title of the horizontal axis.
         y: the title of the vertical axis.
         begin: where the axes begin.
-        colour: of the lines, if there are several.
     """
     corners = [begin, 1.0]
     scale = alt.Scale(domain=corners, nice=False)
@@ -270,7 +267,7 @@ def predictions(
     line = alt.Chart(rows).mark_line(point=True, strokeWidth=1.5)
     return layered(
         diagonal.mark_line(**DASHED).encode(*channels),
-        line.encode(*channels, *colour, tooltip=_tooltip(rows)),
+        line.encode(*channels, tooltip=_tooltip(rows)),
     )
 
 
