@@ -8,16 +8,15 @@ stage; every panel follows that grouping.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from jinja2 import Template
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
@@ -48,25 +47,8 @@ def workspace(config: WorkspaceRun) -> None:
         print(f"written: {config.json}")
     if mode == "online":
         print(f"saved: {_save(view)}")
-    elif os.environ.get("WANDB_MODE"):
-        print(f"not saved: WANDB_MODE is {os.environ['WANDB_MODE']}; unset it to save the view")
     else:
-        print(
-            "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then repeat "
-            "the command. `knobwise compare RUN RUN …` shows the same without an account"
-        )
-
-
-def save_once(settings: TrackingSettings, knobs: list[str] | None) -> None:
-    """Save the view if the project has none of this name yet. If that fails, a line reports it, and
-    the run continues."""
-    config = WorkspaceRun(project=settings.project, entity=settings.entity)
-    config.knobs = knobs or config.knobs
-    try:
-        if address := _save(view_of(config), replace=False):
-            print(f"W&B view of all runs: {address}")
-    except Exception as error:
-        say(f"{reason(error)}; tracking.workspace=false saves no view")
+        print(f"not saved: W&B is {mode}; run `wandb login` and unset WANDB_MODE to save the view")
 
 
 def view_of(config: WorkspaceRun) -> Any:
@@ -84,10 +66,12 @@ def view_of(config: WorkspaceRun) -> Any:
             raise InputError(
                 "workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'"
             ) from error
-        # sections and panels are data
-        template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-        content = yaml.safe_load(template.render(knobs=config.knobs))
-        sections = [_section(ws, wr, section) for section in content]
+        content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+        content["What the policy decides"]["CustomChart"] = {
+            f"Knobs/{knob}": [f"Knobs/{knob}", "budget_ms", "share", "value"]
+            for knob in config.knobs
+        }
+        sections = [_section(ws, wr, name, content[name]) for name in content]
         pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
         try:
             return ws.Workspace(
@@ -106,33 +90,31 @@ def view_of(config: WorkspaceRun) -> Any:
             ) from error
 
 
-def _section(ws: Any, wr: Any, section: dict[str, Any]) -> Any:
+def _section(ws: Any, wr: Any, name: str, kinds: dict[str, dict[str, Any]]) -> Any:
     """Return a section of workspace.yaml; `ws` is wandb_workspaces.workspaces."""
-    columns, rows = section["size"]
     panels = []
-    for kind, titles in section["panels"].items():
+    for kind, titles in kinds.items():
         panels += [_panel(wr, kind, title, content) for title, content in titles.items()]
     return ws.Section(
-        name=section["name"],
+        name=name,
         panels=panels,
-        is_open=section.get("is_open", False),
-        layout_settings=ws.SectionLayoutSettings(columns=columns, rows=rows),
+        is_open=True,
+        layout_settings=ws.SectionLayoutSettings(columns=3, rows=math.ceil(len(panels) / 3)),
     )
 
 
 def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
-    """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
+    """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2. A panel without
+    content shows what its title names."""
     fields: dict[str, Any] = {"title": title}
     spread = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     if kind == "ScatterPlot":
-        fields |= dict(zip("xy", map(wr.SummaryMetric, content), strict=True))
-        fields["running_ymax"] = True
+        x, y = map(wr.SummaryMetric, content)
+        fields |= {"x": x, "y": y, "running_ymax": True}
     elif kind == "LinePlot":
-        metrics = [content] if isinstance(content, str) else content
-        fields |= {"x": "step", "title_x": "iteration", "y": metrics} | spread
+        fields |= {"x": "step", "title_x": "iteration", "y": content or [title]} | spread
     elif kind == "BarPlot":
-        metric, group = content
-        fields |= {"metrics": [metric], "groupby": wr.Config(group)} | spread
+        fields |= {"metrics": [title], "groupby": wr.Config(content)} | spread
     elif kind == "CustomChart":
         table, *axes = content
         fields = {
@@ -142,14 +124,11 @@ def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
             "chart_strings": fields,
         }
     elif kind == "ParallelCoordinatesPlot":
-        column = wr.ParallelCoordinatesPlotColumn
-        fields["columns"] = []
-        for key, name in content.items():
-            metric = wr.Config(key) if name else wr.SummaryMetric(key)
-            log = key.endswith(".lr") or None
-            fields["columns"].append(column(metric, display_name=name, log=log))
+        *settings, score = content
+        metrics = [*map(wr.Config, settings), wr.SummaryMetric(score)]
+        fields["columns"] = list(map(wr.ParallelCoordinatesPlotColumn, metrics))
     elif kind == "MediaBrowser":
-        fields |= {"media_keys": [content], "num_columns": 1}
+        fields |= {"media_keys": [title], "num_columns": 1}
     elif kind == "WeavePanelSummaryTable":
         fields = {"table_name": title}
     elif kind == "RunComparer":
@@ -157,9 +136,8 @@ def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-def _save(view: Any, replace: bool = True) -> str:
-    """Save the view, in place of an earlier one of this name unless `replace` is False; return its
-    address, or "" if it was not saved."""
+def _save(view: Any) -> str:
+    """Save the view in place of an earlier one of this name; return its address."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
@@ -167,21 +145,17 @@ def _save(view: Any, replace: bool = True) -> str:
 
         try:
             view.entity = view.entity or wandb.Api().default_entity or ""
-            if not view.entity:
-                raise InputError(
-                    "workspace: W&B knows no user or team for this key; give entity=NAME"
-                )
             # W&B finds a view by a name of eleven letters and digits, which is part of its address
             # too
             name = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
             view._internal_name = internal._url_query_str_to_internal_name(name)
             view._internal_id = _saved_id(view, name)
-            if view._internal_id and not replace:
-                return ""
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
-            why = f"W&B did not take the view ({reason(error)}); its project is {view.project}"
-            raise InputError(f"workspace: {why}") from error
+            raise InputError(
+                f"workspace: W&B did not take the view ({reason(error)}); its project is "
+                f"{view.project}"
+            ) from error
 
 
 def _saved_id(view: Any, name: str) -> str:
