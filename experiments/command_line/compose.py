@@ -49,6 +49,8 @@ READERS: dict[str, dict[str, type[Any]]] = {
 }
 """The groups whose choices have options of their own; all other groups are folders of `CONF`."""
 
+OF_RUN = "of_run"
+"""The choice of such a group that is what the run of a checkpoint was trained on."""
 FLAGS = ("-m", "--multirun", "-sc")
 """The flags of Hydra that are passed on; others read settings from elsewhere, or a pickle."""
 OF_HYDRA = re.compile(
@@ -79,8 +81,8 @@ def register() -> None:
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
         store.store(name=f"{verb}_schema", node=node)
-    # Hydra copies the store with all its schemas for each composition, a fifth of the time;
-    # nothing changes it from here on
+    # Hydra copies the store with all its schemas for each composition, a fifth of the time, and
+    # changes no copy
     ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
@@ -109,66 +111,43 @@ def question_of(experiment: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
-def sweep_of(experiment: str) -> Mapping[str, str]:
-    """Return what the file of an experiment varies under `-m`: key → values; {} for nothing."""
-    path = CONF / "experiment" / f"{experiment}.yaml"
-    if not path.exists():
-        return {}
-    return OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params", default={})
-
-
 # -- composing -------------------------------------------------------------------------------------
 
 
 def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     """Return the settings of a verb, as an instance of its dataclass.
 
-    Profile, beams and encoder that are not chosen are those of the checkpoint's run, with the
-    options that are given. The run also says whether there are baselines.
-
     Raises:
         InputError: an unknown key or group, a value of the wrong type or a missing one.
     """
-    named = {argument.partition("=")[0] for argument in arguments}
-    groups = READERS.keys() & groups_of(verb).keys() - named
-    if "checkpoint" not in VERBS[verb].__dataclass_fields__:
-        groups = set()
-    # group → options that change what the run was trained on
-    changes = {
-        group: [word for word in arguments if word.startswith(f"{group}.")] for group in groups
-    }
-    others = set(arguments).difference(*changes.values())
-    settings = settings_of(composed(verb, [word for word in arguments if word in others]))
-    for group, words in changes.items():
-        default = getattr(settings, group)
-        if default is None:
-            # the verb can do without, and Hydra refuses options of nothing
-            if words:
-                composed(verb, words)
+    return settings_of(composed(verb, [*words_of_run(verb, arguments), *arguments]))
+
+
+def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
+    """Return the words by which profile, beams and encoder that are not chosen are those of the
+    checkpoint's run, so that options change these. The run also says whether there are
+    baselines."""
+    register()
+    checkpoint = getattr(VERBS[verb], "checkpoint", None)
+    if checkpoint is None:
+        return []
+    named = [word for word in arguments if word.startswith("checkpoint=")]
+    with explained(verb, named):
+        for override in OverridesParser.create().parse_overrides(named):
+            checkpoint = str(override.value())
+    chosen = {word.partition("=")[0] for word in arguments}
+    words = []
+    for group, default in groups_of(verb).items():
+        if group in chosen or group not in READERS or default is None:
             continue
         section = "profile" if group == "trained_on" else group
-        trained_on = group_of_run(settings.checkpoint, section, READERS[group]) or default
-        if words:
-            trained_on = _changed(verb, trained_on, words)
-        setattr(settings, group, trained_on)
-    if verb == "evaluate" and "baselines" not in named:
-        settings.baselines = of_run(settings.checkpoint, "baselines") is not False
-    return settings
-
-
-def _changed(verb: str, settings: Any, words: Sequence[str]) -> Any:
-    """Return settings of a group with the changes that words of the command make."""
-    config = OmegaConf.structured(settings)
-    with explained(verb, words):
-        changes = OverridesParser.create().parse_overrides(list(words))
-    for change in changes:
-        word = str(change.input_line)
-        try:
-            OmegaConf.update(config, change.key_or_group.partition(".")[2], change.value())
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"{word}: {reason}{_suggestion(verb, [word])}") from error
-    return settings_of(config)
+        trained_on = group_of_run(checkpoint, section, READERS[group])
+        if trained_on is not None:
+            ConfigStore.instance().store(group=group, name=OF_RUN, node=trained_on)
+            words.append(f"{group}={OF_RUN}")
+    if verb == "evaluate" and of_run(checkpoint, "baselines") is False:
+        words.append("baselines=false")
+    return words
 
 
 def composed(verb: str, arguments: Sequence[str], **options: Any) -> DictConfig:
@@ -287,12 +266,11 @@ def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> 
     try:
         yield
     except (HydraException, OmegaConfBaseException, *errors) as error:
-        message = f"{error}\n{error.__cause__ or ''}"
         # lines about our dataclasses and where Hydra looks for files help nobody
-        technical = re.compile(r"\s*(full_key|\w+_type|Config search path|provider|To append)\b")
-        lines = [line for line in message.splitlines() if not technical.match(line)]
+        technical = r"(?m)^\s*(full_key|\w+_type|Config search path|provider|To append)\b.*"
+        text = re.sub(technical, "", f"{error}\n{error.__cause__ or ''}").strip()
         # a line that ends in a full stop or a colon is explained by the next one
-        text = re.sub(r"[.:]\s*\n\s*", ": ", "\n".join(lines))
+        text = re.sub(r"[.:]\s*\n\s*", ": ", text)
         if isinstance(error, errors):
             # such an error does not say which word it means
             text = f"{' '.join(arguments)}: {text}"
@@ -304,11 +282,11 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     if not arguments:
         return ""
     groups = {**groups_of(verb), "experiment": None}
-    keys = [option.key for option in options_in(VERBS[verb](), groups)]
     # an option is known by its whole key and by the last part of it
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    names |= {key: key for key in keys}
-    # the first word that is like a known one, but not the same
+    names = {}
+    for option in options_in(VERBS[verb](), groups):
+        names[option.key] = option.key
+        names.setdefault(option.key.rpartition(".")[2], option.key)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
         if key in groups:

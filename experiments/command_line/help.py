@@ -20,25 +20,6 @@ after the other; knobwise train -m experiment=NAME runs those in the experiment'
 time:
   hydra/launcher=joblib   processes on this machine; hydra.launcher.n_jobs=N sets how many
   hydra/launcher=ray      as many as Ray has cores, on this machine or a cluster"""
-COMMON = {
-    "train": """
-        experiment profile profile.path profile.features budget budgets_ms policy loss
-        optimiser.iterations optimiser.lr seeds name runs tracking device""",
-    "train_selector": """
-        experiment beams beams.path encoder shots judged_shots sft.epochs grpo.epochs grpo.lr
-        seeds jobs name runs tracking device""",
-    "evaluate": """
-        checkpoint profile profile.path profile.features beams budgets_ms baselines live
-        stream.requests json""",
-    "explain": "checkpoint profile profile.path profile.features sample budget_ms tracker json",
-    "inspect": "profile profile.path profile.features log json html",
-    "profile": "model data out knobs importance device vlm.data vlm.embeddings checkpoint",
-    "export": "checkpoint profile profile.path profile.features out onnx int8",
-    "decide": "requests checkpoint budget_ms out",
-    "update": """
-        checkpoint log out accept rollback every profile profile.path trained_on trained_on.path""",
-}
-"""The options that people use most, by verb; help shows them first."""
 
 
 def help_lines(verb: str) -> list[Option]:
@@ -52,27 +33,19 @@ def help_lines(verb: str) -> list[Option]:
 
 
 def show_help(verb: str) -> None:
-    """Print the options that people use most, then all others by section, then the experiments."""
-    print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
-    # what people use most comes first, in the order of `COMMON`
-    lines = help_lines(verb)
-    common = COMMON.get(verb, " ".join(line.key for line in lines)).split()
-    # several choices of a group may have the same key: reversed, so that the first of them is kept
-    first = {line.key: line for line in reversed(lines) if line.key in common}
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    _print_options(console, [first[key] for key in common if key in first])
-    # all other options under the heading of their section
+    """Print the options by section, then the experiments."""
+    print(" ".join(str(VERBS[verb].__doc__).split()))
     sections = defaultdict[str, list[Option]](list)
     titles = {}
-    for line in lines:
+    for line in help_lines(verb):
         if not line.default:  # the title of a section
             titles[line.key] = f"{line.key}: {line.meaning}"
-        elif first.get(line.key) != line:
+        else:
             sections[line.choice or line.key.rpartition(".")[0]].append(line)
-    # those without a section come first
-    for section in sorted(sections, key=bool):
-        print(f"\n{titles.get(section, section or 'others')}")
-        _print_options(console, sections[section])
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for section, options in sections.items():
+        print(f"\n{titles.get(section, section)}")
+        _print_options(console, options)
     if verb.startswith("train"):
         print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
         experiments = []
@@ -84,9 +57,7 @@ def show_help(verb: str) -> None:
 
 def _print_options(console: Console, options: Iterable[Option]) -> None:
     """Print a table of options with their defaults and meanings."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for width in (34, 22, None):
-        table.add_column(overflow="fold", min_width=width)
+    table = Table.grid(padding=(0, 2))
     for option in options:
         table.add_row(*map(escape, option[:3]))
     console.print(table)

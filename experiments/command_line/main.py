@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -21,7 +20,7 @@ from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
 VERBS = {
-    "train": "command_line.train:run",
+    "train": "command_line.train:train",
     "evaluate": "deploy.evaluate:run",
     "explain": "deploy.explain:run",
     "compare": "compare.compare:compare",
@@ -116,17 +115,10 @@ class _Output:
 
 
 def _how_to_resume(arguments: list[str]) -> list[str]:
-    """Return a line with the command that resumes an interrupted one, as it was started."""
+    """Return a line with the command that resumes an interrupted one."""
     if arguments[:1] not in (["train"], ["profile"]):
         return []
-    python = Path(sys.executable)
-    if shutil.which("knobwise"):
-        program = "knobwise"
-    else:
-        program = str(python.with_name("knobwise"))
-    if Path(sys.argv[0]).name == "__main__.py":
-        program = f"{'python' if shutil.which('python') == str(python) else python} -m knobwise"
-    return [f"repeat the command to resume:\n  {program} {shlex.join(arguments)}"]
+    return [f"repeat the command to resume:\n  knobwise {shlex.join(arguments)}"]
 
 
 def _run(arguments: list[str]) -> int:
@@ -171,7 +163,7 @@ def _run(arguments: list[str]) -> int:
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
-        run(config, arguments)
+        run(config, arguments, arguments)
         return 0
     status = run(config)
     return status if verb == "decide" else 0
@@ -204,12 +196,6 @@ def check_written(config: Any, verb: str) -> None:
             folder = folder.parent
         while not folder.exists():
             folder = folder.parent
-        problem = ""
-        if is_file and Path(value).is_dir():
-            problem = "is a folder, not a file"
-        elif not folder.is_dir():
-            problem = f"{folder} is a file, not a folder"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            problem = f"nothing can be written in {folder}"
-        if problem:
-            raise InputError(f"{name}={value}: {problem}; choose another path")
+        is_folder = is_file and Path(value).is_dir()
+        if is_folder or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"{name}={value}: cannot be written in {folder}; choose another path")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.progress import has_terminal, say
-from knobwise.experiments.command_line.compose import question_of, sweep_of
+from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 
@@ -36,11 +36,3 @@ def train(config: Any, words: list[str], named: list[str], once: bool = False) -
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment
     return experiment(replace(config, tracking=tracking)).run(words, named, once)
-
-
-def run(config: Any, arguments: list[str]) -> None:
-    """Train one run, and mention the sweep that the experiment's file has."""
-    variants = " ".join(f"{key}={values}" for key, values in sweep_of(config.experiment).items())
-    if variants:
-        say(f"{config.experiment}: one run with the defaults of its file; -m runs {variants}")
-    train(config, arguments, arguments)

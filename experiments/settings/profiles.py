@@ -172,19 +172,19 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         choices: the dataclass of each reader.
 
     Raises:
-        InputError: it names a reader that this version does not have.
+        InputError: this version cannot read it.
     """
     section = of_run(checkpoint, group)
-    reader = of_run(checkpoint, f"{group}.format")
-    # a run of an earlier version may name a reader that is gone
-    if reader is not None and reader not in choices:
-        path = _config_of(checkpoint)
-        raise InputError(f"{path}: there is no {group}={reader} in this version; give {group}=…")
-    try:
-        schema = OmegaConf.structured(choices[reader])
-        return OmegaConf.to_object(OmegaConf.merge(schema, section))
-    except Exception:  # whatever a damaged file makes of it
+    if section is None:
         return None
+    try:
+        schema = OmegaConf.structured(choices[section.format])
+        return OmegaConf.to_object(OmegaConf.merge(schema, section))
+    except Exception as error:  # whatever another version or a damaged file makes of it
+        reader = of_run(checkpoint, f"{group}.format")
+        raise InputError(
+            f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
+        ) from error
 
 
 def of_run(checkpoint: str, key: str) -> Any:

@@ -11,14 +11,12 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import polars as pl
 import pytest
 from commands import SIMULATED, launch, mistake, refused, words_of, write_table
 from wandb_stub import forget_wandb
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import profile, train
-from knobwise.experiments.command_line.help import COMMON, help_lines
 from knobwise.experiments.settings.options import VERBS
 
 
@@ -88,18 +86,6 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch):
     monkeypatch.setattr(train, "train", Mock(side_effect=error))
     with pytest.raises(FileNotFoundError):
         main(["train"])
-
-
-@pytest.mark.parametrize(
-    ("experiment", "swept"),
-    [("group_size", "loss.group_size=5,8,16,64"), ("lean", ""), ("selector", "")],
-)
-def test_a_single_run_names_the_sweep_that_the_file_has(experiment, swept, monkeypatch, capsys):
-    monkeypatch.setattr(train, "train", Mock())
-    launch("train", f"experiment={experiment}")
-    printed = capsys.readouterr().err
-    assert swept in printed
-    assert bool(printed) == bool(swept)
 
 
 CALLBACK = "hydra.callbacks.x={_target_:shutil.copyfile,src:t.parquet,dst:copy}"
@@ -228,18 +214,6 @@ def test_what_is_asked_for_is_printed(words, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", sorted(COMMON))
-def test_help_shows_first_what_people_use(verb, capsys):
-    common = COMMON[verb].split()
-    assert set(common) <= {line.key for line in help_lines(verb)}
-    assert len(common) <= 16
-    launch(verb.replace("_", " experiment=").split(), "--help")
-    printed = capsys.readouterr().out
-    keys = [line.split()[0] for line in printed.splitlines()[2:] if line[:1].strip()]
-    assert keys[: len(common)] == common
-    assert ("hydra/launcher=ray" in printed) == verb.startswith("train")
-
-
 # -- limits of the system, and names that lead elsewhere -------------------------------------------
 
 
@@ -284,11 +258,9 @@ def test_a_measured_profile_in_a_folder_with_brackets_is_read(capsys):
     write_table()
     table = Path("m[1]", "table.parquet")
     table.parent.mkdir()
-    rows = pl.read_parquet("t.parquet").with_columns(accuracy=pl.lit(0.0), pred=pl.lit("seven"))
-    rows.write_parquet(table)
+    Path("t.parquet").rename(table)
     profile._summary(table.parent)
     printed = capsys.readouterr().out
-    assert "'seven'" in printed
     assert str(table) in printed
 
 
