@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.checks import distinct
 from knobwise.common.errors import InputError
-from knobwise.common.progress import progress
 from knobwise.experiments.compare.runs import read_settings_of
 
 
@@ -82,10 +81,8 @@ def run(config: StudyConfig) -> list[str]:
     # a command that fails does not stop the others
     names = config.sections or list(sections)
     failures = []
-    with progress("sections", len(names)) as tick:
-        for done, name in enumerate(names, 1):
-            failures += run_section(config, name, sections[name])
-            tick(done, name)
+    for name in names:
+        failures += run_section(config, name, sections[name])
     return failures
 
 
@@ -98,20 +95,16 @@ def run_section(config: StudyConfig, name: str, commands: Sequence[str]) -> list
     failures = []
     for command in commands:
         words = shlex.split(command)
-        is_sweep = "-m" in words
         folder = folder_of(words, config.runs)
         finished = (folder / "results.json").exists()
         if finished and read_settings_of(folder)["seeds"] != config.seeds:
             raise InputError(f"{folder}: was trained with other seeds; give another runs=…")
-        # a sweep always starts, and skips those of its jobs that are finished
-        if is_sweep or not finished:
-            seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
-            words += [seeds, f"runs={config.runs}", *config.words]
-            failures += knobwise("train", *words)
-        if is_sweep:  # its jobs are called name, name-2 and so on
-            folders += map(str, sorted(folder.parent.glob(f"{glob.escape(folder.name)}*")))
-        else:
-            folders.append(str(folder))
+        seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
+        # a sweep leaves finished jobs as they are
+        words += [seeds, f"runs={config.runs}", *config.words]
+        failures += knobwise("train", "-m", *words)
+        # its jobs are called name, name-2 and so on
+        folders += map(str, sorted(folder.parent.glob(f"{glob.escape(folder.name)}*")))
     # a single run has a report, and nothing to compare
     if len(folders) > 1:
         page = Path(config.out) / name

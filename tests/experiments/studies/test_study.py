@@ -28,9 +28,12 @@ def test_a_small_study_from_the_command_line(tmp_path, capsys):
     study_file = {
         "profiles": {"a": "policy.layers=1"},
         "sections": {
-            "lean": ["experiment=lean name=a", "experiment=lean name=b policy.layers=1"],
+            "lean": [
+                "experiment=lean name=a policy.layers=1",
+                "experiment=lean name=b policy.layers=1",
+            ],
             "alone": {"profiles": ["a"], "train": ["experiment=lean"]},
-            "swept": ["-m experiment=lean name=c policy.layers=1,2"],
+            "swept": ["experiment=lean name=c policy.layers=1,2"],
         },
     }
     path = tmp_path / "few.yaml"
@@ -60,7 +63,7 @@ def test_the_runs_of_a_sweep_are_those_of_its_name_also_with_brackets(tmp_path, 
     for name in ("c[1]", "c[1]-2", "c1"):
         (folder / name).mkdir(parents=True)
     config = study.StudyConfig(runs=str(tmp_path), out=str(tmp_path / "pages"))
-    assert not study.run_section(config, "swept", ["-m experiment=lean name=c[1]"])
+    assert not study.run_section(config, "swept", ["experiment=lean name=c[1]"])
     assert commands[-1][1:3] == (str(folder / "c[1]"), str(folder / "c[1]-2"))
 
 
@@ -77,7 +80,7 @@ def test_a_wrong_word_is_named_before_anything_is_run(word, tmp_path, capsys):
 def test_every_command_of_our_studies_is_understood(path):
     for commands in study.sections_of(str(path)).values():
         for command in commands:
-            words = [word for word in command.split() if word != "-m"]
+            words = command.split()
             settings = read_settings(schema_of("train", words), words)
             folder = study.folder_of(words, "runs")
             assert folder == Path("runs", settings.experiment, settings.name)
