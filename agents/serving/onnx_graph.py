@@ -126,11 +126,11 @@ def quantise(source: Path, path: Path) -> None:
 class OnnxController:
     """Decides by a file that `write_onnx` wrote, on the CPU, as `NumpyController` does."""
 
-    def __init__(self, path: Path, threads: int = 1) -> None:
+    def __init__(self, path: Path) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads = 1
         self._session = onnxruntime.InferenceSession(
             path, options, providers=["CPUExecutionProvider"]
         )

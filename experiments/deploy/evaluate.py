@@ -18,7 +18,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector
-from knobwise.common.checks import a_device, at_least
+from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.envs.configurations.budgets import judged_budgets
@@ -48,10 +48,9 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was
             trained on entirely.
     """
-    at_least("threads", config.threads, 1)
     if not config.live:
         _refuse_live_options(config)
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
     is_selector = isinstance(loaded.agent, Selector)
@@ -108,7 +107,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
             raise InputError(f"budgets_ms: {error}") from error
         budgets_ms = torch.from_numpy(mean.budgets_ms)
     rewards = RewardTable(table, config.reward)
-    with threadpool_limits(config.threads):
+    with threadpool_limits(1):
         results, _ = judge_controllers(config, table, split, budgets_ms, rewards, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):

@@ -24,7 +24,6 @@ from knobwise.agents.serving.onnx_graph import (
     write_onnx,
 )
 from knobwise.agents.stack.deployed import DeployedController
-from knobwise.common.checks import at_least
 from knobwise.common.files import write_json, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -49,8 +48,7 @@ def run(config: ExportRun) -> Path:
             features, the controller cannot be exported, or a file other than that of 8 bits makes a
             different decision.
     """
-    at_least("threads", config.threads, 1)
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
     agent = loaded.controller
@@ -69,7 +67,7 @@ def run(config: ExportRun) -> Path:
     }
     # everything is made and compared in a temporary folder, so that no wrong file is left behind
     with tempfile.TemporaryDirectory() as folder:
-        with threadpool_limits(config.threads):
+        with threadpool_limits(1):
             summary |= _make(config, agent, table, budgets_ms, Path(folder))
         summary["files"] = _publish(Path(folder), out)
     copy_policy(out)
@@ -136,7 +134,7 @@ def _make(
     graphs: dict[str, Any] = {}
     forms: dict[str, Any] = {path.name: controller}
     for path in sorted(folder.glob("*.onnx"), reverse=True):
-        graph = forms[path.name] = OnnxController(path, config.threads)
+        graph = forms[path.name] = OnnxController(path)
         # with weights of 8 bits some decisions may differ
         exact = path.name == GRAPH
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)

@@ -222,8 +222,6 @@ class EvaluateRun:
     """Write the results to this file."""
     html: str | None = None
     """With `live`: write a page with charts of the results to this file."""
-    threads: int = 1
-    """Threads of torch."""
 
 
 @dataclass
@@ -303,8 +301,6 @@ class ExportRun:
     int8: bool = False
     """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
     decisions may differ; export.json says how many."""
-    threads: int = 1
-    """Threads of torch, NumPy and ONNX Runtime."""
 
 
 @dataclass
