@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -133,25 +132,20 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
 
 def _check_items(data: VQAData, table: BeamTable) -> None:
     """Raise InputError unless these are the queries and the bank of a table, in order."""
-    parts = (
-        ("query", [item.id for item in data.queries], table.query_ids),
-        ("query", [item.image_id for item in data.queries], table.query_images),
-        ("candidate", [item.image_id for item in data.bank], table.candidate_images),
-    )
-    for what, names, recorded in parts:
-        if not recorded:  # beams in JSON do not name them
-            continue
-        for row, (item, record) in enumerate(itertools.zip_longest(names, recorded)):
-            if item != record:
-                raise InputError(
-                    f"beams.vlm.data: {what} {row} is {item!r}, in {table.name!r} {record!r}; give "
-                    "the items that were recorded, and beams.safetensors"
-                )
-    if len(data.bank) != len(table.candidates):
-        raise InputError(
-            f"beams.vlm.data: {len(data.bank)} candidates, in {table.name!r} "
-            f"{len(table.candidates)}"
-        )
+    queries, bank = data.queries, data.bank
+    parts = {
+        "queries": ([item.id for item in queries], table.query_ids),
+        "images of the queries": ([item.image_id for item in queries], table.query_images),
+        "candidates": ([item.image_id for item in bank], table.candidate_images),
+        "number of candidates": ([len(bank)], [len(table.candidates)]),
+    }
+    for what, (names, recorded) in parts.items():
+        # beams in JSON do not name all of them
+        if recorded and names != list(recorded):
+            raise InputError(
+                f"beams.vlm.data: has other {what} than {table.name!r}; give the items that were "
+                "recorded, and beams.safetensors"
+            )
 
 
 def _remember(scorer: Remembering, table: BeamTable) -> None:

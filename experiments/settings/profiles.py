@@ -311,20 +311,15 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
-    for option in ("group", "time"):
-        if settings[option] is not None:
-            raise InputError(
-                f"profile.{option}={settings[option]}: {path} holds no columns, only the groups "
-                f"and the order that it was written with; leave profile.{option} out"
-            )
+    by_column = features == "auto" or isinstance(features, list)
+    if by_column or settings["group"] is not None or settings["time"] is not None:
+        raise InputError(
+            f"{path}: holds no columns, only what it was written with; leave out profile.group, "
+            "profile.time, and a profile.features that names columns"
+        )
     table = ProfileTable.load(path)
     if features is None:
         return table
-    if features == "auto" or isinstance(features, list):
-        raise InputError(
-            f"profile.features={features}: {path} holds no columns beside its features; leave "
-            "profile.features out"
-        )
     return attach_features(table, features, settings.get("columns", ()))
 
 

@@ -3,7 +3,6 @@ several seeds. All are judged on unseen queries and candidates, beside every sim
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from dataclasses import replace
@@ -158,7 +157,7 @@ def check(config: SelectorRun, data: SelectorData) -> None:
     table = stages.data.table
     start = stages.first
     stages.trainer("rce", table, start)
-    _check_groups(data.table, config.imitated, "imitated")
+    recorded_groups(data.table, GroupConfig(config.imitated))
     stages.trainer("sft", table, start, groups=GroupConfig(config.imitated))
     for name, plan in plans.items():
         variant = plan.variant
@@ -174,19 +173,11 @@ def check(config: SelectorRun, data: SelectorData) -> None:
             learned = RewardModel(plan.reward_model, start.mean, start.scale)
             stages.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
-            _check_groups(data.table, variant.groups, f"variants.{name}.groups")
+            recorded_groups(data.table, GroupConfig(variant.groups))
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError(
             "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
         )
-
-
-def _check_groups(table: BeamTable, groups: str, option: str) -> None:
-    """Refuse groups that no recorded sequence is in."""
-    try:
-        recorded_groups(table, GroupConfig(groups))
-    except InputError as error:
-        raise InputError(f"{error}; {option}=all takes every sequence") from error
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -212,8 +203,6 @@ class SelectorStages:
         self.data = data._replace(table=as_read(data.table, data.items))
         self.step = 0  # of the next stage, in metrics.csv
         self.logged = list[Row]()
-        # learned rewards as they are before GRPO
-        self.reward_models = dict[Any, RewardModel]()
 
     def trainer(
         self, stage: str, table: BeamTable, start: Selector, **settings: Any
@@ -341,17 +330,10 @@ class SelectorStages:
     def reward_model(
         self, table: BeamTable, sft: Selector, config: RewardModelConfig
     ) -> RewardModel:
-        """Return the learned reward as it is before GRPO. Variants whose settings differ only in
-        GRPO share the fit."""
-        key = table.digest, config.members, config.width, config.epochs
-        if key not in self.reward_models:
-            with seeded(self.seed, "cpu"):
-                model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
-                model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
-            self.reward_models[key] = model
-        # what GRPO does with it is the variant's own
-        model = copy.deepcopy(self.reward_models[key])
-        model.config = config
+        """Return the learned reward as it is before GRPO."""
+        with seeded(self.seed, "cpu"):
+            model = RewardModel(config, sft.mean.cpu(), sft.scale.cpu())
+            model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
         return model
 
     def stage(

@@ -91,7 +91,7 @@ def test_files_without_columns_are_refused(folder, capsys):
     table = replace(read_long_table("t.csv", group="user"), features={})
     table.save("t.safetensors")
     words = words_of("inspect profile=table profile.path=t.safetensors profile.group=user")
-    assert "profile.group=user" in refused(words, capsys)
+    assert "profile.group" in refused(words, capsys)
     assert "group" in refused(words_of("inspect profile=builtin profile.group=user"), capsys)
     assert "video" in refused(
         words_of("inspect profile=table profile.path=t.csv profile.group=video"), capsys

@@ -268,7 +268,7 @@ MISTAKES = {
     "REPLAY loss.kl_band=[0.2,0.1]": "loss.kl_band=[0.2, 0.1]",
     "REPLAY beams.train=0.9": "beams",
     "REPLAY beams.path=f.json": "beams.embeddings",
-    "JSON beams.path=e.json": "variants.grpo_recorded.groups=all",
+    "JSON beams.path=e.json": "groups=all",
     "JSON beams.path=e.json reward.mode=hard_plus_soft_v2": "vqa_correct",
     "train experiment=selector_replay": "beams.path",
 }
