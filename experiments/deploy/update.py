@@ -82,7 +82,6 @@ def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoRetu
         job_type="update",
         config=asdict(config),
         settings=config.tracking,
-        resume_step=last or -1,
     )
     with tracker:
         known = 0

@@ -22,42 +22,30 @@ class MetricsFile:
 
     Args:
         seed: the seed whose rows are appended; None for rows of all seeds together.
-        resume_step: the last step to keep of this seed; −1 to keep none.
-        known: the rows of this seed up to `resume_step`, from its checkpoints. Rows that the file
-            has lost are written again.
+        known: the rows of this seed in its checkpoints, which take the place of those in the file:
+            a killed process or a full disk may have lost rows, and what came after the checkpoint
+            comes again. None leaves the file's rows as they are.
 
     Attributes:
-        earlier: the rows of this seed that the file held before.
-        kept: the earlier rows up to `resume_step`; later rows are dropped from the file.
+        kept: the rows of this seed that count.
+        earlier: these, and all that the file held before.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        seed: int | None,
-        resume_step: int = -1,
-        known: Sequence[Row] = (),
-    ) -> None:
+    def __init__(self, path: Path, seed: int | None, known: Sequence[Row] | None = None) -> None:
         self.path = path
         self.seed = "" if seed is None else str(seed)
         with locked(path.parent):
             rows = self._read()
-            mine = [row for row in rows if row["seed"] == self.seed]
-            # rows of other seeds stay where they are
-            later = [row for row in mine if int(row["step"]) > resume_step]
-            kept = [
-                row for row in rows if row["seed"] != self.seed or int(row["step"]) <= resume_step
-            ]
-            # a killed process or a full disk may have lost rows that a checkpoint still has
-            wanted = [self._row(*row) for row in known]
-            if any(row not in kept for row in wanted):
-                say(f"{path}: rows are missing or damaged; those of seed {seed} are written again")
-                kept = [row for row in kept if row["seed"] != self.seed] + wanted
-                mine = wanted + later
-            self.earlier = list(map(_numbers, mine))
-            self.kept = [row for row in self.earlier if row[0] <= resume_step]
-            if path.exists() or kept:
-                self._write(kept)
+            mine = [_numbers(row) for row in rows if row["seed"] == self.seed]
+            self.kept = mine if known is None else list(known)
+            self.earlier = [*self.kept, *mine]
+            if known is not None:
+                wanted = [self._row(*row) for row in known]
+                if any(row not in rows for row in wanted):
+                    say(f"{path}: rows of seed {seed} are missing or damaged; written again")
+                rows = [row for row in rows if row["seed"] != self.seed] + wanted
+            if path.exists() or rows:
+                self._write(rows)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a row to the file; a new name rewrites the whole file."""

@@ -8,21 +8,17 @@ an account or a network.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import math
 import netrc
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import knobwise
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -32,12 +28,7 @@ from knobwise.experiments.tracking.wandb_run import THROUGHPUT, WandbRun, reason
 
 LONGEST_NAME = 40
 """The most letters that changed settings take in the name of a W&B run."""
-SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
-"""The columns of TensorBoard's table of hyper-parameters: the scores that settings are chosen
-by."""
-MODES = {name: name for name in ("online", "offline", "disabled")}
-MODES |= {"run": "online", "dryrun": "offline"}
-"""Our modes, and old names that WANDB_MODE may have."""
+MODES = ("online", "offline", "disabled")
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
@@ -54,31 +45,28 @@ def wandb_mode(settings: TrackingSettings) -> str:
         source = "WANDB_MODE"
         mode = os.environ.get(source) or ("online" if _has_key() else "offline")
     one_of(source, mode, MODES)
-    if MODES[mode] == "online" and not _has_key():
+    if mode == "online" and not _has_key():
         raise InputError(
             f"{source}={mode}: needs a key; set WANDB_API_KEY, run `wandb login`, or use "
             "tracking=offline"
         )
-    if MODES[mode] != "disabled":
+    if mode != "disabled":
         _check_names(settings)
-    return MODES[mode]
+    return mode
 
 
 def _check_names(settings: TrackingSettings) -> None:
     """Refuse early a project or tags that W&B would refuse when a run begins."""
     import wandb  # slow to import
 
-    project = settings.project or os.environ.get("WANDB_PROJECT") or ""
-    source = "tracking.project" if settings.project else "WANDB_PROJECT"
-    checks: dict[str, Any] = {
-        f"{source}={project}": {"project": project},
-        f"tracking.tags={settings.tags}": {"run_tags": tuple(settings.tags)},
-    }
-    for option, values in checks.items():
-        try:
-            wandb.Settings(**values)
-        except (wandb.Error, ValueError) as error:
-            raise InputError(f"{option}: W&B says {reason(error)!r}") from error
+    project = settings.project or os.environ.get("WANDB_PROJECT")
+    try:
+        wandb.Settings(project=project, run_tags=tuple(settings.tags))
+    except (wandb.Error, ValueError) as error:
+        raise InputError(
+            f"tracking.project or WANDB_PROJECT={project}, tracking.tags={settings.tags}: "
+            f"W&B says {reason(error)!r}"
+        ) from error
 
 
 @dataclass
@@ -113,9 +101,6 @@ class Tracker:
     profile: Mapping[str, Any] | None = None
     """Facts about the profile as in `results.json`; online the profile becomes an input of the W&B
     run of a seed."""
-    resume_step: int = -1
-    """The last step to keep of this seed: that of the checkpoint that training resumes from, or −1
-    to start from the beginning."""
     stage: str = ""
     """The stage of a selector's training, which becomes part of the names in `metrics.csv`."""
     first: int = 0
@@ -124,25 +109,18 @@ class Tracker:
     """True when training is over, and only `log_scores` is to come."""
     waits: bool = False
     """True if this process will log the test scores: see `WandbRun`."""
-    known: Sequence[Row] = ()
+    known: Sequence[Row] | None = None
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
-    tick: Callable[[], None] = lambda: None
-    """Called at each step that is logged."""
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
-        if self.finished:
-            self.resume_step = sys.maxsize
         self.mode = wandb_mode(self.settings)
         # one event file and one W&B run for each key
         self.key = self.job_type
-        self.hparams = {**self.config}
         if self.seed is not None:
             self.key = f"seed{self.seed}"
-            self.hparams["seed"] = self.seed
         if self.stage:
             self.key += f"/{self.stage}"
-            self.hparams["stage"] = self.stage
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
         self._stack = contextlib.ExitStack()
@@ -153,10 +131,11 @@ class Tracker:
         # tags that we give replace those of the environment, so these are added again
         from_environment = filter(None, os.environ.get("WANDB_TAGS", "").split(","))
         added = {
+            "seed": self.seed,
+            "stage": self.stage,
             "profile_digest": (self.profile or {}).get("digest", ""),
             "run": f"{self.experiment}/{self.name}",  # equal for the W&B runs of all seeds
             "git_commit": git_commit(),
-            "code": code_digest(),
         }
         return {
             "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
@@ -166,14 +145,12 @@ class Tracker:
             "job_type": self.job_type,
             "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *self.tags])),
-            "config": _without_infinity(self.hparams | added),
+            "config": _without_infinity({**self.config, **added}),
         }
 
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
-            self._csv = MetricsFile(
-                self.folder / "metrics.csv", self.seed, self.resume_step, self.known
-            )
+            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.known)
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
@@ -194,7 +171,6 @@ class Tracker:
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)
-        self.tick()
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
         """Write the test scores of this seed into the summary of its W&B run.
@@ -222,7 +198,6 @@ class Tracker:
 
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
-        from torch.utils.tensorboard.summary import hparams
 
         folder = self.folder / "tensorboard" / self.key
         # everything is written again: a killed process had not written its last rows. TensorBoard
@@ -233,9 +208,6 @@ class Tracker:
         writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
         stack.callback(writer.close)
         self._tensorboard = writer.file_writer
-        # the table of hyper-parameters needs names of scores; no value is logged here
-        for summary in hparams(dict(_flat(self.hparams)), dict.fromkeys(SCORES, 0.0)):
-            self._tensorboard.add_summary(summary)
         for step, values in self._rows(self._csv.kept):
             self._to_tensorboard(values, step)
 
@@ -290,16 +262,11 @@ class Tracker:
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
-    """Return the name of a W&B run, such as `controller s0`.
-
-    It has the changed settings without their sections, or the experiment if nothing was changed;
-    then the stage and the seed. Seeds and baselines do not change what a run trains.
-    """
-    same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
-    changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
-    parts = [changed[:LONGEST_NAME].strip("_"), stage]
-    if not any(parts):
-        parts = [experiment]
+    """Return the name of a W&B run, such as `controller s0`: the changed settings without their
+    sections, or the experiment if nothing was changed; then the stage and the seed."""
+    if name == "default":
+        name = "" if stage else experiment
+    parts = [re.sub(r"(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)[:LONGEST_NAME], stage]
     if seed is not None:
         parts.append(f"s{seed}")
     return " ".join(filter(None, parts))
@@ -316,15 +283,6 @@ def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first:
     return renamed
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings that are single values, for TensorBoard's table of hyper-parameters."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and key != "tracking":
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, str | int | float):
-            yield prefix + key, value
-
-
 def _without_infinity(value: Any) -> Any:
     """Return settings as W&B can keep them: JSON has no infinity, so it becomes the text `inf`."""
     if isinstance(value, Mapping):
@@ -336,26 +294,14 @@ def _without_infinity(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def code_digest() -> str:
-    """Return a digest of the code that runs, edits that are not committed included."""
-    # read once: what is edited later is not what runs
-    parts = Path(knobwise.__file__).parent.iterdir()
-    files = [path for part in parts if part.is_dir() for path in part.resolve().rglob("*.py")]
-    content = b"\0".join(path.read_bytes() for path in sorted(files))
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
 def git_commit() -> str | None:
-    """Return the commit of the current repository (else of the one that this code is in), with
-    `-dirty` when files were changed."""
-    for folder in (Path.cwd(), Path(__file__).resolve().parent):
-        options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        command = ["git", "-C", str(folder), "describe", *options]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
+    """Return the commit of the current folder's repository, with `-dirty` when files were
+    changed; None without one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     return None
 
 

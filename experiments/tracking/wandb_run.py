@@ -2,18 +2,15 @@
 
 An interrupted run resumes as the same W&B run, which holds every step once and in order. Online,
 what `metrics.csv` held when it was interrupted is not sent again. Offline, W&B cannot continue its
-file: a later session logs everything again, now, and takes the place of the earlier ones. A run
-that `waits` for its test scores stays open, so that it keeps its times and system metrics.
+file: a later session logs all but the speed again, now, and takes the place of the earlier ones. A
+run that `waits` for its test scores stays open, so that it keeps its times and system metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +36,21 @@ UPLOAD_S = 600
 `wandb sync`."""
 THROUGHPUT = "Train/Actions_Per_Second"
 """The metric of speed. It differs between equal runs, so it goes to TensorBoard and W&B alone."""
-HIGHER_IS_BETTER = re.compile(
-    r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I
-)
-LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
-LOOKED_AT = re.compile(
-    r"Val/(?!Loss|\w+_Std)|Train/(Reward_Mean|Accuracy_Mean|Budget_Violation_Rate|Loss|KL|Entropy)$"
+LOOKED_AT = (
+    "Train/Reward_Mean",
+    "Train/Accuracy_Mean",
+    "Train/Budget_Violation_Rate",
+    "Train/Loss",
+    "Train/KL",
+    "Train/Entropy",
+    "Val/Utility",
+    "Val/Satisfaction_Feasible",
+    "Val/Budget_Violation_Rate",
+    "Val/Reward_Mean",
+    "Val/Accuracy_Mean",
+    "Val/Beam_Score_Mean",
+    "Val/Latency_Mean",
+    "Val/KL",
 )
 """The dozen numbers that W&B plots by itself; it plots the others where somebody asks for them."""
 _waiting: dict[tuple[Path, str], Any] = {}
@@ -85,8 +91,6 @@ class WandbRun:
     """The folders of earlier offline sessions, which this one takes the place of."""
     _step: int | None = None
     """The step of the row that is not complete yet."""
-    _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The max, min and last value of each name, over all sessions."""
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
@@ -116,10 +120,8 @@ class WandbRun:
                 return self
             self._environment = stack.pop_all()
         with self.reporting("what earlier sessions logged"):
-            speeds = _speeds(self._replaced)
-            # of numbers that were sent this updates the summary only
             for step, values in self.kept:
-                self.log({**values, **speeds.get(step, {})}, step)
+                self.log(values, step)
             if not self._broken:
                 for session in self._replaced:
                     shutil.rmtree(session)
@@ -139,8 +141,6 @@ class WandbRun:
             if not self._broken:
                 if self._step is not None:
                     self.run.log({})  # the last row is complete
-                # W&B's own summaries cover this session only
-                self.run.summary.update(self._summaries)
                 if self.waits and self.mode == "offline" and exit_code == 0:
                     _waiting[self.folder, self.key] = self.run
                     return
@@ -153,7 +153,6 @@ class WandbRun:
             return
         self._broken = True
         with self.reporting(f"step {step} and all that follows"):
-            self._summarise(values)
             new = {name: value for name, value in values.items() if (step, name) not in self._sent}
             if new:
                 if self._step not in (None, step):
@@ -171,21 +170,6 @@ class WandbRun:
         except Exception as error:
             name = self.about["name"]
             say(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it")
-
-    def _summarise(self, values: Mapping[str, float]) -> None:
-        """Update the summary of metrics: the last value, and the best where that has a meaning."""
-        for name, value in values.items():
-            summary = self._summaries.setdefault(name, {})
-            if HIGHER_IS_BETTER.search(name):
-                summary["max"] = max(summary.get("max", value), value)
-            elif LOWER_IS_BETTER.search(name):
-                summary["min"] = min(summary.get("min", value), value)
-            if "last" not in summary:
-                wanted = ",".join([*summary, "last"])
-                self.run.define_metric(
-                    name, step_metric="step", summary=wanted, hidden=not LOOKED_AT.match(name)
-                )
-            summary["last"] = value
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -247,25 +231,10 @@ class WandbRun:
             self._sent = {(step, name) for step, row in self.earlier for name in [THROUGHPUT, *row]}
         if not evaluates:
             run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
+            run.define_metric("*", step_metric="step", hidden=True)
+            for name in LOOKED_AT:
+                run.define_metric(name, step_metric="step")
         return run
-
-
-def _speeds(sessions: Sequence[Path]) -> dict[int, dict[str, float]]:
-    """Return what offline sessions logged of the speed, which `metrics.csv` has not, by step."""
-    from wandb.util import get_core_path
-
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
-    speeds = {}
-    for session in sessions:
-        for file in session.glob("run-*.wandb"):
-            # what can be read of the file of a killed process counts
-            done = subprocess.run([*command, file, session], capture_output=True, check=False)
-            for line in done.stdout.splitlines():
-                row = json.loads(line).get("history", {}).get("item", {})
-                if THROUGHPUT in row:
-                    speeds[row["step"]] = {THROUGHPUT: row[THROUGHPUT]}
-    return speeds
 
 
 def reason(error: Exception) -> str:

@@ -33,6 +33,7 @@ from knobwise.agents.stack.prices import make_priced_baselines, mean_budgets
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
+from knobwise.common.progress import progress, say
 from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
@@ -52,7 +53,8 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train.run import Experiment, keep_best, seed_folder, train_seeds
+from knobwise.experiments.tracking.metrics_file import MetricsFile
+from knobwise.experiments.train.run import Experiment, keep_best, run_logged, seed_folder
 
 
 class ControllerExperiment(Experiment):
@@ -86,7 +88,12 @@ class ControllerExperiment(Experiment):
         self.mean = config.budget.sense == "mean"
         # the budgets to judge at, float [B]
         if self.mean:
-            self._check_mean()
+            several = max(config.split.folds, config.split.repeats) > 1
+            if table.first_look_ms is not None or several:
+                raise InputError(
+                    "budget=mean: has one split, so leave out split.folds and split.repeats, and "
+                    f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
+                )
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             rows = budget_rows(table, self.split)
@@ -106,17 +113,6 @@ class ControllerExperiment(Experiment):
             self.others = [self._on_split(other) for other in range(1, splits)]
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
-
-    def _check_mean(self) -> None:
-        """Refuse what mean budgets do not have: a first stage to pay for, several splits."""
-        if self.table.first_look_ms is not None:
-            raise InputError(
-                f"budget=mean: profile {self.table.name!r} has first_look_ms, a first stage that "
-                "decisions pay for, which needs deadlines"
-            )
-        for option in ("folds", "repeats"):
-            if getattr(self.config.split, option) > 1:
-                raise InputError(f"split.{option}: is for deadlines; budget=mean has one split")
 
     def _trainer(self, seed: int) -> ControllerTrainer:
         """Return the trainer of a seed."""
@@ -146,10 +142,23 @@ class ControllerExperiment(Experiment):
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished, on one split after the other. Splits after the
         first have folders inside that of the run."""
-        for trainer in self.trainers:
-            if self.number:
-                trainer.title = f"split {self.number}, {trainer.title}"
-        train_seeds(self.trainers, self.config, folder, self.complete)
+        with progress("seeds", len(self.trainers)) as tick:
+            for done, trainer in enumerate(self.trainers, 1):
+                if self.number:
+                    trainer.title = f"split {self.number}, {trainer.title}"
+                trainer.folder = seed_folder(folder, trainer.seed)
+                trainer.resume(trainer.folder / "last.pt")
+                logged = trainer.logged
+                if trainer.finished:
+                    MetricsFile(folder / "metrics.csv", trainer.seed, logged)
+                else:
+                    run_logged(trainer, self.config, folder, self.table, known=logged, waits=True)
+                say(best_of(trainer))
+                best = trainer.folder / "best.pt"
+                # else an earlier process completed it
+                if "before_grpo" not in load_checkpoint(best).extra:
+                    self.completed(trainer).save(best)
+                tick(done)
         for other in self.others:
             other.train(folder / f"split{other.number}")
 
@@ -163,13 +172,6 @@ class ControllerExperiment(Experiment):
             budget_us = 1e3 * float(self.budgets_ms.min())
         utility_head = self.config.policy.utility_head
         return hidden_for(inputs, table.num_configurations, utility_head, budget_us)
-
-    def complete(self, trainer: ControllerTrainer, checkpoints: Path) -> None:
-        """Settle what a seed deploys, and save it as `best.pt`."""
-        best = checkpoints / "best.pt"
-        loaded = load_checkpoint(best)
-        if "before_grpo" not in loaded.extra:  # else an earlier process completed it
-            self.completed(trainer).save(best)
 
     @cached_property
     def experts(self) -> Experts:
@@ -318,6 +320,20 @@ def judge_controllers(
         judged[0]["attainable"] = estimate
         add_shares(judged[0])
     return judged
+
+
+def best_of(trainer: ControllerTrainer) -> str:
+    """Return a line with the best validation score of a trainer, and when it was reached."""
+    iteration = trainer.best["iteration"]
+    line = (
+        f"{trainer.title}: best validation {trainer.judged_by} {trainer.best['score']:.4f} at "
+        f"iteration {iteration} of {trainer.total}"
+    )
+    last = trainer.stages[-1]
+    if not last.iterations:
+        return line
+    when = "before" if iteration <= trainer.total - last.iterations else "during"
+    return f"{line} ({when} {last.name})"
 
 
 def before_grpo(loaded: Loaded) -> Any:

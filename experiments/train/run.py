@@ -4,12 +4,11 @@ judge, write, report, track."""
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,15 +21,14 @@ from rich.console import Console
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
-from knobwise.common.progress import progress, say
+from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import claim, command_of, finished_run
 from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.tracker import Tracker, code_digest, git_commit, wandb_mode
+from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
 
 
@@ -76,7 +74,7 @@ class Experiment(ABC):
             InputError: the folder cannot be used.
         """
         # noted first, before anybody edits the code that runs
-        code = {"commit": git_commit(), "code": code_digest()}
+        commit = git_commit()
         for note in self.notes:
             say(note)
         finished = finished_run(self.config, named, self.table.digest) if once else None
@@ -94,7 +92,11 @@ class Experiment(ABC):
             results |= {
                 "experiment": self.config.experiment,
                 "command": command_of(overrides),
-                "run": {"started": date, "seconds": round(time.time() - started, 1), **code},
+                "run": {
+                    "started": date,
+                    "seconds": round(time.time() - started, 1),
+                    "commit": commit,
+                },
             }
             write_decisions(folder, decisions)
             write_results(folder, results)
@@ -104,7 +106,10 @@ class Experiment(ABC):
         print(f"report: {report}")
         if mode == "offline":
             print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-        print(f"next:   {next_command(folder)}")
+        following = f"compare {shlex.quote(str(folder.parent))}"
+        if (folder / "controller.npz").exists():
+            following = f"export {shlex.quote(f'checkpoint={folder}')}"
+        print(f"next:   knobwise {following}")
         return folder
 
 
@@ -136,87 +141,10 @@ def seed_folder(folder: Path, seed: int) -> Path:
     return folder / "checkpoints" / f"seed{seed}"
 
 
-def train_seeds(
-    trainers: Sequence[Trainer],
-    config: Any,
-    folder: Path,
-    complete: Callable[[Any, Path], None],
-) -> None:
-    """Train the seeds of a run one after the other, each from where it stopped.
-
-    Args:
-        complete: called with each trainer that is done and the folder of its checkpoints.
-    """
-    for trainer in trainers:
-        trainer.folder = seed_folder(folder, trainer.seed)
-        trainer.resume(trainer.folder / "last.pt")
-
-    def done() -> int:
-        # a training may stop early
-        return sum(each.total if each.finished else each.iteration for each in trainers)
-
-    total = sum(trainer.total for trainer in trainers)
-    # a single seed shows a progress of its own
-    silent = math.inf if len(trainers) == 1 else 0.0
-    with progress("all seeds", total, done(), quiet_s=silent) as tick:
-
-        def count() -> None:
-            tick(done(), "")
-
-        for trainer in trainers:
-            if trainer.finished:
-                MetricsFile(folder / "metrics.csv", trainer.seed, trainer.iteration, trainer.logged)
-            else:
-                known = trainer.logged
-                run_logged(
-                    trainer, config, folder, trainer.table, known=known, tick=count, waits=True
-                )
-            say(_best_of(trainer))
-            complete(trainer, seed_folder(folder, trainer.seed))
-            count()
-
-
-def run_logged(
-    trainer: Trainer, config: Any, folder: Path, table: Any, first: int = 0, **options: Any
-) -> None:
-    """Run a training to its end, and log it.
-
-    Args:
-        first: the step of `metrics.csv` that it begins at.
-        options: more arguments of `Tracker`.
-    """
-    # the checkpoint was written before the rows of its own iteration were complete
-    resumed = first + trainer.iteration - 1
-    with tracker_of(
-        config, folder, table, "train", trainer.seed, resume_step=resumed, first=first, **options
-    ) as trainer.log:
+def run_logged(trainer: Trainer, config: Any, folder: Path, table: Any, **options: Any) -> None:
+    """Run a training to its end, and log it; `options` are more arguments of `Tracker`."""
+    with tracker_of(config, folder, table, "train", trainer.seed, **options) as trainer.log:
         trainer.run()
-
-
-def _best_of(trainer: Trainer) -> str:
-    """Return a line with the best validation score of a trainer, and when it was reached."""
-    iteration = trainer.best["iteration"]
-    line = (
-        f"{trainer.title}: best validation {trainer.judged_by} {trainer.best['score']:.4f} at "
-        f"iteration {iteration} of {trainer.total}"
-    )
-    last = trainer.stages[-1]
-    if not last.iterations:
-        return line
-    when = "before" if iteration <= trainer.total - last.iterations else "during"
-    return f"{line} ({when} {last.name})"
-
-
-def next_command(folder: Path) -> str:
-    """Return the commands to try after a run: deploy it, and compare it with the others of its
-    experiment, or train another one."""
-    compare = f"knobwise compare {shlex.quote(str(folder.parent))}"
-    commands = []
-    if (folder / "controller.npz").exists():
-        commands.append(f"knobwise export {shlex.quote(f'checkpoint={folder}')}")
-    if len(list(folder.parent.glob("*/results.json"))) > 1:
-        commands.append(compare)
-    return "\n        ".join(commands) or f"repeat with another option=value, then {compare}"
 
 
 def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:

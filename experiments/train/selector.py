@@ -237,7 +237,7 @@ class SelectorStages:
             # all hide the same blocks
             blind = blind or self._base("hidden_", table, self.fresh(table))
             self._variant(name, plan, table, *blind)
-        MetricsFile(self.folder / "metrics.csv", self.seed, self.step, self.logged)
+        MetricsFile(self.folder / "metrics.csv", self.seed, self.logged)
 
     def _base(self, prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
         """Train SFT and RCE, which variants start from."""

@@ -82,7 +82,7 @@ def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(tmp_path, mon
     lines = [line.strip() for line in visible(content).split("\n") if line.strip()]
     assert lines[0].startswith("lean: What do the experts add?")
     assert lines[1].startswith("training with seeds=[0, 1]")
-    assert any(re.match(r"all seeds .*\d+/\d+ .* left", line) for line in lines)
+    assert any(re.match(r"seeds .*\d+/\d+ .* left", line) for line in lines)
     for seed in (0, 1):
         where = (
             rf"seed {seed}: best validation utility 0\.\d{{4}} at iteration \d+ "

@@ -166,7 +166,9 @@ def holds(found, run):
         rows, history = of_stage(curves(run, seed), stage), named[name].history
         speeds = [row.pop(wandb_run.THROUGHPUT) for row in history if wandb_run.THROUGHPUT in row]
         assert history == rows
-        assert len(speeds) == len([row for row in rows if "Train/Reward_Mean" in row])
+        # what a selector logged offline is logged again at the end, without the speed
+        assert len(speeds) in (0, len([row for row in rows if "Train/Reward_Mean" in row]))
+        assert speeds or stage
         assert len({key for row in rows for key in row}) < 40
         assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     return named["tiny"]
@@ -312,10 +314,16 @@ def log_rows(log, rows, stop_in=None):
                 raise KeyboardInterrupt
 
 
+def known(steps):
+    """The rows that a checkpoint holds."""
+    rows = [dict(row) for row in ROWS[:steps]]
+    return [(row.pop("step"), row) for row in rows]
+
+
 def stopped_and_gone_on(folder, mode):
     with pytest.raises(KeyboardInterrupt), tracker(folder, mode) as log:
         log_rows(log, ROWS, stop_in=3)
-    with tracker(folder, mode, resume_step=1) as log:  # the last checkpoint is some steps back
+    with tracker(folder, mode, known=known(2)) as log:  # the last checkpoint is some steps back
         log_rows(log, ROWS[2:])
 
 
@@ -327,8 +335,8 @@ def arrived(run):
         assert not (joined.setdefault(row["step"], {}).keys() & row.keys()) - {"step"}
         joined[row["step"]] |= row
     assert list(joined.values()) == ROWS
-    assert run.summary["Val/Utility"] == {"max": 0.5, "last": ROWS[6]["Val/Utility"]}
-    assert run.summary["Train/Loss"] == {"min": 1 / 7, "last": 1 / 7}
+    assert run.summary["Val/Utility"] == ROWS[6]["Val/Utility"]
+    assert run.summary["Train/Loss"] == 1 / 7
     assert run.exit_code == 0
 
 
@@ -352,7 +360,7 @@ def test_what_was_synced_before_a_resumed_run_is_not_sent_again(tmp_path, place,
     with pytest.raises(KeyboardInterrupt), tracker(tmp_path, "offline") as log:
         log_rows(log, ROWS, stop_in=3)
     (run,) = sync(stub, tmp_path)
-    with tracker(tmp_path, "offline", resume_step=1) as log:
+    with tracker(tmp_path, "offline", known=known(2)) as log:
         log_rows(log, ROWS[2:])
     assert not sync(stub, tmp_path, "--skip-synced")
     arrived(run)
@@ -373,7 +381,7 @@ def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
     # as if another had begun in the same second
     (begun,) = tmp_path.glob("wandb/offline-run-*")
     begun.rename(f"{begun}-1")
-    with tracker(tmp_path, "offline", resume_step=4) as log:
+    with tracker(tmp_path, "offline", known=known(5)) as log:
         log_rows(log, ROWS[5:])
     with tracker(tmp_path, "offline", finished=True) as log:
         log.log_scores({"Test/Utility": 0.5}, kept=False)
