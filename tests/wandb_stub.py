@@ -311,7 +311,9 @@ class WandbStub:
     def _View(self, variables):
         if variables["projectName"] not in self.projects:
             return {"project": None}
-        found = [view for view in self.views.values() if view["name"] == variables["viewName"]]
+        wanted = variables["viewName"], variables["projectName"]
+        views = self.views.values()
+        found = [view for view in views if (view["name"], view["projectName"]) == wanted]
         return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
 
     def _UpsertView2(self, variables):

@@ -381,8 +381,6 @@ class WorkspaceRun:
     """W&B project; None means WANDB_PROJECT, else knobwise."""
     entity: str | None = None
     """W&B team or user; None means the key's default."""
-    name: str = "knobwise"
-    """Name of the view."""
     knobs: list[str] = field(default_factory=lambda: ["max_crops", "top_k", "num_active_blocks"])
     """The knobs whose shares are drawn, by their names in the profile."""
     json: str | None = None

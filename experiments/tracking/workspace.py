@@ -7,7 +7,6 @@ stage; every panel follows that grouping.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from pathlib import Path
@@ -22,13 +21,15 @@ from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
 
+IDENTITY = "e8611efaf57"
+"""The name, of eleven letters and digits, by which W&B finds the view; part of its address too."""
 PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Latency_Mean")
 """The test scores that are columns of the table of runs."""
 
 
 def workspace(config: WorkspaceRun) -> None:
     """Build and check the view, write it to `config.json`, and save it to W&B where there is a key,
-    in place of an earlier view of this name.
+    in place of an earlier one.
 
     Raises:
         InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view,
@@ -37,8 +38,7 @@ def workspace(config: WorkspaceRun) -> None:
     # refused before anything is built
     mode = wandb_mode(TrackingSettings())
     view = view_of(config)
-    panels = sum(len(section.panels) for section in view.sections)
-    print(f"view {config.name!r}: {panels} panels in {len(view.sections)} sections, valid")
+    print("the view is valid")
     if config.json is not None:
         write_text(
             config.json,
@@ -55,7 +55,7 @@ def view_of(config: WorkspaceRun) -> Any:
     """Return the view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
 
     Raises:
-        InputError: if wandb-workspaces is not installed or refuses a value.
+        InputError: if wandb-workspaces is not installed.
     """
     with environment({"WANDB_SILENT": "true"}):
         try:
@@ -73,21 +73,16 @@ def view_of(config: WorkspaceRun) -> Any:
         }
         sections = [_section(ws, wr, name, content[name]) for name in content]
         pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
-        try:
-            return ws.Workspace(
-                entity=config.entity or "",
-                project=config.project or os.environ.get("WANDB_PROJECT") or "knobwise",
-                name=config.name,
-                sections=sections,
-                settings=ws.WorkspaceSettings(x_axis="step", max_runs=40, group_by_prefix="first"),
-                runset_settings=ws.RunsetSettings(
-                    groupby=[Metric("Group"), Config("run"), Config("stage")], pinned_columns=pinned
-                ),
-            )
-        except ValueError as error:
-            raise InputError(
-                f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another"
-            ) from error
+        return ws.Workspace(
+            entity=config.entity or "",
+            project=config.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            name="knobwise",
+            sections=sections,
+            settings=ws.WorkspaceSettings(x_axis="step", max_runs=40, group_by_prefix="first"),
+            runset_settings=ws.RunsetSettings(
+                groupby=[Metric("Group"), Config("run"), Config("stage")], pinned_columns=pinned
+            ),
+        )
 
 
 def _section(ws: Any, wr: Any, name: str, kinds: dict[str, dict[str, Any]]) -> Any:
@@ -145,11 +140,8 @@ def _save(view: Any) -> str:
 
         try:
             view.entity = view.entity or wandb.Api().default_entity or ""
-            # W&B finds a view by a name of eleven letters and digits, which is part of its address
-            # too
-            name = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
-            view._internal_name = internal._url_query_str_to_internal_name(name)
-            view._internal_id = _saved_id(view, name)
+            view._internal_name = internal._url_query_str_to_internal_name(IDENTITY)
+            view._internal_id = _saved_id(view)
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
             raise InputError(
@@ -158,12 +150,12 @@ def _save(view: Any) -> str:
             ) from error
 
 
-def _saved_id(view: Any, name: str) -> str:
-    """Return the id of the saved view of this name, empty when there is none yet."""
+def _saved_id(view: Any) -> str:
+    """Return the id of the view that was saved before, empty when there is none yet."""
     from wandb_workspaces.workspaces import internal
 
     try:
-        return str(internal.get_view_dict(view.entity, view.project, name)["id"])
+        return str(internal.get_view_dict(view.entity, view.project, IDENTITY)["id"])
     except ValueError as error:
         if str(error).startswith("Project"):
             raise InputError(
