@@ -27,18 +27,16 @@ from knobwise.envs.demonstrations.beam_records import (
     Record,
     beam_file,
     read_queries,
-    whole_numbers,
 )
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
-from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.tables.tensor_file import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
 Images = str | Path | Sequence[str]
-"""The image that each candidate shows: M names ("" if unknown), a JSON list of them, a JSON object
-from id to name, or a table file with the columns `id` and `image_id`."""
+"""The image that each candidate shows: M names ("" if unknown), or a JSON file with a list of
+them."""
 
 
 def read_beam_data(
@@ -243,30 +241,17 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
 def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
     """Return the image of each of `count` candidates, "" if unknown; or none at all."""
     names: Any = images
-    # from a file, a list or an object, or a table by id
     if isinstance(images, str | Path):
         source = str(images)
-        if source.endswith(".json"):
-            names = read_json(source)
-        else:
-            frame = read_frame(Path(source))
-            names = None
-            if {"id", "image_id"} <= {*frame.columns} and frame["id"].is_unique().all():
-                names = dict(frame.select("id", "image_id").iter_rows())
-    # by id: "" for candidates without a name
-    if isinstance(names, dict):
-        ids = whole_numbers(source, "id", [*names])
-        by_id = dict(zip(ids, names.values(), strict=True))
-        names = [by_id.pop(i, None) for i in range(count)]
-        names += by_id.values()  # ids beyond the candidates are too many names
+        names = read_json(source)
     if (
         not isinstance(names, list | tuple)
         or len(names) not in (0, count)
         or not {*map(type, names)} <= {str, int, type(None)}
     ):
         raise InputError(
-            f"{source}: expected the image of each of {count} candidates: a list of names, names "
-            "by id, or a table with columns id (each once) and image_id"
+            f"{source}: expected a list with the image of each of {count} candidates, null if "
+            "unknown"
         )
     return tuple("" if image is None else str(image) for image in names)
 
@@ -337,32 +322,22 @@ def read_embeddings(embeddings: Embeddings) -> Tensor:
     source = "embeddings"
     if not isinstance(embeddings, Tensor):
         source = str(embeddings)
-        path = Path(embeddings)
-        if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
-            raise InputError(
-                f"{path}: no such file, or not a .safetensors, .npz, .npy or .pt file of embeddings"
-            )
         # arrays of numbers alone: a file may hold names too
         matrices = {}
-        for name, x in read_arrays(path, "embeddings").items():
+        for name, x in read_arrays(Path(embeddings), "embeddings").items():
             if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
                 matrices[name] = torch.as_tensor(x)
         if len(matrices) != 1 and "embeddings" not in matrices:
             raise InputError(
-                f"{path}: expected one matrix, or one named embeddings; it holds "
+                f"{source}: expected one matrix, or one named embeddings; it holds "
                 f"{[*matrices] or 'none'}"
             )
         embeddings = matrices.get("embeddings", next(iter(matrices.values())))
     # numbers, all of them finite
-    kind = embeddings.dtype
-    shape = tuple(embeddings.shape)
-    if len(shape) != 2 or 0 in shape or kind.is_complex or kind == torch.bool:
-        raise InputError(
-            f"{source}: embeddings have shape {shape} of {kind}, expected numbers [N, d]"
-        )
     matrix = embeddings.detach().to("cpu", torch.float32).contiguous()
-    if count := int((~matrix.isfinite().all(1)).sum()):
+    if matrix.ndim != 2 or not matrix.numel() or not matrix.isfinite().all():
         raise InputError(
-            f"{source}: {count} of {len(matrix)} embeddings hold NaN or infinite values"
+            f"{source}: embeddings are {embeddings.dtype} {[*matrix.shape]}; expected finite "
+            "numbers [N, d]"
         )
     return matrix

@@ -125,22 +125,18 @@ class BeamTable:
 
     def _problems(self) -> dict[str, Tensor]:
         """Return what may be wrong with the values, with bool tensors, True where it is."""
-        used = self.sequences >= 0
         beam = self.beam_mask
         known_method = (self.found_by >= 0) & (self.found_by < len(METHODS))
-        fitting_round = (self.round >= 0) & ((self.round > 0) == (self.found_by == POLICY))
-        numbers = torch.cat([self.pool.ravel(), self.sequences.ravel()])
-        # outcomes [Q, B, 1 + number of fields], so that there may be none
-        nothing = torch.full((*beam.shape, 1), torch.nan)
-        outcomes = torch.cat([nothing, *(x.unsqueeze(2) for x in self.fields.values())], 2)
-        recorded = ~outcomes.isnan().all(2) | (self.found_by != -1) | (self.round != 0)
+        fitting_round = (self.round > 0) == (self.found_by == POLICY)
         beyond = self.pool >= len(self.candidates)
-        return {
-            "numbers below −1 in pool or sequences": numbers < -1,
+        # an unknown image has no number that another has
+        of_queries, of_candidates = self.image_numbers
+        images = of_candidates[self.pool.clamp(0, len(self.candidates) - 1)]
+        problems = {
             "padding inside a pool; it belongs at the end": after_gaps(self.pool_mask),
             f"pool entries beyond the {len(self.candidates)} candidates": beyond,
             "candidates that occur twice in a pool": repeated(self.pool),
-            "padding inside a sequence; it belongs at the end": after_gaps(used),
+            "padding inside a sequence; it belongs at the end": after_gaps(self.sequences >= 0),
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "indices outside the query's own pool": self.sequences
             >= self.pool_mask.sum(1)[:, None, None],
@@ -148,26 +144,14 @@ class BeamTable:
             f"found_by that does not index {METHODS}": beam & ~known_method,
             "rounds that do not fit found_by (draws of a policy count from 1, everything else "
             "has 0)": beam & ~fitting_round,
-            "outcomes, found_by or round where there is no beam": ~beam & recorded,
-            "infinite fields": outcomes.isinf(),
             "candidates that show their query's own image, which gives the answer away; take "
-            "them out of the pool": self._shows_own_image(),
-            **{
-                f"{name} whose embeddings are NaN or infinite": ~getattr(self, name)
-                .isfinite()
-                .all(1)
-                for name in EMBEDDINGS
-            },
+            "them out of the pool": (images == of_queries.unsqueeze(1)) & self.pool_mask,
         }
-
-    def _shows_own_image(self) -> Tensor:
-        """Return True where a candidate of the pool shows the query's image, bool [Q, N].
-
-        An unknown image, "", never matches.
-        """
-        of_queries, of_candidates = self.image_numbers
-        rows = self.pool.clamp(0, len(self.candidates) - 1)
-        return (of_candidates[rows] == of_queries.unsqueeze(1)) & self.pool_mask
+        for name, values in self.fields.items():
+            problems[f"infinite {name}"] = values.isinf()
+        for name in EMBEDDINGS:
+            problems[f"{name} with NaN or infinity"] = ~getattr(self, name).isfinite().all(1)
+        return problems
 
     def __repr__(self) -> str:
         return (

@@ -25,8 +25,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated
     place, or one without a candidate (also −1), adds no demonstration, so a sequence may be
-    shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of
-    them, which `info["action_mask"]` masks exactly.
+    shorter.
 
     Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
     candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is
@@ -39,16 +38,15 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     Info holds numbers alone, because TorchRL reads them all. After reset: `row`
     (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer `sequences`, the
-    recorded ones, int64 [B, shots] (−1 after the end, and after the last); with `action="sequence"`
-    also `action_mask`, int8 [B], 1 for each of them. After a step also `sequence` (what was
-    replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a scorer
-    `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is
-    none).
+    recorded ones, int64 [B, shots] (−1 after the end, and after the last). After a step also
+    `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and
+    without a scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN
+    if there is none).
 
     Args:
         table: queries, pools, recorded sequences.
         render_mode: None or "ansi".
-        **options: `shots`, `reward`, `rows`, `scorer`, `groups`, `unprofiled`, `action`, as for
+        **options: `shots`, `reward`, `rows`, `scorer`, `groups`, `unprofiled`, as for
             `DemonstrationBandit`.
 
     Raises:
@@ -65,20 +63,16 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self.render_mode = render_mode
         n = self.table.pool.shape[1]
         d = self.table.queries.shape[1]
-        bound, pool_bound = (
-            float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)
-        )
         # embeddings may have any sign
+        bound = float(torch.cat([self.table.queries, self.table.candidates]).abs().amax())
         self.observation_space: Any = spaces.Dict(
             query=spaces.Box(-bound, bound, (d,)),
-            pool=spaces.Box(-pool_bound, pool_bound, (n, d)),
+            pool=spaces.Box(-bound, bound, (n, d)),
             mask=spaces.MultiBinary(n),
         )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
-        if self._bandit.by_index:
-            self.action_space = spaces.Discrete(self.table.num_beams)
         self._row: int | None = None
-        self._text = "Nothing yet: call reset()."
+        self._text = ""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -104,7 +98,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         row = torch.tensor([self._row])
         wanted = torch.as_tensor(np.asarray(action))
         # gymnasium samples any places; only sequences without gaps are replayed or scored
-        if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
+        if wanted.numel() == self._bandit.shots:
             wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
         reward = float(outcome.reward)
@@ -115,8 +109,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         info |= {"sequence": sequence, "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
         self._text = (
-            f"Query {self.table.query_ids[self._row]}, chosen {wanted.ravel().tolist()}.\n"
-            f"Shown: {sequence[sequence >= 0].tolist()}; answer {answer}, reward {reward:+.3f}."
+            f"Query {self.table.query_ids[self._row]}, shown {sequence[sequence >= 0].tolist()}: "
+            f"answer {answer}, reward {reward:+.3f}."
         )
         # the best recorded sequence, for comparison
         if self._bandit.scorer is None:
@@ -143,19 +137,18 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
             info["sequences"] = observed["sequences"]
-        if self._bandit.by_index:
-            info["action_mask"] = observed["group_mask"].astype(np.int8)
         mask = observed["mask"].astype(np.int8)
         return {"query": observed["query"], "pool": observed["pool"], "mask": mask}, info
 
     def _row_of(self, options: dict[str, Any]) -> int:
         """Return the row of the query that the options of `reset` name."""
         ids = self.table.query_ids
-        row = options.get("row")
-        query = options.get("query_id")
-        if len(options) == 1 and query in ids:
-            return ids.index(query)
-        if len(options) == 1 and isinstance(row, int | np.integer) and 0 <= row < len(ids):
-            return int(row)
-        what = f"`row`, 0 to {len(ids) - 1}, or `query_id` of beam table {self.table.name!r}"
-        raise InputError(f"reset options: {options}; name a query by {what}")
+        match options:
+            case {"query_id": query} if len(options) == 1 and query in ids:
+                return ids.index(query)
+            case {"row": int() | np.integer() as row} if len(options) == 1 and 0 <= row < len(ids):
+                return int(row)
+        raise InputError(
+            f"reset options: {options}; name a query by row, 0 to {len(ids) - 1}, or by query_id "
+            f"of beam table {self.table.name!r}"
+        )

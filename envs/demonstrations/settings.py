@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from knobwise.common.checks import at_least, one_of, share
+from knobwise.common.checks import one_of, share
 from knobwise.common.errors import InputError
 
 FIELDS = (
@@ -109,27 +109,24 @@ class DemonstrationRewardConfig:
         self._check_weights("reward", self._weights)
         for shots, weights in self.by_shots.items():
             key = f"reward.by_shots.{shots}"
-            if not (isinstance(shots, int) and shots >= 1):
+            if not (isinstance(shots, int) and shots >= 1 and isinstance(weights, Mapping)):
                 raise InputError(
-                    f"{key}: must be a number of demonstrations, as in {{2: {{hard_weight: 3}}}}"
+                    f"{key}={weights!r}: must be weights by number of demonstrations, as in "
+                    "{2: {hard_weight: 3}}"
                 )
             self._check_weights(key, weights, shots)
 
-    def _check_weights(self, key: str, weights: Any, shots: int | None = None) -> None:
+    def _check_weights(
+        self, key: str, weights: Mapping[str, Any], shots: int | None = None
+    ) -> None:
         """Raise InputError, with the setting's name `key`, if weights do not fit the mode."""
-        if not isinstance(weights, Mapping):
-            raise InputError(
-                f"{key}={weights!r}: must be weights by name, as in {{hard_weight: 3}}"
-            )
         known = MODES[self._mode]
         for name, weight in weights.items():
-            if not isinstance(weight, int | float):
-                raise InputError(f"{key}.{name}={weight!r}: must be a number")
-            if name not in known:
+            if name not in known or not isinstance(weight, int | float) or not weight >= 0:
                 raise InputError(
-                    f"{key}.{name}: mode {self.mode} has no such weight; it has {', '.join(known)}"
+                    f"{key}.{name}={weight!r}: must be a number from 0; the weights of mode "
+                    f"{self.mode} are {', '.join(known)}"
                 )
-            at_least(f"{key}.{name}", weight, 0)
             if self.mode == "hybrid" and name == "alpha":
                 share(f"{key}.alpha", weight)
         if not any(self.signals(shots).values()):
@@ -193,18 +190,10 @@ class DemonstrationRewardConfig:
 class GroupConfig:
     """The recorded sequences of a query that form its group."""
 
-    methods: str | Sequence[str] = "all"
-    """A name in `GROUPS`, or some of `METHODS`."""
+    methods: str = "all"
+    """A name in `GROUPS`."""
     rounds: int | None = None
     """Keep draws of a policy from only this many latest rounds; None keeps all."""
 
     def __post_init__(self) -> None:
-        methods = GROUPS.get(str(self.methods), self.methods)
-        if not methods or isinstance(methods, str) or not set(methods) <= set(METHODS):
-            raise InputError(
-                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of "
-                f"{', '.join(METHODS)}"
-            )
-        self.methods = tuple(methods)
-        if self.rounds is not None:
-            at_least("groups.rounds", self.rounds, 1)
+        one_of("groups.methods", self.methods, GROUPS)

@@ -20,7 +20,6 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, TensorSpec, Un
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
-from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
@@ -28,6 +27,7 @@ from knobwise.envs.demonstrations.reward import (
     shuffle,
 )
 from knobwise.envs.demonstrations.settings import (
+    GROUPS,
     LEVELS,
     METHODS,
     DemonstrationRewardConfig,
@@ -49,7 +49,7 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     B is the size of the largest group. With `shots`, only sequences of this length are kept. Raises
     InputError if there are none.
     """
-    wanted = torch.tensor([method in groups.methods for method in METHODS])
+    wanted = torch.tensor([method in GROUPS[groups.methods] for method in METHODS])
     # found_by is −1 without a beam, but the mask excludes it
     kept = table.beam_mask & wanted[table.found_by]
     if groups.rounds is not None:
@@ -61,7 +61,7 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
         found_by = ", ".join(METHODS[method] for method in methods)
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
-            f"groups.methods={', '.join(groups.methods)} and shots={shots}; it has sequences of "
+            f"groups.methods={groups.methods} and shots={shots}; it has sequences of "
             f"{table.recorded_lengths} demonstrations, found by {found_by or 'none'}"
         )
     longest = int(table.lengths[kept].max())
@@ -125,16 +125,14 @@ class DemonstrationBandit(SingleStepEnv):
     −1 after the end, and `group_mask` bool [P, B], True for each of them.
 
     Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1
-    is no sequence. With `action="sequence"` int64 [P, G], the index of a recorded sequence of the
-    query; an index beyond them is no sequence. A step whose tensordict has no `row` is for the
-    queries of the last reset, or before any for new ones. Reward: float32 [P, G], 0 for no
-    sequence.
+    is no sequence. A step whose tensordict has no `row` is for the queries of the last reset, or
+    before any for new ones. Reward: float32 [P, G], 0 for no sequence.
 
     Args:
         batch_size: P.
         group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest
-            recorded group. None for no group axis: the action is [P, T] or [P], `vqa_correct` [P],
-            the reward [P, 1].
+            recorded group. None for no group axis: the action is [P, T], `vqa_correct` [P], the
+            reward [P, 1].
         shots: T with a scorer, by default the table's; without one, use recorded sequences of this
             length only, by default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in
@@ -144,11 +142,9 @@ class DemonstrationBandit(SingleStepEnv):
             ones.
         unprofiled: what happens to a sequence that was never recorded. `nearest`: the query's
             recorded sequence with the longest common start is replayed in its place; of several the
-            one with the most demonstrations, then the first. `penalty`: the same, but `vqa_correct`
-            is 0 and the reward 1 below the worst of the query's group. `error`: InputError. Except
-            under `error` a place without a candidate, or chosen before, adds no demonstration, and
+            one with the most demonstrations, then the first. `error`: InputError. Except under
+            `error` a place without a candidate, or chosen before, adds no demonstration, and
             a query without recorded sequences gets none.
-        action: `places` or `sequence`.
 
     Raises:
         InputError: if the settings do not fit the table, or a field that the reward needs was not
@@ -169,41 +165,31 @@ class DemonstrationBandit(SingleStepEnv):
         scorer: Scorer | None = None,
         groups: GroupConfig | None = None,
         unprofiled: str = "nearest",
-        action: str = "places",
         lean: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
-        one_of("unprofiled", unprofiled, UNPROFILED)
-        one_of("action", action, ("places", "sequence"))
+        one_of("unprofiled", unprofiled, ("nearest", "error"))
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)
             shots = table.shots
-        elif action == "sequence" or group_size == "all":
-            raise InputError(
-                "action=sequence and group_size=all are for recorded sequences; leave out the "
-                "scorer"
-            )
+        elif group_size == "all":
+            raise InputError("group_size=all is for recorded sequences; leave out the scorer")
         # defaults depend on the table
         group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if shots is None else shots
         rows = torch.arange(table.num_queries) if rows is None else rows
-        group = () if group_size is None else (group_size,)
-        if any(
-            type(size) is not int or size < 1 for size in (shots, *group, batch_size, len(rows))
-        ):
+        group: tuple[Any, ...] = () if group_size is None else (group_size,)
+        candidates = int(table.pool_mask.sum())
+        if min(shots, *group, batch_size, len(rows), candidates) < 1:
             raise InputError(
                 f"shots={shots}, group_size={group_size}, batch_size={batch_size}, {len(rows)} "
-                "queries to draw from: all must be ≥ 1"
+                f"queries to draw from, {candidates} candidates in all pools: all must be ≥ 1"
             )
-        if not table.pool_mask.any():
-            raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
-        # settings
         self.table = table
         self.scorer = scorer
         self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
         self.unprofiled = unprofiled
-        self.by_index = action == "sequence"
         self.lean = lean
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
@@ -258,11 +244,8 @@ class DemonstrationBandit(SingleStepEnv):
                 "sequences": places((p, b, table.shots)),
                 "group_mask": Binary(b, (p, b), dtype=torch.bool),
             }
-        action = places((p, *group, self.shots))
-        if self.by_index:
-            action = Categorical(table.num_beams, (p, *group))
         self.observation_spec = Composite(observation, shape=(p,)).to(self.device)
-        self.action_spec = action.to(self.device)
+        self.action_spec = places((p, *group, self.shots)).to(self.device)
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
@@ -314,9 +297,8 @@ class DemonstrationBandit(SingleStepEnv):
         shape = (len(rows), self.group_size)
         if self.scorer is None:
             sizes = self.group_mask[rows].sum(1, keepdim=True)
-            action = (torch.rand(shape, device=rows.device) * sizes).long()
-            if not self.by_index:
-                action = self._recorded_at(rows, action)
+            index = (torch.rand(shape, device=rows.device) * sizes).long()
+            action = self._recorded_at(rows, index)
         else:
             # the places with the highest keys are a draw without replacement
             pool = self.pool[rows].unsqueeze(1)
@@ -347,21 +329,13 @@ class DemonstrationBandit(SingleStepEnv):
         The class describes the shapes of actions; if G is 1 they may lack the group axis.
         """
         spec = self.action_spec.shape
-        last = () if self.by_index else (self.shots,)
-        fits = action.numel() == spec.numel() and action.shape[action.ndim - len(last) :] == last
+        fits = action.numel() == spec.numel() and action.shape[-1] == self.shots
         if not fits or action.is_floating_point():
             raise InputError(
                 f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}"
             )
         # from here on there is a group axis, of length 1 for a single action
-        action = action.long().reshape(len(rows), self.group_size, *last)
-        if self.by_index:
-            most = self.table.num_beams - 1
-            if not torch.equal(action, action.clamp(0, most)):
-                raise InputError(
-                    f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}"
-                )
-            action = self._recorded_at(rows, action)
+        action = action.long().reshape(len(rows), self.group_size, self.shots)
         return (self._replayed if self.scorer is None else self._scored)(rows, action)
 
     def closed_up(self, rows: Tensor, places: Tensor) -> Tensor:
@@ -432,20 +406,16 @@ class DemonstrationBandit(SingleStepEnv):
         exists = self.group_mask[rows]
         empty = (action < 0).all(-1)
         index, exact = self._nearest(action, recorded, exists)
-        unknown = ~empty & ~exact
         if self.unprofiled == "error":
             problem = "were never recorded; unprofiled=nearest replays the nearest that were"
-            self._refuse(unknown, rows, problem, action)
+            self._refuse(~empty & ~exact, rows, problem)
         # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
-        reward = rewards.gather(1, index)
-        right = correct.gather(1, index)
-        if self.unprofiled == "penalty":
-            worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
-            reward = torch.where(unknown, worst - 1, reward)
-            right = right.masked_fill(unknown, 0.0)
-        sequences = self._recorded_at(rows, index).masked_fill(none.unsqueeze(-1), -1)
-        return Outcome(sequences, reward.masked_fill(none, 0.0), right.masked_fill(none, torch.nan))
+        return Outcome(
+            self._recorded_at(rows, index).masked_fill(none.unsqueeze(-1), -1),
+            rewards.gather(1, index).masked_fill(none, 0.0),
+            correct.gather(1, index).masked_fill(none, torch.nan),
+        )
 
     def _nearest(self, action: Tensor, recorded: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the nearest recorded sequence, int64 [P, G], and True if it is equal.
@@ -465,7 +435,7 @@ class DemonstrationBandit(SingleStepEnv):
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
             problem = "hold a place outside the pool, a place twice, or −1 before the end"
-            self._refuse((action != sequences).any(-1), rows, problem, action)
+            self._refuse((action != sequences).any(-1), rows, problem)
         fields = self._scores(rows, sequences)
         lengths = (sequences >= 0).sum(-1)
         reward = self._reward(rows, fields, lengths)
@@ -510,16 +480,13 @@ class DemonstrationBandit(SingleStepEnv):
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
-    def _refuse(
-        self, wrong: Tensor, rows: Tensor, problem: str, action: Tensor | None = None
-    ) -> None:
-        """Raise InputError if any sequence is wrong, bool [P, G], and show the first action."""
+    def _refuse(self, wrong: Tensor, rows: Tensor, problem: str) -> None:
+        """Raise InputError if any sequence is wrong, bool [P, G], and name the first query."""
         if wrong.any():
             query = self.table.query_ids[rows[wrong.any(1)][0]]
-            sequence = "" if action is None else f" {action[wrong][0].tolist()}"
             raise InputError(
                 f"beam table {self.table.name!r}: {int(wrong.sum())} of {wrong.numel()} sequences "
-                f"{problem} (the first: query {query}{sequence})"
+                f"{problem} (the first: query {query})"
             )
 
     @staticmethod

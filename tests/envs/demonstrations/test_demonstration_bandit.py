@@ -210,13 +210,6 @@ def test_the_state_of_the_passes_can_be_saved(serial):
         assert torch.equal(result[key], wanted[key])
 
 
-def test_a_penalty_is_1_below_the_worst_of_the_group():
-    env = DemonstrationBandit(five_beams(), rows=ROW, unprofiled="penalty")
-    outcome = env.decide(ROW, torch.tensor([[3, 1, X]]))
-    assert outcome.sequences[0, 0].tolist() == [3, 1, 0]
-    assert (outcome.reward, outcome.correct) == (env.rewards[0].min() - 1, 0.0)
-
-
 NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
 
 
@@ -241,18 +234,6 @@ def test_the_nearest_is_the_longest_common_start(action):
             assert best == whole or whole not in recorded
         assert (float(outcome.reward[row]), outcome.sequences[row, 0].tolist()) == (reward, best)
         assert bool(outcome.correct[row].isnan()) == (best == [X] * 3)
-
-
-def test_an_action_may_be_the_index_of_a_recorded_sequence():
-    env = bandit(batch_size=5, action="sequence")
-    check_env_specs(env)
-    context, places = env.reset(), torch.arange(4).expand(5, 4)
-    out = env.step(context.set("action", places))["next"]
-    assert torch.equal(out["reward"], env.rewards[context["row"]])  # 0 beyond the recorded ones
-    drawn = env.rand_action(context)["action"]
-    assert context["group_mask"].gather(1, drawn)[context["group_mask"].any(1)].all()
-    with input_error("0 to 3"):
-        env.step(context.set("action", places + 1))
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
@@ -306,7 +287,6 @@ def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness():
         ({"methods": "own"}, None, [[2, 3], [], [], [], [1]]),
         ({"methods": "own", "rounds": 1}, None, [[3], [], [], [], [1]]),
         ({"rounds": 1}, None, [[0, 1, 3], [0], [], [], [0, 1]]),
-        ({"methods": ["random", "retrieval"]}, None, [[1], [0], [], [], []]),
     ],
 )
 def test_groups(groups, shots, kept):
@@ -327,12 +307,9 @@ def test_groups(groups, shots, kept):
     assert torch.equal(env.sequences, table.sequences)
 
 
-@pytest.mark.parametrize("methods", ["magic", (), ["beam", "magic"], "beam"])
-def test_groups_that_make_no_sense(methods):
+def test_groups_that_make_no_sense():
     with input_error(r"groups\.methods"):
-        GroupConfig(methods)
-    with input_error(r"groups\.rounds"):
-        GroupConfig(rounds=0)
+        GroupConfig("beam")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +320,7 @@ def test_groups_that_make_no_sense(methods):
         (True, {"shots": 0}, "shots=0"),
         (True, {"batch_size": 0}, "batch_size=0"),
         (False, {"unprofiled": "never"}, "unprofiled"),
-        (True, {"action": "sequence"}, "action=sequence"),
+        (True, {"group_size": "all"}, "group_size=all"),
     ],
 )
 def test_settings_that_make_no_sense(live, options, field):

@@ -268,7 +268,7 @@ MISTAKES = {
     "LEARNED variants.mine.live=true": "live=true",
     "REPLAY variants.grpo_recorded=3": "variants.grpo_recorded",
     "REPLAY variants.grpo_recorded.epochs=-1": "variants.grpo_recorded",
-    "REPLAY variants.grpo_recorded.groups=own": "groups.methods=policy",
+    "REPLAY variants.grpo_recorded.groups=own": "groups.methods=own",
     "REPLAY variants.grpo_recorded.groups=some": "without_beams",
     "REPLAY seeds=[1,1]": "seeds=[1, 1]",
     "REPLAY judged_shots=[2,2]": "judged_shots=[2, 2]",
