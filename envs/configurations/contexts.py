@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetSampler
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
@@ -165,17 +166,14 @@ def chosen_context(
     Raises:
         InputError: another option, an unknown sample, or a limit that is not positive and finite.
     """
-    known = ("row", "sample_id", "dataset", limit_key)
-    if unknown := [name for name in options if name not in known]:
-        raise InputError(f"reset options: {unknown[0]!r}: must be one of {', '.join(known)}")
-    by_id = "sample_id" in options
-    if ("row" in options and by_id) or ("dataset" in options and not by_id):
-        raise InputError(
-            "reset options: name the sample by row, or by sample_id (with dataset where ids repeat)"
-        )
+    known = ["row", limit_key]
+    if "row" not in options:
+        known += ["sample_id", "dataset"]
+    for name in options:
+        one_of("reset options", name, known)
     rows = options.get("row")
-    if by_id:
-        rows = _row_of_id(str(options["sample_id"]), options.get("dataset"), table)
+    if options.keys() & {"sample_id", "dataset"}:
+        rows = _row_of_id(str(options.get("sample_id")), options.get("dataset"), table)
     float32 = torch.finfo(torch.float32)
     return (
         _checked("row", rows, np.int64, 0, table.num_samples - 1, count),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,9 +86,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         blocks["mask"] = spaces.MultiBinary(table.num_configurations)
         self.single_observation_space: Any = spaces.Dict(blocks)
         self.single_action_space: Any = self._actions()
-        batched = gymnasium.vector.utils.batch_space
-        self.observation_space = batched(self.single_observation_space, num_envs)
-        self.action_space = batched(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
         # rows int64 [n] and limits float32 [n] in ms, with observations and infos; None between a
         # decision and the next contexts
         self._current: tuple[Tensor, Tensor, Observation, Info] | None = None
@@ -118,7 +118,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         last, rewards, outcomes = self.decide(actions)
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
-        final_obs[:] = _separate(last)
+        final_obs[:] = list(iterate(self.observation_space, last))
         # TorchRL looks for the parts of a Dict observation in final_info
         final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
         return observations, rewards, ended, ~ended, self._with_masks(infos | final)
@@ -203,16 +203,6 @@ def _builtin() -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile
 
     return builtin_profile()
-
-
-def _separate(observations: Observation) -> list[Observation]:
-    """Take a batch of observations apart into those of each environment."""
-    separate: list[Observation] = [{} for _ in observations["mask"]]
-    for name, values in observations.items():
-        for i, observation in enumerate(separate):
-            # with the dots a number stays an array, of shape (), as its Box has it
-            observation[name] = values[i, ...]
-    return separate
 
 
 def _box(block: Tensor) -> spaces.Box:
