@@ -95,12 +95,9 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
             )
-        row = torch.tensor([self._row])
-        wanted = torch.as_tensor(np.asarray(action))
-        # gymnasium samples any places; only sequences without gaps are replayed or scored
-        if wanted.numel() == self._bandit.shots:
-            wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
-        outcome = self._bandit.decide(row, wanted)
+        outcome = self._bandit.decide(
+            torch.tensor([self._row]), torch.as_tensor(np.asarray(action))
+        )
         reward = float(outcome.reward)
         correct = float(outcome.correct)
         sequence = outcome.sequences[0, 0].numpy()

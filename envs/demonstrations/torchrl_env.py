@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
-from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, TensorSpec, Unbounded
 
 from knobwise.common.checks import one_of
@@ -214,13 +213,6 @@ class DemonstrationBandit(SingleStepEnv):
             # filled as soon as a reward asks for it
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
 
-    def _about(self) -> str:
-        table = self.table
-        return (
-            f"{table.name!r}: {table.num_queries} queries, shots {self.shots}, "
-            f"reward {self.reward_config.mode}"
-        )
-
     def _set_specs(self, p: int, group: tuple[Any, ...]) -> None:
         """Describe the tensors; `group` is the group axis, empty for none."""
         table = self.table
@@ -249,27 +241,18 @@ class DemonstrationBandit(SingleStepEnv):
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        rows = self._new_rows()
+        self._rows = self.contexts().to(self.device)
         correct = self.observation_spec["vqa_correct"].zero()
-        return self._with_end(self.observe(rows) | {"vqa_correct": correct}, ended=False)
+        return self._with_end(self.observe(self._rows) | {"vqa_correct": correct}, ended=False)
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = self._rows_of(tensordict)
+        if self._rows is None and "row" not in tensordict:
+            self._reset()
+        rows = tensordict.get("row", self._rows).long()
         outcome = self.decide(rows, tensordict["action"])
         correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
         changed = {"vqa_correct": correct, "reward": outcome.reward}
         return self._with_end(self.observe(rows) | changed, ended=True)
-
-    def _new_rows(self) -> Tensor:
-        """Draw the next queries, int64 [P]."""
-        self._rows = self.contexts().to(self.device)
-        return self._rows
-
-    def _rows_of(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the queries that a step is for, int64 [P]."""
-        if "row" in tensordict:
-            return tensordict["row"].long()
-        return self._new_rows() if self._rows is None else self._rows
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the observations of queries int64 [P], except `vqa_correct`.
@@ -285,28 +268,6 @@ class DemonstrationBandit(SingleStepEnv):
         if self.scorer is None:
             out |= {"sequences": self.sequences[rows], "group_mask": self.group_mask[rows]}
         return out
-
-    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw evenly among the query's recorded sequences, or from its pool without replacement.
-
-        The pool is for environments with a scorer.
-        """
-        if tensordict is None:
-            tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
-        rows = self._rows_of(tensordict)
-        shape = (len(rows), self.group_size)
-        if self.scorer is None:
-            sizes = self.group_mask[rows].sum(1, keepdim=True)
-            index = (torch.rand(shape, device=rows.device) * sizes).long()
-            action = self._recorded_at(rows, index)
-        else:
-            # the places with the highest keys are a draw without replacement
-            pool = self.pool[rows].unsqueeze(1)
-            keys = torch.rand(*shape, pool.shape[2], device=rows.device).masked_fill(pool < 0, -1.0)
-            places = keys.argsort(-1, descending=True)[..., : self.shots]
-            padded = pad(places, (0, self.shots - places.shape[2]), value=-1)
-            action = self.closed_up(rows, padded)
-        return tensordict.set("action", action.view(self.action_spec.shape))
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -348,10 +309,6 @@ class DemonstrationBandit(SingleStepEnv):
         used = (places >= 0) & (places < sizes) & ~before
         order = (~used).int().argsort(dim=-1, stable=True)
         return places.masked_fill(~used, -1).gather(-1, order)
-
-    def _recorded_at(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Return the recorded sequences int64 [P, G, T] at these indices, int64 [P, G]."""
-        return self.sequences[rows].take_along_dim(index.unsqueeze(-1), 1)
 
     def _recorded_rewards(self) -> Tensor:
         """Compute the reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
@@ -412,7 +369,7 @@ class DemonstrationBandit(SingleStepEnv):
         # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
         return Outcome(
-            self._recorded_at(rows, index).masked_fill(none.unsqueeze(-1), -1),
+            recorded.take_along_dim(index.unsqueeze(-1), 1).masked_fill(none.unsqueeze(-1), -1),
             rewards.gather(1, index).masked_fill(none, 0.0),
             correct.gather(1, index).masked_fill(none, torch.nan),
         )
