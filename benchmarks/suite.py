@@ -29,7 +29,9 @@ def main(scripts: list[str]) -> None:
     page = PAGE.read_text()
     for script in scripts or re.findall(r"^`python benchmarks/(\w+)\.py`$", page, re.MULTILINE):
         words = [sys.executable, str(FOLDER / f"{script}.py"), "--rounds=5"]
-        rows = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        lines = done.stdout.splitlines(keepends=True)
+        rows = "".join(line for line in lines if line.startswith("| "))
         print(rows)
         # the table ends with an empty line
         before, command, rest = page.partition(f"`python benchmarks/{script}.py`\n\n")
