@@ -21,13 +21,12 @@ import torch
 from loss import grpo_loss
 from timing import Bench, Way
 from torch import Tensor, nn
-from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import builtin_profile
-from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entropy
+from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
 from knobwise.losses.settings import LossConfig
 
 TABLE = builtin_profile()
@@ -117,9 +116,10 @@ def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
             rows = trainer.env.contexts.draw_rows(MINIBATCH * trainer.networks)
             row = rows.view(MINIBATCH, -1)[:, : POLICY.members].T % len(accuracy)
-            logits, mean, spread = network(trainer.all_features[row])
-            off = gaussian_nll(trainer.log_latency[row], mean, spread, trainer.variance[row])
-            yield functional.binary_cross_entropy_with_logits(logits, accuracy[row]) + off.mean()
+            predicted = network(trainer.all_features[row])
+            measured = accuracy[row], trainer.log_latency[row], trainer.variance[row]
+            wrong, off = regression_losses(predicted, *measured)
+            yield wrong.mean() + off.mean()
 
     return losses
 

@@ -9,16 +9,15 @@ from knobwise.common.lazy import lazy
 if TYPE_CHECKING:
     from knobwise.losses.functional import group_advantage
     from knobwise.losses.grpo import GRPOLoss
-    from knobwise.losses.warm_up import RCELoss, RegressionLoss
+    from knobwise.losses.warm_up import RCELoss
 
 __getattr__ = lazy(
     __name__,
     {
         "GRPOLoss": "grpo",
         "RCELoss": "warm_up",
-        "RegressionLoss": "warm_up",
         "group_advantage": "functional",
     },
 )
 
-__all__ = ["GRPOLoss", "RCELoss", "RegressionLoss", "group_advantage"]
+__all__ = ["GRPOLoss", "RCELoss", "group_advantage"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, TypeAlias
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
@@ -13,10 +12,7 @@ from tensordict.nn import (
     set_composite_lp_aggregate,
 )
 from tensordict.utils import NestedKey
-from torch import Tensor
 from torchrl.objectives import LossModule
-
-from knobwise.common.errors import InputError
 
 Keys: TypeAlias = NestedKey | list[NestedKey]
 """A key, or for a `CompositeDistribution` a list of keys."""
@@ -74,17 +70,6 @@ class ActorLoss(LossModule):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 
     @staticmethod
-    def _log_probs(dist: Any) -> Any:
-        """Return ln π of all configurations."""
-        if not hasattr(dist, "log_probs"):
-            raise InputError(
-                f"{type(dist).__name__}: its configurations are not known; take make_actor(…, "
-                "separate=True), or "
-                "objective=sampled and recorded=True, which need only draws"
-            )
-        return dist.log_probs
-
-    @staticmethod
     @set_composite_lp_aggregate(True)
     def _entropy(dist: Any) -> Any:
         return dist.entropy()
@@ -100,11 +85,3 @@ class ActorLoss(LossModule):
 
 def _listed(keys: Keys) -> list[NestedKey]:
     return keys if isinstance(keys, list) else [keys]
-
-
-def is_zero(coefficient: Tensor) -> bool:
-    """Tell if a coefficient, a single number, is 0, so that its term need not be computed.
-
-    Under `torch.compile` that is not known, and the term is computed.
-    """
-    return not torch.compiler.is_compiling() and not coefficient

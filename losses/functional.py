@@ -8,7 +8,7 @@ difference between sampled and exact GRPO.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -93,36 +93,26 @@ AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
 axis."""
 
 
-def advantage_function(name: str) -> AdvantageFunction:
-    """Import the function that `module:name` names, and try it on two groups of three draws.
-
-    Raises:
-        InputError: there is no such function, it raises, or it returns no advantages.
-    """
-    function: AdvantageFunction = imported("loss.advantage", name, "function", "mine:leave_one_out")
-    try:
-        group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
-    except Exception as error:
-        raise InputError(
-            f"loss.advantage={name}: tried on two groups, it fails: {in_a_line(error)}"
-        ) from error
-    return function
-
-
 def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
-    """Check the kind of an advantage, and import the function where it is `module:name`.
+    """Import the function that `module:name` names, and try it, or any other kind of advantage, on
+    two groups of three draws.
 
     Returns:
         The kind, or the function, as `group_advantage` takes it.
 
     Raises:
-        ValueError: another kind, see `group_advantage`.
-        InputError: see `advantage_function`.
+        InputError: there is no such function or kind, it raises, or it returns no advantages.
     """
+    function = kind
     if isinstance(kind, str) and ":" in kind:
-        return advantage_function(kind)
-    group_advantage(torch.zeros(1, 2), kind)
-    return kind
+        function = imported("loss.advantage", kind, "function", "mine:leave_one_out")
+    try:
+        group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
+    except Exception as error:
+        raise InputError(
+            f"loss.advantage={kind}: tried on two groups, it fails: {in_a_line(error)}"
+        ) from error
+    return function
 
 
 def group_advantage(
@@ -278,19 +268,38 @@ def reward_weighted_cross_entropy(
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
 
 
-def gaussian_nll(
-    target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor | None = None
-) -> Tensor:
-    """Compute −ln N(target | mean, spread²) but for a constant.
+def regression_losses(
+    predicted: Sequence[Tensor], accuracy: Tensor, log_latency: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the losses of predicted outcomes: a cross-entropy of accuracies, and of log-latencies
+    −ln N(log-latency | mean, spread²) but for a constant.
 
-    That is (target − mean)²/(2·spread²) + ln spread. Shapes broadcast. With a variance it is the
-    mean over several targets that have `target` as mean and this variance.
+    Args:
+        predicted: logits of accuracies, means of ln ms and their spreads, [*, C] each.
+        accuracy: [*, C], measured, NaN where not profiled.
+        log_latency: [*, C], measured, ln ms, NaN where not profiled.
+        variance: [*, C], of a cell's measured log-latencies, of which `log_latency` is the mean;
+            NaN counts 0.
+
+    Returns:
+        [*] each, means over the profiled configurations; 0 where there is none.
     """
+    logits, mean, spread = predicted
+    profiled = ~accuracy.isnan()
+    complete = bool(profiled.all())
+    # finite numbers in the place of NaN, which is left out below
+    if not complete:
+        accuracy = accuracy.nan_to_num()
+        log_latency = log_latency.nan_to_num()
+    wrong = functional.binary_cross_entropy_with_logits(logits, accuracy, reduction="none")
     # E(x − mean)² = (E x − mean)² + Var x
-    square = (target - mean).square()
-    if variance is not None:
-        square = square + variance
-    return 0.5 * square / spread.square() + spread.log()
+    square = (log_latency - mean).square() + variance.nan_to_num()
+    off = 0.5 * square / spread.square() + spread.log()
+    if complete:
+        return wrong.mean(-1), off.mean(-1)
+    count = profiled.sum(-1).clamp_min(1)
+    wrong, off = (torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off))
+    return wrong, off
 
 
 # -- from a log ------------------------------------------------------------------------------------

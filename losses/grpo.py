@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
+from knobwise.losses.actor_loss import ActorLoss, Keys
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -237,7 +237,7 @@ class GRPOLoss(ActorLoss):
         dist = self.actor_network.get_dist(tensordict)
         reward = tensordict.get(keys.reward_per_configuration)
         old = tensordict.get(keys.behaviour_log_probs)
-        log_prob = self._log_probs(dist)
+        log_prob = dist.log_probs
         reference = tensordict.get(keys.reference_log_probs, None)
         # the behaviour policy never chooses what is masked
         impossible = old == -torch.inf
@@ -253,7 +253,7 @@ class GRPOLoss(ActorLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute the loss of contexts, [P] with the keys above, each with its whole group."""
-        penalised = not is_zero(self.kl_to_ref_coeff)
+        penalised = bool(self.kl_to_ref_coeff)
         if self.objective == "sampled":
             group = self._sampled_group(tensordict)
         else:
@@ -279,18 +279,17 @@ class GRPOLoss(ActorLoss):
         out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         # terms of weight 0 are not computed
-        if not is_zero(self.entropy_coeff):
+        if self.entropy_coeff:
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
-        current = group.log_prob.detach()
-        if group.reference is None:
-            reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
-        else:
+        reference = group.log_prob.detach()
+        if group.reference is not None:
             reference = group.reference.detach()
+        elif penalised:
+            reference = torch.full_like(reference, torch.nan)
         if penalised:
-            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
+            kl = self._kl(group, reference)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import ClipPPOLoss
@@ -44,8 +43,12 @@ from knobwise.envs.configurations.drift import drifted_copies, rows_of_copies
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
-from knobwise.losses.functional import STD_FLOOR, reward_weighted_cross_entropy
+from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.functional import (
+    STD_FLOOR,
+    regression_losses,
+    reward_weighted_cross_entropy,
+)
 from knobwise.losses.kl_control import weight_control
 from knobwise.losses.settings import LossConfig
 
@@ -292,9 +295,6 @@ class ControllerTrainer(JudgedTrainer):
 
     def _teacher_stages(self, teacher: Teacher) -> list[Stage]:
         """Return the regression, and where bins of the features are tried another with them."""
-        outcomes = ["accuracy_logits", "log_latency", "spread"]
-        predictor = TensorDictModule(teacher.network, in_keys=["x"], out_keys=outcomes)
-        self.regression = RegressionLoss(predictor)
         measurements_ms = self.table.measurements_ms.to(self.all_features.device)
         self.log_latency, self.variance = log_moments(measurements_ms)
         first = Stage(
@@ -365,13 +365,10 @@ class ControllerTrainer(JudgedTrainer):
         row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
         row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
         predicted = self.agent.teacher.network(functional.embedding(row, self.all_features))
-        measured = {
-            **predicted._asdict(),
-            "accuracy_per_configuration": functional.embedding(row, rewards.accuracy),
-            "log_latency_per_configuration": functional.embedding(row, self.log_latency),
-            "log_latency_variance": functional.embedding(row, self.variance),
-        }
-        return self.regression(TensorDict(measured, row.shape))
+        measured = (rewards.accuracy, self.log_latency, self.variance)
+        cells = [functional.embedding(row, values) for values in measured]
+        wrong, off = regression_losses(predicted, *cells)
+        return TensorDict({"loss_accuracy": wrong.mean(), "loss_latency": off.mean()})
 
     def _draw_lessons(self, contexts: int) -> TensorDictBase:
         """Draw random lessons, [M, n], in the place of collected contexts."""

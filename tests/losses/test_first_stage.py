@@ -7,10 +7,9 @@ import pytest
 import torch
 from actors import certain_actor
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
-from torch import nn
 
-from knobwise.losses import RCELoss, RegressionLoss
+from knobwise.losses import RCELoss
+from knobwise.losses.functional import regression_losses
 
 NAN = math.nan
 
@@ -40,90 +39,57 @@ def test_rce_by_hand_and_its_temperature_may_be_set_between_steps():
     )
 
 
-class Says(TensorDictModuleBase):
-    """Predicts the same of every context, [C] each."""
-
-    in_keys = ["row"]
-    out_keys = ["accuracy_logits", "log_latency", "spread"]
-
-    def __init__(self, logits, log_latency, spread):
-        super().__init__()
-        values = (logits, log_latency, spread)
-        self.outputs = nn.ParameterList(
-            [nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values]
-        )
-
-    def forward(self, tensordict):
-        for key, value in zip(self.out_keys, self.outputs, strict=True):
-            tensordict[key] = value.expand(*tensordict["row"].shape, -1)
-        return tensordict
+def says(logits, log_latency, spread):
+    """The same prediction for every context, [C] each."""
+    return [torch.tensor(v, dtype=torch.float64) for v in (logits, log_latency, spread)]
 
 
-def measured(accuracy, log_latency):
-    cells = {
-        "accuracy_per_configuration": torch.tensor(accuracy, dtype=torch.float64),
-        "log_latency_per_configuration": torch.tensor(log_latency, dtype=torch.float64),
-    }
-    return TensorDict({"row": torch.arange(len(accuracy)), **cells}, [len(accuracy)])
+def measured(accuracy, log_latency, variance=None):
+    """Accuracies, log-latencies and their variances, [P, C] each."""
+    variance = variance or [[NAN] * len(accuracy[0])]
+    return [torch.tensor(v, dtype=torch.float64) for v in (accuracy, log_latency, variance)]
 
 
 BY_HAND = measured([[1.0, 0.25], [NAN, 0.0]], [[2.0, 0.0], [NAN, 3.0]])
-PREDICTED = ([math.log(3), 0.0], [1.0, 1.0], [0.5, 2.0])
+PREDICTED = says([math.log(3), 0.0], [1.0, 1.0], [0.5, 2.0])
+
+
+def losses_of(cells, predicted=PREDICTED):
+    """With the same prediction for every context."""
+    return regression_losses([values.expand_as(cells[0]) for values in predicted], *cells)
 
 
 def test_both_losses_by_hand():
-    out = RegressionLoss(Says(*PREDICTED), reduction="none")(BY_HAND)
+    wrong, off = losses_of(BY_HAND)
     # p = ¾ and ½: first context −ln ¾ and ln 2 (a quarter right: ¼·ln 2 + ¾·ln 2), second ln 2 of
     # its one cell
     accuracy = [(-math.log(0.75) + math.log(2)) / 2, math.log(2)]
     # (1/.5)²/2 + ln .5 and (1/2)²/2 + ln 2, mean (2 + .125)/2; then (2/2)²/2 + ln 2
     latency = [(2 + 0.125) / 2, 0.5 + math.log(2)]
-    torch.testing.assert_close(out["loss_accuracy"], torch.tensor(accuracy, dtype=torch.float64))
-    torch.testing.assert_close(out["loss_latency"], torch.tensor(latency, dtype=torch.float64))
-    for reduction, count in ((None, 2), ("sum", 1)):
-        reduced = RegressionLoss(Says(*PREDICTED), reduction=reduction)(BY_HAND)
-        assert float(reduced["loss_accuracy"].detach()) == pytest.approx(sum(accuracy) / count)
-        assert float(reduced["loss_latency"].detach()) == pytest.approx(sum(latency) / count)
+    torch.testing.assert_close(wrong, torch.tensor(accuracy, dtype=torch.float64))
+    torch.testing.assert_close(off, torch.tensor(latency, dtype=torch.float64))
+    whole = [part[:1] for part in BY_HAND]  # without a hole
+    assert float(losses_of(whole)[0]) == pytest.approx(accuracy[0])
 
 
 def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses():
     apart = [measured([[1.0, 0.25]], [[2.0, low]]) for low in (0.0, 1.0, 5.0)]
-    losses = [RegressionLoss(Says(*PREDICTED))(each)["loss_latency"] for each in apart]
-    together = measured([[1.0, 0.25]], [[2.0, 2.0]])
-    together["log_latency_variance"] = torch.tensor(
-        [[0.0, 14 / 3]], dtype=torch.float64
-    )  # (4 + 1 + 9) / 3
-    torch.testing.assert_close(
-        RegressionLoss(Says(*PREDICTED))(together)["loss_latency"], torch.stack(losses).mean()
-    )
-    together["log_latency_variance"] = torch.full((1, 2), torch.nan, dtype=torch.float64)
-    assert RegressionLoss(Says(*PREDICTED))(together)["loss_latency"].isfinite()
+    losses = [losses_of(each)[1] for each in apart]
+    # (4 + 1 + 9) / 3
+    together = measured([[1.0, 0.25]], [[2.0, 2.0]], [[0.0, 14 / 3]])
+    off = losses_of(together)[1]
+    torch.testing.assert_close(off, torch.stack(losses).mean(0))
 
 
 def test_what_was_not_profiled_gets_no_gradient_and_spoils_none():
-    predictor = Says(*PREDICTED)
+    predicted = [values.requires_grad_() for values in says(*map(torch.Tensor.tolist, PREDICTED))]
     only_second = measured([[NAN, 1.0], [NAN, 0.0]], [[NAN, 2.0], [NAN, 1.0]])
-    out = RegressionLoss(predictor)(only_second)
-    (out["loss_accuracy"] + out["loss_latency"]).backward()
-    gradients = torch.stack([output.grad for output in predictor.outputs])
+    wrong, off = losses_of(only_second, predicted)
+    (wrong.mean() + off.mean()).backward()
+    gradients = torch.stack([output.grad for output in predicted])
     assert not gradients[:, 0].any()
     # σ(0) − mean target; −(mean target − mean)/spread²; (1 − mean squared z)/spread: z = ½ and 0
     assert gradients[:, 1].tolist() == pytest.approx([0.5 - 0.5, -0.5 / 4, (1 - 0.125) / 2])
     # nor does a context of which nothing was profiled count
-    out = RegressionLoss(Says(*PREDICTED), reduction="none")(measured([[NAN, NAN]], [[NAN, NAN]]))
-    assert out["loss_accuracy"].tolist() == out["loss_latency"].tolist() == [0.0]
-
-
-def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken():
-    loss = RegressionLoss(Says(*PREDICTED), reduction="none")
-    assert loss.in_keys == ["row", "accuracy_per_configuration", "log_latency_per_configuration"]
-    assert loss(BY_HAND.reshape(1, 2))["loss_latency"].shape == (1, 2)
-    loss.set_keys(accuracy="right")
-    assert loss.in_keys == ["row", "right", "log_latency_per_configuration"]
-    renamed = BY_HAND.clone().rename_key_("accuracy_per_configuration", "right")
-    plain = RegressionLoss(Says(*PREDICTED), reduction="none")
-    wanted = plain(BY_HAND)
-    assert torch.equal(loss(renamed)["loss_accuracy"], wanted["loss_accuracy"])
-    assert all(map(torch.equal, plain(**BY_HAND.to_dict()), wanted.values()))
-    plain.select_out_keys("loss_latency")
-    assert torch.equal(plain(**BY_HAND.to_dict()), wanted["loss_latency"])
+    nothing = losses_of(measured([[NAN, NAN]], [[NAN, NAN]]))
+    assert [loss.tolist() for loss in nothing] == [[0.0], [0.0]]

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.losses.functional import (
-    advantage_function,
     clipped_surrogate,
     doubly_robust,
     effective_sample_size,
@@ -17,6 +16,7 @@ from knobwise.losses.functional import (
     expected_k3,
     group_advantage,
     k3,
+    known_advantage,
     reward_weighted_cross_entropy,
     weight_of_best,
 )
@@ -242,7 +242,7 @@ def test_doubly_robust_rewards_by_hand():
 
 
 def test_an_advantage_of_ones_own_and_what_is_refused():
-    own = advantage_function("examples.advantages:leave_one_out")
+    own = known_advantage("examples.advantages:leave_one_out")
     assert group_advantage(torch.tensor([[1.0, 0.0, 0.5]]), own).tolist() == [
         pytest.approx([0.75, -0.75, 0.0])
     ]
@@ -259,4 +259,4 @@ def test_an_advantage_of_ones_own_and_what_is_refused():
             group_advantage(reward, wrong)
     for name in ("examples.advantages:loo", "math:sqrt"):
         with pytest.raises(InputError, match=r"loss\.advantage"):
-            advantage_function(name)
+            known_advantage(name)

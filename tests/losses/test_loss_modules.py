@@ -7,11 +7,10 @@ import pytest
 import torch
 from actors import actor_of
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from tensordict.utils import unravel_key
 from torch import nn
 
-from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
+from knobwise.losses import GRPOLoss, RCELoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
 SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
@@ -26,8 +25,6 @@ KINDS = {
     "recorded": (RCELoss, {"recorded": True}, DRAWN | {"group_mask"}),
 }
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
-# tensordict asks for a setting that this torch no longer has
-library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
 
 
 def make_actor(seed=0):
@@ -149,68 +146,3 @@ def test_it_can_be_called_without_a_tensordict(kind):
             torch.equal(value, wanted[name])
             for name, value in zip(loss.out_keys, result, strict=True)
         )
-
-
-# -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------
-
-
-def gradients(loss, out):
-    return list(torch.autograd.grad(total(out), [p for p in loss.parameters() if p.requires_grad]))
-
-
-def in_one_graph(loss):
-    torch.compiler.reset()
-    return torch.compile(loss, fullgraph=True, backend="eager")
-
-
-def assert_same_under_compile(compiled, loss, data):
-    wanted, result = loss(data.clone()), compiled(data.clone())
-    assert set(result.keys()) == set(wanted.keys())
-    for name, value in wanted.items():
-        torch.testing.assert_close(result[name], value, equal_nan=True)
-    torch.testing.assert_close(gradients(loss, result), gradients(loss, wanted), equal_nan=True)
-
-
-@library_warning
-@pytest.mark.parametrize("kind", ["masked", "rce", "recorded"])
-def test_it_compiles(kind):
-    """The others are compiled in the next test."""
-    loss = make_loss(kind)
-    assert_same_under_compile(in_one_graph(loss), loss, make_data())
-
-
-@library_warning
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
-def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
-    loss, data = GRPOLoss(make_actor(), objective=objective), make_data()
-    compiled = in_one_graph(loss)
-    far = data.clone()
-    far["reference_log_prob"][0], far["reference_log_probs"][0] = 500.0, 500.0  # e⁵⁰⁰ is infinite
-    assert_same_under_compile(compiled, loss, far)
-    loss.kl_to_ref_coeff, loss.entropy_coeff = 0.1, 0.01  # and on again
-    assert_same_under_compile(compiled, loss, data)
-    del data["reference_log_prob"], data["reference_log_probs"]
-    assert compiled(data)["loss_kl_to_ref"].isnan()
-    loss.kl_to_ref_coeff = 0.0
-    assert_same_under_compile(compiled, loss, data)
-
-
-@library_warning
-def test_the_regression_compiles():
-    class Predictor(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 12)
-
-        def forward(self, observation):
-            logits, log_latency, log_spread = self.linear(observation).chunk(3, -1)
-            return logits, log_latency, log_spread.exp()
-
-    outputs = ["accuracy_logits", "log_latency", "spread"]
-    torch.manual_seed(0)
-    loss = RegressionLoss(TensorDictModule(Predictor(), ["observation"], outputs), reduction=None)
-    assert loss.reduction == "mean"
-    accuracy = torch.rand(5, 4).masked_fill(torch.rand(5, 4) < 0.3, torch.nan)
-    data = {"observation": torch.randn(5, 3), "accuracy_per_configuration": accuracy}
-    data["log_latency_per_configuration"] = accuracy.exp()
-    assert_same_under_compile(in_one_graph(loss), loss, TensorDict(data, [5]))
