@@ -41,10 +41,10 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
     """Return a function that rewards actions, int64 [P, G, K], by indexing alone."""
     rows = contexts["row"]
     budgets_ms = contexts["budget_ms"].unsqueeze(-1)
-    sizes = torch.tensor([len(knob.values) for knob in TABLE.knobs])
+    sizes = torch.tensor(TABLE.knob_sizes)
     strides = sizes.flip(0).cumprod(0).flip(0) // sizes
     by_code = torch.full((int(sizes.prod()),), -1)
-    by_code[(TABLE.configurations * strides).sum(1)] = torch.arange(len(TABLE.configurations))
+    by_code[(TABLE.configurations * strides).sum(1)] = torch.arange(TABLE.num_configurations)
     accuracy = TABLE.accuracy.flatten()
     latency_ms = TABLE.latency_ms.flatten()
     measured_ms = TABLE.measurements_ms.flatten()
@@ -54,7 +54,7 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
         code = actions[..., 0] * strides[0]
         for knob in range(1, len(sizes)):
             code = code + actions[..., knob] * strides[knob]
-        cells = rows.unsqueeze(-1) * TABLE.accuracy.shape[1] + by_code.take(code)
+        cells = rows.unsqueeze(-1) * TABLE.num_configurations + by_code.take(code)
         if repeats == "draw":
             which = torch.randint(measurements, cells.shape)
             took_ms = measured_ms.take(cells * measurements + which)
@@ -74,7 +74,7 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         self.measured_ms = TABLE.measurements_ms.numpy()
         self.configurations = TABLE.configurations.numpy()
         self.budgets_ms = np.quantile(TABLE.latency_ms.numpy(), np.linspace(0.03, 0.97, 1025))
-        self.action_space = spaces.MultiDiscrete([len(knob.values) for knob in TABLE.knobs])
+        self.action_space = spaces.MultiDiscrete(TABLE.knob_sizes)
         boxes: dict[str, Any] = {}
         for name, block in self.features.items():
             boxes[name] = spaces.Box(float(block.min()), float(block.max()), block.shape[1:])

@@ -95,6 +95,20 @@ def gradient(loss: Callable[[], Tensor], controller: Controller) -> Tensor:
     return torch.cat([p.grad.flatten() for p in controller.parameters() if p.grad is not None])
 
 
+def loss_of(module: GRPOLoss, batch: TensorDict) -> Tensor:
+    """Return the loss that the module computes."""
+    out = module(batch)
+    return out["loss_objective"] + out["loss_kl_to_ref"]
+
+
+def bare_way(
+    bare: Callable[[], Tensor], ours: Callable[[], Tensor], controller: Controller
+) -> dict[str, Way]:
+    """Return the bare function, whose gradient must be that of our loss."""
+    torch.testing.assert_close(gradient(ours, controller), gradient(bare, controller))
+    return {"a bare function": functools.partial(learn, bare, controller)}
+
+
 def main() -> None:
     """Time both objectives."""
     bench = Bench()
@@ -103,36 +117,19 @@ def main() -> None:
     controller = Controller.for_table(TABLE, rows, PolicyConfig(hidden=64)).eval()
     batch = batch_of(controller)
     x = controller.normaliser(TABLE.features, TABLE.num_samples)[batch["row"]]
-
-    def network() -> Tensor:
-        return controller(x, batch["budget_ms"])
-
+    network = functools.partial(controller, x, batch["budget_ms"])
     actor = make_actor(controller, TABLE, GROUP_SIZE)
-    for objective, bare in (("sampled", sampled), ("exact", exact)):
-        module = GRPOLoss(
-            actor,
-            objective=objective,
-            kl_to_ref_coeff=BETA,
-            clip_epsilon=EPSILON,
-            advantage="centred",
-        )
+    options = {"kl_to_ref_coeff": BETA, "clip_epsilon": EPSILON, "advantage": "centred"}
+    for objective, function in (("sampled", sampled), ("exact", exact)):
+        module = GRPOLoss(actor, objective=objective, **options)
         module.diagnostics = False
-
-        def ours(module: GRPOLoss = module) -> Tensor:
-            out = module(batch)
-            return out["loss_objective"] + out["loss_kl_to_ref"]
-
-        def peers(ours: Way = ours, bare: Callable[..., Tensor] = bare) -> dict[str, Way]:
-            function = functools.partial(bare, network, batch)
-            expected = gradient(function, controller)
-            torch.testing.assert_close(gradient(ours, controller), expected)
-            return {"a bare function": functools.partial(learn, function, controller)}
-
+        ours = functools.partial(loss_of, module, batch)
+        bare = functools.partial(function, network, batch)
         bench.line(
             f"GRPOLoss, {objective}, forward and backward",
             "ms",
             functools.partial(learn, ours, controller),
-            peers,
+            functools.partial(bare_way, bare, ours, controller),
             target="≤ 1.3 × a bare function",
         )
 
