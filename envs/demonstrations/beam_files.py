@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.common.json_text import encoded, read_json
+from knobwise.common.json_text import encoded
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Query,
@@ -34,17 +34,12 @@ from knobwise.envs.tables.tensor_file import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
-Images = str | Path | Sequence[str]
-"""The image that each candidate shows: M names ("" if unknown), or a JSON file with a list of
-them."""
 
 
 def read_beam_data(
     path: str | Path,
     embeddings: Embeddings,
     query_embeddings: Embeddings | None = None,
-    *,
-    candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
     """Read recorded beams from a file, or from a folder with one JSON file.
@@ -66,9 +61,8 @@ def read_beam_data(
         embeddings: of the candidates, [M, d].
         query_embeddings: of the queries, [n, d]. If there are none, or they equal `embeddings`,
             queries and candidates are the same items. Then a query is never its own candidate, and
-            an item has the same image on both sides.
-        candidate_images: the image that each candidate shows, by default as `write_rl_data` noted
-            it. Candidates that show the query's own image are dropped.
+            an item has the same image on both sides. Candidates that show the query's own image are
+            dropped; `write_rl_data` notes the images of a bank of its own.
         name: of the table, by default as `write_rl_data` noted it, otherwise the file's name.
 
     Raises:
@@ -80,12 +74,9 @@ def read_beam_data(
     path = beam_file(path)
     counts = Counter[str]()
     queries, meta = read_queries(path, counts)
-    # arguments replace what the file notes about the table
     saved = _saved_by_us(path, meta)
     if name is not None:
         saved["name"] = name
-    if candidate_images is not None:
-        saved["candidate_images"] = candidate_images
     bank = read_embeddings(embeddings)
     features = bank if query_embeddings is None else read_embeddings(query_embeddings)
     return _table(path, queries, saved, features, bank, counts)
@@ -108,7 +99,12 @@ def _table(
         counts: what was dropped so far.
     """
     _check_rows(path, queries, len(features), len(bank))
-    images = _read_images(saved["candidate_images"], len(bank), str(path))
+    images = tuple(map(str, saved["candidate_images"]))
+    if len(images) not in (0, len(bank)):
+        raise InputError(
+            f"{path}: _meta.knobwise names the images of {len(images)} candidates, but there are "
+            f"{len(bank)} embeddings; give those that were written with it"
+        )
     # if the embeddings are equal, queries are items of the bank: where one side lacks the image of
     # an item, it takes that of the other
     same_items = torch.equal(features, bank)
@@ -211,10 +207,9 @@ def _count(queries: list[Query], images: tuple[str, ...], counts: Counter[str]) 
     if named:
         counts["queries of unknown image"] = len(queries) - named
     if not any(images):
-        counts[
-            "queries name their image, candidates do not: none could be dropped for that (see "
-            "candidate_images)"
-        ] = named
+        counts["queries name their image, candidates do not: none could be dropped for that"] = (
+            named
+        )
     sizes = Counter(len(query.beams) for query in queries)
     counts["queries without any beam"] = sizes[0]
     counts["queries with only one beam, which can be compared with no other"] = sizes[1]
@@ -236,24 +231,6 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
                 "candidate_images are lists, blocks are columns [from, to] by name"
             ) from error
     return saved
-
-
-def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
-    """Return the image of each of `count` candidates, "" if unknown; or none at all."""
-    names: Any = images
-    if isinstance(images, str | Path):
-        source = str(images)
-        names = read_json(source)
-    if (
-        not isinstance(names, list | tuple)
-        or len(names) not in (0, count)
-        or not {*map(type, names)} <= {str, int, type(None)}
-    ):
-        raise InputError(
-            f"{source}: expected a list with the image of each of {count} candidates, null if "
-            "unknown"
-        )
-    return tuple("" if image is None else str(image) for image in names)
 
 
 def write_rl_data(

@@ -198,8 +198,7 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(tensors)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    options = {"candidate_images": config.candidate_images, "name": config.name}
-    return read_beam_data(config.path, config.embeddings, config.query_embeddings, **options)
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings, config.name)
 
 
 def _tensors_at(path: str) -> Path | None:

@@ -49,8 +49,6 @@ class BeamFiles:
     """For JSON: embeddings of the candidates; the row is the index in the data set."""
     query_embeddings: str | None = None
     """Embeddings of the queries; None if they are the same."""
-    candidate_images: str | None = None
-    """The image of each candidate, so that no candidate shows the query's image."""
     name: str | None = None
     """Name of the beams; None for the file's name."""
     model: str | None = None

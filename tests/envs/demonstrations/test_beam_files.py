@@ -116,14 +116,19 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path):
 IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
 
 
-@pytest.mark.parametrize("form", ["sequence", "list.json"])
-def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form):
-    given = IMAGES if form == "sequence" else written(tmp_path, IMAGES, form)
+def noting(images):
+    """What our own file says of the images of the candidates."""
+    return {"_meta": {"knobwise": {"candidate_images": images}}}
+
+
+def test_candidates_that_show_the_querys_image_are_dropped(tmp_path):
     record = rl(row([7, 5]), row([9, 5]), row([5, 7]), query={"image_id": "same"})
-    table = read(tmp_path, record, candidate_images=given)
+    table = read(tmp_path, record | noting(IMAGES))
     assert table.sequences.tolist() == [[[0, 1], [1, 0]]]
     assert table.pool.tolist() == [[7, 5]]
     assert table.candidate_images[9] == "same"
+    with input_error("19 candidates"):
+        read(tmp_path, record | noting(IMAGES[1:]))
 
 
 def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path):
@@ -137,15 +142,9 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path):
     assert table.pool.tolist() == [[9, X, X], [9, X, X], [7, 9, 3]]
     images = ["a" if i in (3, 7) else "" for i in range(20)]
     assert table.candidate_images == tuple(images)
-    path = written(tmp_path, legacy([[7, 9, 3], [9, 3]], [2, 1]))
-    table = read_beam_data(path, BANK, candidate_images=images)
+    path = written(tmp_path, legacy([[7, 9, 3], [9, 3]], [2, 1]) | noting(images))
+    table = read_beam_data(path, BANK)
     assert (table.pool.tolist(), table.query_images) == ([[9]], ("a",))
-
-
-@pytest.mark.parametrize("images", [["a"] * 19, {"20": "a"}, [1.5] * 20, "id,image_id\n"])
-def test_images_that_do_not_fit(tmp_path, images):
-    with input_error(r"i\.json: "):
-        read(tmp_path, rl(row([7])), candidate_images=written(tmp_path, images, "i.json"))
 
 
 ROWS = st.lists(
@@ -183,12 +182,13 @@ def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_th
         left[query] = [one for one in some if leaks.isdisjoint(one["pointer"])]
         seen = dict.fromkeys(i for one in some for i in one["pointer"])
         pools[query] = [i for i in seen if i not in leaks]
+    content |= noting(images or [])
     files = (written(tmp_path, content), ASKED, None if shared else BANK[:10])
     if not any(left.values()):
         with input_error("no beam"):
-            read_beam_data(*files, candidate_images=images)
+            read_beam_data(*files)
         return
-    table = read_beam_data(*files, candidate_images=images)
+    table = read_beam_data(*files)
     for q, query in enumerate(rows):
         assert [i for i in table.pool[q].tolist() if i >= 0] == pools[query]
         for b, wanted in enumerate(left[query]):
