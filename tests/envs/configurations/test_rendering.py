@@ -38,11 +38,12 @@ def test_words_say_what_can_be_set_and_what_happened(sense, limit):
     assert knobs == ["  max_crops: 2, 6, 10", "  top_k: 4, 8", "  num_active_blocks: 12, 16"]
     _, reward, _, _, info = env.step(np.array([2, 1, 0]))
     words = env.render()
-    *_, chosen, best = words.splitlines()
+    *_, chosen, best, last = words.splitlines()
     assert "max_crops = 10, top_k = 8, num_active_blocks = 12" in chosen
-    for number in (f"{info['accuracy']:.2f}", f"{info['latency_ms']:.2f} ms", f"{reward:+.3f}"):
+    for number in (f"{info['accuracy']:.2f}", f"{info['latency_ms']:.2f} ms"):
         assert number in chosen
-    assert ("over budget" in chosen) == info.get("violation", False)
+    assert f"{reward:+.3f}" in last
+    assert ("late" in chosen) == info.get("violation", False)
     assert f"{info['oracle_latency_ms']:.2f} ms" in best
     info.clear()  # it is the caller's
     assert env.render() == words
@@ -62,11 +63,11 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome():
     env.step([2, 1, 0])
     on_time = env.render()
     assert pixels(on_time, rendering._CHOSEN) > 3 * 500  # a value of each knob
-    assert pixels(on_time, rendering._ON_TIME) > 2000
+    assert pixels(on_time, rendering._ON_TIME) > 200  # the outcome, and the best values
     assert not pixels(on_time, rendering._LATE)
     env.reset(seed=0, options={"row": 3, "budget_ms": 0.1})
     env.step([2, 1, 0])
-    assert pixels(env.render(), rendering._LATE) > 2000
+    assert pixels(env.render(), rendering._LATE) > 200
 
 
 @pytest.mark.parametrize(
@@ -109,14 +110,14 @@ def test_whatever_is_drawn_nothing_runs_over(number, budget, knobs, text):
     blue = np.abs(picture[72:390, 500:].astype(int) - [0x25, 0x63, 0xA8]).max(-1) <= 3
     rows = blue.any(1).astype(int)
     assert (np.diff(rows, prepend=0) == 1).sum() >= len(made)  # the choice is never left out
-    assert "Oracle" in view.words()
+    assert "Best" in view.words()
 
 
 def test_the_built_in_profile_comes_with_its_questions_and_pictures():
     env = gymnasium.make(ID, render_mode="ansi")
     env.reset(options={"sample_id": "17", "budget_ms": 2.0})
     request, question, *_ = env.render().splitlines()
-    assert request == "Sample 17, budget 2.00 ms: what will you set?"
+    assert request == "Sample 17, budget 2.00 ms"
     assert question == "Question: match? r2 c0 r6 c3"
     other = gymnasium.make(ID, render_mode="ansi", table=TABLE)  # its sample 17 is another
     other.reset(options={"sample_id": "17"})
