@@ -268,22 +268,11 @@ def reward_weighted_cross_entropy(
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
 
 
-def gaussian_nll(target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor) -> Tensor:
-    """Compute −ln N(target | mean, spread²) but for a constant.
-
-    That is (target − mean)²/(2·spread²) + ln spread, in the mean over targets that have `target`
-    as mean and this variance. Shapes broadcast.
-    """
-    # E(x − mean)² = (E x − mean)² + Var x
-    square = (target - mean).square() + variance
-    return 0.5 * square / spread.square() + spread.log()
-
-
 def regression_losses(
     predicted: Sequence[Tensor], accuracy: Tensor, log_latency: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the losses of predicted outcomes: a cross-entropy of accuracies, a Gaussian
-    likelihood of log-latencies.
+    """Compute the losses of predicted outcomes: a cross-entropy of accuracies, and of log-latencies
+    −ln N(log-latency | mean, spread²) but for a constant.
 
     Args:
         predicted: logits of accuracies, means of ln ms and their spreads, [*, C] each.
@@ -303,7 +292,9 @@ def regression_losses(
         accuracy = accuracy.nan_to_num()
         log_latency = log_latency.nan_to_num()
     wrong = functional.binary_cross_entropy_with_logits(logits, accuracy, reduction="none")
-    off = gaussian_nll(log_latency, mean, spread, variance.nan_to_num())
+    # E(x − mean)² = (E x − mean)² + Var x
+    square = (log_latency - mean).square() + variance.nan_to_num()
+    off = 0.5 * square / spread.square() + spread.log()
     if complete:
         return wrong.mean(-1), off.mean(-1)
     count = profiled.sum(-1).clamp_min(1)

@@ -207,7 +207,7 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     if len(rows) != 1:
         raise InputError(
             f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "
-            f"and dataset={dataset!r} (None is any); the first ids are {table.sample_ids[:3]}"
+            f"and dataset={dataset!r} (None is any)"
         )
     return int(rows[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,7 +61,12 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if os.getpid() != _PROCESS:
             # torch would wait for its threads, which a fork leaves behind
             torch.set_num_threads(1)
-        table = _builtin() if table is None else table
+        if table is None:
+            # it is read once: a forked process could not, because polars would use threads that a
+            # fork leaves behind
+            from knobwise.envs.readers.builtin import builtin_profile
+
+            table = builtin_profile()
         if not isinstance(table, ProfileTable):
             raise InputError(
                 f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"
@@ -191,18 +195,6 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
 def _copied(blocks: Observation) -> Observation:
     return {name: values.copy() for name, values in blocks.items()}
-
-
-@functools.cache
-def _builtin() -> ProfileTable:
-    """Read the built-in profile once.
-
-    A forked process then has it too; it could not read it, because polars would use threads that a
-    fork leaves behind.
-    """
-    from knobwise.envs.readers.builtin import builtin_profile
-
-    return builtin_profile()
 
 
 def _box(block: Tensor) -> spaces.Box:

@@ -55,10 +55,7 @@ def beam_file(path: str | Path) -> Path:
         return path
     files = sorted(path.glob("*.json"))
     if len(files) != 1:
-        names = ", ".join(file.name for file in files[:5])
-        raise InputError(
-            f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one"
-        )
+        raise InputError(f"{path}: is a folder with {len(files)} JSON files; give the path of one")
     return files[0]
 
 
@@ -252,18 +249,17 @@ def _why_dropped(where: str, row: Record, ids: list[int]) -> str:
 def _method(where: str, row: Record) -> tuple[int, int]:
     """Return the method that found the row's beam, as an index into METHODS, and its round."""
     method = row.get("gen_method")
-    kind, _, number = str(method).partition("-")
-    draws = kind == "policy"
-    # the round may be part of the name, as in policy-3
-    known = [x for x in (number, row.get("round")) if x not in ("", None)]
-    rounds = set(whole_numbers(where, "round", known)) or {int(draws)}
-    if kind not in METHODS or len(rounds) > 1 or draws != (max(rounds) > 0):
+    draws = method == "policy"
+    number = row.get("round")
+    if number is None:
+        number = int(draws)
+    rounds = whole_numbers(where, "round", [number])
+    if method not in METHODS or draws != (rounds[0] > 0):
         raise InputError(
-            f"{where}: gen_method is {method!r}, round {row.get('round')!r}; known are "
-            f"{', '.join(METHODS)} and policy-<round>, and only draws of a policy have a round, "
-            "from 1"
+            f"{where}: gen_method is {method!r}, round {number!r}; known are {', '.join(METHODS)}, "
+            "and only draws of a policy have a round, from 1"
         )
-    return METHODS.index(kind), rounds.pop()
+    return METHODS.index(method), rounds[0]
 
 
 def _outcome(where: str, name: str, value: Any) -> float:

@@ -388,17 +388,6 @@ def compare_infos(theirs, mine):
             np.testing.assert_array_equal(value[given], expected[given])
 
 
-def test_contexts_are_drawn_in_the_step_that_decides():
-    env = ConfigBanditVectorEnv(3, TABLE)
-    ahead = ConfigBanditVectorEnv(3, TABLE)
-    drawn = [ahead.reset(seed=1)[0], *(ahead.reset()[0] for _ in range(3))]
-    compare(env.reset(seed=1)[0], drawn[0])
-    for number in range(3):
-        observations, _, ended, _, _ = env.step(NOTHING)
-        assert ended.all()
-        compare(observations, drawn[number + 1])
-
-
 @pytest.mark.parametrize("rows", [[3, 5], np.array([3, 5])])
 def test_rows_may_be_any_whole_numbers(rows):
     env = ConfigBanditEnv(TABLE, rows=rows)
