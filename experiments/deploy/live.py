@@ -80,14 +80,12 @@ def run_live(
 
     Args:
         checkpoint, loaded: the controller, where it was and as it was read.
-        config: with `stream`, and `json` and `html`, where to write the results and a page with
-            charts. Budgets are drawn from `budgets_ms`, in ms of the profile, scaled by the speed
-            of this machine.
+        config: with `stream`; `json` and `html` say where to write the results and a page. Budgets
+            are those of the profile, scaled by the speed of this machine.
 
     Raises:
-        InputError: the checkpoint is no controller for deadlines or of another profile; or model or
-            requests are not those of the profile; or the model or the scorer failed: what was
-            served before is printed and written first.
+        InputError: the controller is not for deadlines or of another profile, as model or requests
+            may be; or these failed, and what was served before is printed and written first.
     """
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(
@@ -100,8 +98,7 @@ def run_live(
     budgets = judged_budgets(table, config.budgets_ms)
     settings = config.stream
     stream = draw_stream(table, test, fitted, budgets, requests, settings)
-    clocked = clocked_by(settings.clock)
-    with one_thread(), threadpool_limits(1), collected_between(), clocked:
+    with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=settings.clock)
         # budgets are scaled by the speed of this machine
@@ -120,8 +117,7 @@ def run_live(
     stream, record = server.finished()
     results: dict[str, Any] = {}
     if server.done:
-        names = list(server.policies)
-        results = live_results(table, stream, names, record, served.controller, speed)
+        results = live_results(table, stream, server.policies, record, served.controller, speed)
         results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
         results |= {"model": model.name, "clock": settings.clock}
         results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}

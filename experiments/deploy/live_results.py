@@ -4,7 +4,7 @@ decisions from the profile, and what the controller added to the model's own tim
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ Record = dict[str, Array]
 def live_results(
     table: ProfileTable,
     stream: Stream,
-    policies: list[str],
+    policies: Iterable[str],
     served: Record,
     controller: NumpyController,
     speed: float,
