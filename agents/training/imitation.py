@@ -17,6 +17,7 @@ from knobwise.agents.stack.teacher import Fitted
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.tensor_file import joined_by_name
 
 REQUESTS = 8192
 """Requests that each network learns from; fewer where training draws fewer, or memory is short."""
@@ -74,7 +75,7 @@ def lessons_of(
                 lesson["by_value"] = drift_inputs(offsets, values)
             lessons.append(lesson)
             tick(finished, "teachers")
-    parts = {name: torch.stack([lesson[name] for lesson in lessons]) for name in lessons[0]}
+    parts = joined_by_name(lessons, torch.stack)
     parts["x"] = parts["x"].unsqueeze(2).expand(-1, -1, LIMITS, -1)
     return TensorDict(parts, parts["limit"].shape)
 

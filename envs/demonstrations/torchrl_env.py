@@ -33,6 +33,7 @@ from knobwise.envs.demonstrations.settings import (
     GroupConfig,
 )
 from knobwise.envs.single_step import SingleStepEnv
+from knobwise.envs.tables.tensor_file import joined_by_name
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """A function that scores sequences of demonstrations.
@@ -316,9 +317,8 @@ class DemonstrationBandit(SingleStepEnv):
         # in pieces, because the embeddings of all sequences may need more than the memory
         parts = zip(table.pool.split(256), table.sequences.split(256), strict=True)
         levels = [self._levels(table.candidates, pool, sequences) for pool, sequences in parts]
-        together = {name: torch.cat([level[name] for level in levels]) for name in levels[0]}
         queries = torch.arange(table.num_queries)
-        reward = self._reward(queries, table.fields | together, table.lengths)
+        reward = self._reward(queries, table.fields | joined_by_name(levels), table.lengths)
         if self.reward_config.shuffled:
             return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed))
         return reward

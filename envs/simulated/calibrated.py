@@ -69,6 +69,7 @@ from knobwise.envs.simulated.published import (
 )
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.tensor_file import joined_by_name
 
 Array = NDArray[Any]
 
@@ -90,7 +91,7 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
     n = config.samples
     accuracy = torch.from_numpy(np.concatenate(accuracies, dtype=np.float32))
     datasets = np.repeat(config.datasets, n).tolist() if len(parts) > 1 else []
-    features = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+    features = joined_by_name(blocks)
     return ProfileTable(
         name="simulated-" + "+".join(config.datasets),
         knobs=GRIDS[config.grid],

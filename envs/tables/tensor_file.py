@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,21 @@ def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:
     except (Damaged, SafetensorError):
         say(f"{path}: is damaged, so it is made again")
         return None
+
+
+def joined_by_name(
+    parts: Sequence[Mapping[str, Any]], join: Callable[[list[Any]], Any] = torch.cat
+) -> dict[str, Any]:
+    """Join what parts with the same keys hold under each key, in the order of the parts.
+
+    Args:
+        parts: at least one, with the keys of the first.
+        join: makes one value of a list of values, such as `torch.stack`.
+    """
+    joined = {}
+    for name in parts[0]:
+        joined[name] = join([part[name] for part in parts])
+    return joined
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -28,7 +28,12 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
+from knobwise.envs.tables.tensor_file import (
+    joined_by_name,
+    save_tensors,
+    tensors_if_whole,
+    with_prefix,
+)
 from knobwise.profiling.demonstrations import beam_search
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.scorers import Fields, Remembering
@@ -208,8 +213,7 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
             done += len(chunks[path])
             tick(done)
     # all chunks in the order of the queries
-    whole = [parts[path] for path in chunks]
-    return {name: torch.cat([part[name] for part in whole]) for name in whole[0]}
+    return joined_by_name([parts[path] for path in chunks])
 
 
 def _write(

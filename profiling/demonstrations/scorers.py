@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from knobwise.envs.tables.tensor_file import joined_by_name
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
 
@@ -62,7 +63,7 @@ class Remembering:
             arguments = queries[new], demonstrations[new]
             self.remember(*arguments, self.scorer(*arguments))
         scores = [self.known[key] for key in keys]
-        return {name: torch.tensor([row[name] for row in scores]) for name in scores[0]}
+        return joined_by_name(scores, torch.tensor)
 
     def remember(self, queries: Tensor, demonstrations: Tensor, scores: Fields) -> None:
         """Keep scores that are known already, float32 [n] each."""

@@ -17,7 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, tensors_of
+from knobwise.envs.tables.tensor_file import (
+    joined_by_name,
+    save_tensors,
+    tensors_if_whole,
+    tensors_of,
+)
 from knobwise.profiling.measuring.questions import VQAItem
 
 
@@ -74,7 +79,7 @@ class FeatureStore:
         widths = {tuple(sorted((block, len(v)) for block, v in row.items())) for row in rows}
         if len(widths) > 1:
             raise InputError(f"features of some samples have other names or widths: {widths}")
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in sorted(rows[0])}
+        stacked = joined_by_name(rows, torch.stack)
         save_tensors(path, stacked, {"sample_id": json.dumps(list(sample_ids))})
 
     def _path(self, key: str) -> Path:
