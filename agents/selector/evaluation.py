@@ -151,8 +151,8 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     """
     draws = []
     for part in rows.split(BATCH):
-        dist = actor.selector.distribution(*actor.inputs(part), actor.shots, count)
-        draws.append(dist.sample().cpu())
+        dist = actor.selector.distribution(*actor.inputs(part), actor.shots)
+        draws.append(dist.sample_with_log_prob(count)[0].cpu())
     return torch.cat(draws)
 
 

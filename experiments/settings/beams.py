@@ -13,7 +13,6 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.selector.baselines import Kinds
 from knobwise.agents.selector.clip_encoder import ClipItems, as_read
-from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
@@ -263,10 +262,8 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
     return replace(table, queries=queries, candidates=candidates)
 
 
-def stored_embeddings(
-    table: BeamTable, loaded: Loaded, items: ClipItems | None = None
-) -> StoredEmbeddings:
-    """Return queries and candidates of a table as the selector of a checkpoint reads them.
+def table_for(table: BeamTable, loaded: Loaded, items: ClipItems | None = None) -> BeamTable:
+    """Return a table as the selector of a checkpoint reads it.
 
     If the selector has an encoder, the encoder gets the items.
 
@@ -279,9 +276,7 @@ def stored_embeddings(
         raise InputError(f"the selector was trained with encoder={known}; give the same")
     if encoder is not None:
         encoder.items = items
-    # CLIP reads the rows of items in place of stored embeddings
-    table = as_read(table, items)
-    return StoredEmbeddings(table.queries, table.candidates)
+    return as_read(table, items)
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
