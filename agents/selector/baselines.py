@@ -7,14 +7,12 @@ candidates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.pools import compared, similarity
+from knobwise.profiling.demonstrations.pools import Kinds, compared, similarity
 
 SIMPLE = (
     "random",
@@ -39,15 +37,6 @@ RELEVANCE = 0.7
 """λ of maximal marginal relevance."""
 BATCH = 1024
 """Queries compared with their pools at a time."""
-
-
-class Kinds(NamedTuple):
-    """The kinds of questions, as numbers."""
-
-    queries: Tensor
-    """int64 [Q]."""
-    candidates: Tensor
-    """int64 [M]."""
 
 
 def simple_ways(

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.selector.baselines import Kinds
 from knobwise.agents.selector.clip_encoder import ClipItems, as_read
 from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
-from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
@@ -27,8 +26,14 @@ from knobwise.experiments.settings.selector_options import (
 )
 from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
-from knobwise.profiling.demonstrations.scorers import SCORES, Remembering, Scorer
-from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
+from knobwise.profiling.demonstrations.pools import Kinds
+from knobwise.profiling.demonstrations.scorers import (
+    SCORES,
+    Remembering,
+    Scorer,
+    recorded_scores,
+)
+from knobwise.profiling.demonstrations.tasks import kinds_of, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
@@ -123,10 +128,9 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     answerer = read_answerer(config.model, config.vlm, "beams.")
     data = answerer.data
     _check_items(data, table)
-    scorer = Remembering(load_scorer(answerer, config.vlm, "beams."))
+    scorer = Remembering(answerer.load())
     _remember(scorer, table)
-    kinds = kinds_of(data)
-    return scorer, None if kinds is None else Kinds(*kinds)
+    return scorer, kinds_of(data)
 
 
 def _check_items(data: VQAData, table: BeamTable) -> None:
@@ -153,13 +157,8 @@ def _remember(scorer: Remembering, table: BeamTable) -> None:
 
     if not set(SCORES) <= set(table.fields):
         return
-    # each recorded sequence, as rows of the bank
-    whole = table.beam_mask.clone()
-    for name in SCORES:
-        whole &= table.fields[name].isfinite()
-    query, beam = whole.nonzero(as_tuple=True)
-    demonstrations = bank_rows(table.pool[query], table.sequences[query, beam])
-    recorded = {name: table.fields[name][query, beam] for name in SCORES}
+    rows = torch.arange(table.num_queries)
+    query, demonstrations, recorded = recorded_scores(table, rows, SCORES)
     few = slice(0, CHECKED)
     again = scorer(query[few], demonstrations[few])["logprob_score"]
     if (again - recorded["logprob_score"][few]).abs().amax() > TOLERANCE:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.profiling.demonstrations.scorers import Ask, Fields
 
 
@@ -49,7 +50,7 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
             break
         longer = sequences[query, beam]
         longer[:, length] = candidate
-        demonstrations = shown_at(pool, query, longer[:, : length + 1])
+        demonstrations = bank_rows(pool[query], longer[:, : length + 1])
         ln_p = scorer(rows[query], demonstrations)["logprob_score"]
         gain = torch.full(allowed.shape, -torch.inf)
         # ln P orders sequences as the gain does, without its rounding; P = 0 becomes finite, to
@@ -106,16 +107,8 @@ def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
     """
     shape = sequences.shape[:2]
     query = torch.arange(len(rows)).repeat_interleave(shape[1])
-    scores = scorer(rows[query], shown_at(pool, query, sequences.flatten(0, 1)))
+    scores = scorer(rows[query], bank_rows(pool[query], sequences.flatten(0, 1)))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))["vqa_gt_prob"]
     scores["beam_score"] = scores["vqa_gt_prob"] - zero_shot[query]
     nothing = (sequences < 0).all(2)
     return {name: x.view(shape).masked_fill(nothing, torch.nan) for name, x in scores.items()}
-
-
-def shown_at(pool: Tensor, query: Tensor, places: Tensor) -> Tensor:
-    """Turn places in pools into rows of the bank, for k sequences: int64 [k, T] → [k, T].
-
-    `query`, int64 [k], says whose pool a sequence comes from.
-    """
-    return pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)

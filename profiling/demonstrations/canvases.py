@@ -29,6 +29,10 @@ VALUES = (10, 6, 6)
 LABELS = 10
 """Answers are shown as one of so many labels, which mean something else for every query."""
 ANNOTATORS = 10
+NOISE = (0.2, 0.05)
+"""Standard deviation of the pixels' noise, of careful and careless annotators."""
+WRONG = (0.02, 0.4)
+"""How often the stated answer of careful and careless annotators is wrong."""
 POOL = 48
 """Candidates of a query."""
 Ints = NDArray[np.int64]
@@ -56,10 +60,6 @@ class Variant:
     careful_look_alikes: int
     """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
     careless_look_alikes: int
-    noise: tuple[float, float] = (0.2, 0.05)
-    """Standard deviation of the pixels' noise, careful and careless."""
-    wrong: tuple[float, float] = (0.02, 0.4)
-    """How often the stated answer is wrong, careful and careless."""
 
 
 VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
@@ -99,7 +99,7 @@ def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> 
     question = rng.randint(len(QUESTIONS), size=size, dtype=np.int64)
     annotator = rng.randint(ANNOTATORS, size=size, dtype=np.int64)
     careless = annotator < variant.careless_annotators
-    noise, rate = (np.array(pair)[careless.astype(int)] for pair in (variant.noise, variant.wrong))
+    noise, rate = (np.array(pair)[careless.astype(int)] for pair in (NOISE, WRONG))
     images = _draw_images(rng, values, held_out, noise)
     # a wrong answer is any other, none more often
     right = values[np.arange(size), question]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ _COMPARED = {
     "mixed": ("image", "question"),
 }
 _CELLS = 1 << 24  # of the table queries × candidates at a time
+
+
+class Kinds(NamedTuple):
+    """The kinds of questions, as numbers."""
+
+    queries: Tensor
+    """int64 [Q]."""
+    candidates: Tensor
+    """int64 [M]."""
 
 
 def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:

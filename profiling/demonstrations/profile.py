@@ -31,7 +31,7 @@ from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole, with_prefix
 from knobwise.profiling.demonstrations import beam_search
 from knobwise.profiling.demonstrations.pools import similarity
-from knobwise.profiling.demonstrations.scorers import Fields, Remembering
+from knobwise.profiling.demonstrations.scorers import Fields, Remembering, recorded_scores
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
@@ -134,10 +134,7 @@ def _draw_round(
     # what is recorded is known
     scorer = Remembering(task.scorer)
     pool = table.pool[rows]
-    query, beam = table.beam_mask[rows].nonzero(as_tuple=True)
-    demonstrations = beam_search.shown_at(pool, query, table.sequences[rows][query, beam])
-    recorded = {name: table.fields[name][rows][query, beam] for name in zero_shot}
-    scorer.remember(rows[query], demonstrations, recorded)
+    scorer.remember(*recorded_scores(table, rows, zero_shot))
     nothing = torch.full((len(rows), 1), -1)
     scorer.remember(rows, nothing, {name: field[rows] for name, field in zero_shot.items()})
     return _scored(scorer, rows, pool, {"policy": sequences})
@@ -161,8 +158,8 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
         "random": beam_search.drawn(pool, shots, config.random, generator),
     }
     if config.same_kind and task.kinds is not None:
-        queries, candidates = task.kinds
-        same = queries[rows].unsqueeze(1) == candidates[pool.clamp_min(0)]
+        kinds = task.kinds
+        same = kinds.queries[rows].unsqueeze(1) == kinds.candidates[pool.clamp_min(0)]
         alike = pool.masked_fill(~same, -1)
         sequences["sample"] = beam_search.drawn(alike, shots, config.same_kind, generator)
     beams = _scored(scorer, rows, pool, sequences)
@@ -186,30 +183,24 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
 
     Each chunk is a file, and files that exist are read.
     """
-    # finished chunks are read, unless they are damaged
-    chunks = {
-        folder / f"{int(rows[0])}.safetensors": rows
-        for rows in torch.arange(table.num_queries).split(chunk)
-    }
-    parts = {path: part for path in chunks if (part := tensors_if_whole(path)) is not None}
-    missing = [path for path in chunks if path not in parts]
-    done = table.num_queries - sum(len(chunks[path]) for path in missing)
-    with progress(folder.name, table.num_queries, done) as tick:
-        for path in missing:
-            if find is None:
-                raise InputError(
-                    f"{folder}: is not finished; give the checkpoint that it was begun with"
-                )
-            start = time.process_time()
-            beams = find(chunks[path])
-            beams["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
-            save_tensors(path, beams)
-            parts[path] = beams
-            done += len(chunks[path])
-            tick(done)
-    # all chunks in the order of the queries
-    whole = [parts[path] for path in chunks]
-    return {name: torch.cat([part[name] for part in whole]) for name in whole[0]}
+    parts = []
+    with progress(folder.name, table.num_queries) as tick:
+        for rows in torch.arange(table.num_queries).split(chunk):
+            path = folder / f"{int(rows[0])}.safetensors"
+            # a finished chunk is read, unless it is damaged
+            part = tensors_if_whole(path)
+            if part is None:
+                if find is None:
+                    raise InputError(
+                        f"{folder}: is not finished; give the checkpoint that it was begun with"
+                    )
+                start = time.process_time()
+                part = find(rows)
+                part["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
+                save_tensors(path, part)
+            parts.append(part)
+            tick(int(rows[-1]) + 1)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _write(
@@ -278,20 +269,16 @@ def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
 
 
 def figure_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Return `figures` as a table of text."""
+    """Return `figures` in words; gain is that of the right answer's probability."""
     lines = [
         f"{figures['queries']} queries with pools of {figures['pool']} out of "
         f"{figures['candidates']} candidates; right without demonstrations: "
-        f"{figures['zero_shot_correct']:.1%}",
-        f"{'found by':<12}{'shots':>6}{'sequences':>11}{'right':>8}{'any right':>11}{'gain':>8}",
+        f"{figures['zero_shot_correct']:.1%}"
     ]
     for row in figures["found"]:
         lines.append(
-            f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
-            f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
+            f"{row['found_by']}, {row['shots']} shots: {row['sequences']} sequences, "
+            f"{row['correct']:.1%} right, gain {row['gain']:.3f}; {row['any_correct']:.1%} of the "
+            "queries with one that is right"
         )
-    lines.append(
-        "gain: by how much the right answer is more probable than without demonstrations; sample: "
-        "draws of the query's own kind"
-    )
     return lines

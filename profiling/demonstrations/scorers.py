@@ -5,12 +5,13 @@ built-in task's learner (that of Hugging Face models is in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
 
@@ -79,6 +80,23 @@ class Remembering:
     def _keys(queries: Tensor, demonstrations: Tensor) -> list[tuple[int, ...]]:
         rows = torch.cat([queries[:, None], demonstrations], 1).tolist()
         return [tuple(row for row in numbers if row >= 0) for numbers in rows]
+
+
+def recorded_scores(
+    table: BeamTable, rows: Tensor, names: Iterable[str]
+) -> tuple[Tensor, Tensor, Fields]:
+    """Return what a table knows of the queries `rows`, int64 [n], for `Remembering.remember`.
+
+    It is the queries [k], demonstrations [k, T] and scores [k] of every recorded sequence of which
+    all the scores `names` are known.
+    """
+    whole = table.beam_mask[rows]
+    for name in names:
+        whole = whole & table.fields[name][rows].isfinite()
+    row, beam = whole.nonzero(as_tuple=True)
+    query = rows[row]
+    demonstrations = bank_rows(table.pool[query], table.sequences[query, beam])
+    return query, demonstrations, {name: table.fields[name][query, beam] for name in names}
 
 
 class LearnerScorer:
