@@ -156,29 +156,15 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     return torch.cat(draws)
 
 
-def judge(table: BeamTable, scorer: ScoreFunction, sequences: Tensor, rows: Tensor) -> Tensor:
-    """Return 1 for each query that is answered rightly after its demonstrations, else 0.
-
-    The result is float32 [n], on the CPU.
-
-    Args:
-        table: the queries and their pools.
-        scorer: answers the queries.
-        sequences: int64 [n, T], places in the queries' pools, −1 after the end.
-        rows: int64 [n], the queries.
-    """
-    return scorer(rows, bank_rows(table.pool[rows], sequences))["vqa_correct"].float().cpu()
-
-
 def judged_choices(
     table: BeamTable, scorer: ScoreFunction, choices: Sequence[Tensor], rows: Tensor
 ) -> Decided:
     """Judge the choices of S seeds for queries `rows`, int64 [n].
 
-    A choice is int64 [n, T], places in the queries' pools.
+    A choice is int64 [n, T], places in the queries' pools, −1 after the end.
     """
-    correct = [judge(table, scorer, places, rows) for places in choices]
     demonstrations = [bank_rows(table.pool[rows], places) for places in choices]
+    correct = [scorer(rows, chosen)["vqa_correct"].float().cpu() for chosen in demonstrations]
     return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 

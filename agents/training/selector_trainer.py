@@ -20,7 +20,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.evaluation import LOWEST, choose, draw, judge, recorded_choices
+from knobwise.agents.selector.evaluation import (
+    LOWEST,
+    choose,
+    draw,
+    judged_choices,
+    recorded_choices,
+)
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.loop import Trainer, weight_sums
@@ -273,7 +279,8 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            outcome = judge(self.table, self.scorer, choose(self.agent, rows), rows)
+            choices = [choose(self.agent, rows)]
+            outcome = judged_choices(self.table, self.scorer, choices, rows).correct
         score = float(outcome.nanmean().nan_to_num())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
         if self.log is not None or self.config.keep == "best_kl":
