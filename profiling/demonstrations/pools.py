@@ -47,7 +47,7 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     blocks.
     """
     # a query and a candidate are compared by inner products of these parts
-    sampler = config.sampler or "mixed"
+    sampler = config.sampler
     queries = table.queries
     candidates = table.candidates
     if sampler != "random":
