@@ -111,12 +111,12 @@ class Selector(nn.Module):
             both = self.encoder(torch.cat([query.unsqueeze(1), pool], 1))
             query = both[:, 0]
             pool = both[:, 1:]
-        for name, width in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
-            if width != self.features:
-                raise InputError(
-                    f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
-                    "give embeddings of the encoder that it was trained with"
-                )
+        widths = query.shape[-1], pool.shape[-1]
+        if widths != (self.features, self.features):
+            raise InputError(
+                f"query and candidate embeddings are {widths} wide, but this selector reads "
+                f"{self.features}; give embeddings of the encoder that it was trained with"
+            )
         prior = None
         if self.prior is not None:
             prior = self.prior * F.cosine_similarity(query.unsqueeze(1), pool, dim=-1)

@@ -166,11 +166,6 @@ class SelectorTrainer(Trainer):
                 f"loss.min_positive={self.loss.min_positive}: {self.table.name} does not say which "
                 "answers were right; set it to 0"
             )
-        if not (len(self.split.train) and len(self.split.validation)):
-            raise InputError(
-                f"{self.table.name}: training needs queries to fit on and others to choose the "
-                "epoch on"
-            )
 
     @property
     def selector(self) -> Selector:

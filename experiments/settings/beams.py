@@ -25,7 +25,8 @@ from knobwise.experiments.settings.selector_options import (
     StoredEncoder,
 )
 from knobwise.profiling import DATA
-from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
+from knobwise.profiling.demonstrations.builtin import builtin_demonstrations
+from knobwise.profiling.demonstrations.canvases import VARIANTS
 from knobwise.profiling.demonstrations.pools import Kinds
 from knobwise.profiling.demonstrations.scorers import (
     SCORES,
@@ -33,7 +34,7 @@ from knobwise.profiling.demonstrations.scorers import (
     Scorer,
     recorded_scores,
 )
-from knobwise.profiling.demonstrations.tasks import kinds_of, read_answerer
+from knobwise.profiling.demonstrations.tasks import BLOCKS, kinds_of, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
@@ -174,7 +175,9 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     data = builtin_demonstrations(config.variant)
     # all queries of the test part are judged
     rows = torch.arange(data.test.num_queries)
-    trusted = careful_candidates(config.variant, "test")
+    # each candidate names its annotator in these columns
+    annotator = data.test.candidates[:, slice(*BLOCKS["annotator"])].argmax(1)
+    trusted = annotator >= VARIANTS[config.variant]
     split = data.train.split(0.9, 0.1)
     return SelectorData(
         data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer"
@@ -190,7 +193,7 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(tensors)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    return read_beam_data(config.path, config.embeddings, config.query_embeddings, config.name)
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings)
 
 
 def _tensors_at(path: str) -> Path | None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from knobwise.envs.demonstrations.beam_table import bank_rows
+from knobwise.profiling.demonstrations.pools import best_places
 from knobwise.profiling.demonstrations.scorers import Ask, Fields
 
 
@@ -74,9 +74,7 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool
     goes. A pool with fewer than T candidates gives one shorter sequence.
     """
-    ranked = similarity.argsort(dim=1, descending=True, stable=True)
-    ranked = ranked.masked_fill(similarity.gather(1, ranked) == -torch.inf, -1)
-    windows = pad(ranked, (0, shots + count), value=-1).unfold(1, shots, 1)[:, :count]
+    windows = best_places(similarity, shots + count).unfold(1, shots, 1)[:, :count]
     whole = windows[..., -1:] >= 0
     whole[:, :1] = True
     return windows.masked_fill(~whole, -1)
@@ -90,12 +88,10 @@ def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> T
     shorter sequences.
     """
     noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
-    best = noise.masked_fill(pool[:, None] < 0, -torch.inf).topk(min(shots, pool.shape[1]))
-    sequences = best.indices.masked_fill(best.values == -torch.inf, -1)
+    sequences = best_places(noise.masked_fill(pool[:, None] < 0, -torch.inf), shots)
     # a repetition equals an earlier one of its query
     same = (sequences[:, :, None] == sequences[:, None]).all(-1)
-    different = sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
-    return pad(different, (0, shots - different.shape[2]), value=-1)
+    return sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
 
 
 def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:

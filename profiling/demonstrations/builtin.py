@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import INTEGERS, BeamTable
@@ -52,13 +50,6 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
         loaded.append(load_demonstrations(demonstrations_path(config), config))
     tables, scorers = zip(*loaded, strict=True)
     return Demonstrations(*tables, *scorers)
-
-
-def careful_candidates(variant: str, part: str) -> Tensor:
-    """Mark the candidates of a built-in bank that careful annotators made, bool [M], for a rule
-    that knows them."""
-    _, bank = draw_part(LearnerTaskConfig(variant, part))
-    return torch.from_numpy(~bank.careless)
 
 
 def demonstrations_path(config: LearnerTaskConfig) -> Path:

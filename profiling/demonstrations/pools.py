@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -91,6 +91,16 @@ def similarity(
         .squeeze(2)
         .masked_fill(pool < 0, -torch.inf)
     )
+
+
+def best_places(scores: Tensor, shots: int) -> Tensor:
+    """Return the places with the highest scores, float [*, N] → int64 [*, T].
+
+    Of equal scores the first place wins. A place with score −∞ becomes −1.
+    """
+    ranked = scores.sort(dim=-1, descending=True, stable=True)
+    places = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)[..., :shots]
+    return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:

@@ -48,7 +48,6 @@ Draw = Callable[[Tensor, int], Tensor]
 Find = Callable[[Tensor], Fields]
 """Queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`), their
 scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
-_SEED_STEP = 1_000_003
 _OF_A_ROUND = ("json", "draws")  # settings that do not change what the search records
 
 
@@ -146,7 +145,7 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
     scorer = Remembering(task.scorer)
     pool = table.pool[rows]
     # a chunk has its own seed, so that chunks can be done in any order
-    generator = torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
+    generator = torch.Generator().manual_seed(int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
     similarities = torch.zeros_like(pool, dtype=torch.float32)
     if config.retrieved:

@@ -26,8 +26,6 @@ class BeamProfileConfig:
     same_kind: int = 0
     """Sequences drawn uniformly among the candidates of the query's own `question_type`; they are
     recorded as `sample`. Training learns from them that these help. A policy is not told kinds."""
-    seed: int = 0
-    """Seed of everything that is drawn."""
     chunk: int = 50
     """Queries in a chunk; a finished chunk is safe on disk. Choose few for a large model."""
     json: bool = True
