@@ -211,9 +211,6 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    if not table.num_beams:
-        shape = (len(preferences), table.num_queries)
-        return Decided(torch.full(shape, torch.nan), torch.full((*shape, shots), -1))
     # preferences are finite, so that a sequence that fits ranks before all that do not
     ranked = torch.stack([*preferences]).float().nan_to_num(nan=LOWEST, neginf=LOWEST)
     best = ranked.masked_fill(~fits, -torch.inf).argmax(2)  # [S, Q]

@@ -30,8 +30,6 @@ LR = 2e-3
 """Learning rate of AdamW, which falls linearly to 0 in each fit."""
 DROPOUT = 0.2
 """Dropout on the tokens, in a fit only."""
-KAPPA = 1.0
-"""κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
 REFIT_EPOCHS = 2
 """Passes over all answered sequences after each round of true calls."""
 REWARD = DemonstrationRewardConfig("legacy", information="vqa_correct")
@@ -74,8 +72,8 @@ def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
 
 
 def penalised(probabilities: Tensor) -> Tensor:
-    """Return mean − κ · standard deviation (of the population) over the members: [M, *] → [*]."""
-    return probabilities.mean(0) - KAPPA * probabilities.std(0, correction=0)
+    """Return mean − standard deviation (of the population) over the members: [M, *] → [*]."""
+    return probabilities.mean(0) - probabilities.std(0, correction=0)
 
 
 class Member(nn.Module):

@@ -28,7 +28,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with, stopped_by_signals
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
-from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
+from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.run_folder import checkpoint_at
@@ -84,12 +84,6 @@ class SelectorExperiment(Experiment):
         check(self.config, self.data)
         notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
         self.notes = [f"{self.table.name}: {note}" for note in notes]
-        mode = self.config.reward.mode
-        if config.reward.mode == AUTO and mode != USUAL:
-            self.notes.append(
-                f"reward.mode={mode}: {self.table.name} has beam scores, but no column of "
-                "right answers"
-            )
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""

@@ -6,13 +6,12 @@ It can be interrupted. `profile_beams("out", task)` writes:
     out/beams.json                      RL data, with the two files that follow
     out/embeddings.safetensors
     out/query_embeddings.safetensors
-    out/beams-info.json                 figures, costs, the settings that make it again
+    out/beams-info.json                 figures, the settings that make it again
     out/state/…                         what an interrupted run resumes from; later rounds add
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -83,7 +82,6 @@ def profile_beams(
     beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")
-    costs = [beams["cpu_s"]]
 
     # a round of draws for each policy and seed
     this_round = {"policy": drawn_by, "draws": config.draws}
@@ -102,11 +100,8 @@ def profile_beams(
             find = partial(_draw_round, task, config, draw, table, zero_shot)
         beams = _in_chunks(state / f"round-{index}", config.chunk, table, find)
         table = _with_found(table, beams, index)
-        costs.append(beams["cpu_s"])
     info = _write(out, table, task, config)
-    search_s, *rounds_s = [round(float(cost.sum()), 2) for cost in costs]
-    info |= {"rounds": rounds, "cost_cpu_s": {"search": search_s, "rounds": rounds_s}}
-    info["figures"] = figures(table, zero_shot)
+    info |= {"rounds": rounds, "figures": figures(table, zero_shot)}
     write_json(out / "beams-info.json", info)
     print(*figure_lines(info["figures"]), sep="\n")
     return table
@@ -147,9 +142,7 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
     # a chunk has its own seed, so that chunks can be done in any order
     generator = torch.Generator().manual_seed(int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
-    similarities = torch.zeros_like(pool, dtype=torch.float32)
-    if config.retrieved:
-        similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
+    similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
     shots = config.shots
     sequences = {
         "beam": beam_search.beam_search(scorer, rows, pool, shots, config.width),
@@ -177,8 +170,7 @@ def _scored(
 
 
 def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) -> Fields:
-    """Find the sequences of all queries of a table, a chunk at a time; `cpu_s` is the CPU seconds
-    of each chunk.
+    """Find the sequences of all queries of a table, a chunk at a time.
 
     Each chunk is a file, and files that exist are read.
     """
@@ -193,9 +185,7 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
                     raise InputError(
                         f"{folder}: is not finished; give the checkpoint that it was begun with"
                     )
-                start = time.process_time()
                 part = find(rows)
-                part["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
                 save_tensors(path, part)
             parts.append(part)
             tick(int(rows[-1]) + 1)

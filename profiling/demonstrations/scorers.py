@@ -21,6 +21,8 @@ Fields = dict[str, Tensor]
 """Scores by name."""
 Ask = Callable[[Tensor, Tensor], Fields]
 """Scores queries after demonstrations, as a `Scorer` does."""
+CHUNK = 1024
+"""Sequences that the learner reads at a time."""
 
 
 class Scorer(Protocol):
@@ -107,14 +109,13 @@ class LearnerScorer:
     label) / P(likeliest label). `vote` counts, for each question asked, the demonstrations of this
     question.
 
-    Canvases are seen once, when the scorer is made; only labels depend on the query. `chunk`
+    Canvases are seen once, when the scorer is made; only labels depend on the query. `CHUNK`
     sequences are computed at a time.
     """
 
     @torch.inference_mode()
-    def __init__(self, learner: Learner, queries: Queries, bank: Bank, chunk: int = 1024) -> None:
+    def __init__(self, learner: Learner, queries: Queries, bank: Bank) -> None:
         self.learner = learner.eval()
-        self.chunk = chunk
         numbers = queries.questions, queries.values, queries.labels
         self.questions, self.values, self.labels = map(torch.from_numpy, numbers)
         self.question = torch.from_numpy(bank.question)
@@ -128,7 +129,7 @@ class LearnerScorer:
         row, part = (self.questions[queries] >= 0).nonzero().unbind(1)
         chunks = [
             self._answer(queries[r], p, demonstrations[r])
-            for r, p in zip(row.split(self.chunk), part.split(self.chunk), strict=True)
+            for r, p in zip(row.split(CHUNK), part.split(CHUNK), strict=True)
         ]
         # log-probability, right, relative and the number of parts, summed over a query's questions
         outcomes = torch.cat([torch.cat(chunks, 1), torch.ones(1, len(row))])

@@ -268,9 +268,6 @@ def test_what_has_no_record_of_its_correctness_is_never_counted():
     with pytest.raises(InputError, match="vqa_correct"):
         recorded(bare, 2, nothing)
     assert "oracle" not in decide_simple(bare, Sums(), 2, KNOWN_ROWS)
-    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
-    empty = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
-    assert decide_simple(empty, Sums(), 1, KNOWN_ROWS)["oracle"].correct.isnan().all()
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
