@@ -27,11 +27,10 @@ from knobwise.agents.selector.baselines import (
 )
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
-from knobwise.envs.demonstrations.torchrl_env import Scorer as ScoreFunction
 from knobwise.profiling.measuring.machine import one_thread
 
 if TYPE_CHECKING:
-    from knobwise.profiling.demonstrations.scorers import Scorer
+    from knobwise.profiling.demonstrations.scorers import Ask, Scorer
 
 REPEATS = 30
 """Choices that are timed."""
@@ -106,14 +105,10 @@ def decide_simple(
         of_rows = None
         if kinds is not None:
             of_rows = kinds._replace(queries=kinds.queries[rows])
-        # choices by name, then their answers
-        ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
-        ways |= {
-            name: [places] for name, places in simple_ways(part, shots, trusted, of_rows).items()
-        }
-        decided = {}
-        for name, choices in ways.items():
-            decided[name] = judged_choices(table, scorer, choices, rows)
+        drawn = [random_places(part, shots, seed) for seed in seeds]
+        decided = {"random": judged_choices(table, scorer, drawn, rows)}
+        for name, places in simple_ways(part, shots, trusted, of_rows).items():
+            decided[name] = judged_choices(table, scorer, [places], rows)
         # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
@@ -157,7 +152,7 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
 
 
 def judged_choices(
-    table: BeamTable, scorer: ScoreFunction, choices: Sequence[Tensor], rows: Tensor
+    table: BeamTable, scorer: Ask, choices: Sequence[Tensor], rows: Tensor
 ) -> Decided:
     """Judge the choices of S seeds for queries `rows`, int64 [n].
 

@@ -33,7 +33,7 @@ class Kinds(NamedTuple):
     """int64 [M]."""
 
 
-def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:
+def draw_pools(table: BeamTable, config: PoolConfig, of_bank: bool = False) -> Tensor:
     """Draw a pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1
     at the end where too few are left.
 
@@ -42,9 +42,9 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     the mean of both cosines (`mixed`). Where the parts are unknown the whole embedding is compared.
     Equal ones (to about 1e-6) come in random order.
 
-    Candidates that show the query's image are left out. So is `itself`, int64 [Q], the row of the
-    bank that is the query. Raises InputError for a part that is compared but not among the table's
-    blocks.
+    Candidates that show the query's image are left out. So is the query itself where the queries
+    are the items of the bank (`of_bank`). Raises InputError for a part that is compared but not
+    among the table's blocks.
     """
     # a query and a candidate are compared by inner products of these parts
     sampler = config.sampler
@@ -55,9 +55,6 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
             compared(x, sampler, table.blocks) for x in (queries, candidates)
         )
     query_image, candidate_image = table.image_numbers
-    # −1 is the row of no candidate
-    if itself is None:
-        itself = torch.full((len(queries),), -1)
     generator = torch.Generator().manual_seed(config.seed)
     candidate_rows = torch.arange(len(candidates))
     pools = []
@@ -67,9 +64,9 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
         if sampler != "random":
             key = query_parts[rows] @ candidate_parts.T + 1e-6 * key
         # [rows, candidates]
-        left_out = (query_image[rows, None] == candidate_image) | (
-            itself[rows, None] == candidate_rows
-        )
+        left_out = query_image[rows, None] == candidate_image
+        if of_bank:
+            left_out |= rows[:, None] == candidate_rows
         best = key.masked_fill(left_out, -torch.inf).topk(min(config.size, len(candidates)))
         pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
     return torch.cat(pools)

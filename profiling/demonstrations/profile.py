@@ -35,7 +35,6 @@ from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
     claim,
-    cpu_name,
     digests,
     read_note,
     write_json,
@@ -103,7 +102,7 @@ def profile_beams(
     info = _write(out, table, task, config)
     info |= {"rounds": rounds, "figures": figures(table, zero_shot)}
     write_json(out / "beams-info.json", info)
-    print(*figure_lines(info["figures"]), sep="\n")
+    print_figures(info["figures"])
     return table
 
 
@@ -149,7 +148,7 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
         "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
         "random": beam_search.drawn(pool, shots, config.random, generator),
     }
-    if config.same_kind and task.kinds is not None:
+    if task.kinds is not None:
         kinds = task.kinds
         same = kinds.queries[rows].unsqueeze(1) == kinds.candidates[pool.clamp_min(0)]
         alike = pool.masked_fill(~same, -1)
@@ -189,7 +188,10 @@ def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) ->
                 save_tensors(path, part)
             parts.append(part)
             tick(int(rows[-1]) + 1)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    whole = {}
+    for name in parts[0]:
+        whole[name] = torch.cat([part[name] for part in parts])
+    return whole
 
 
 def _write(
@@ -210,7 +212,7 @@ def _write(
         "digest": table.digest,
         "task": task.options,
         "beams": asdict(config),
-        "machine": {"cpu": cpu_name(), "torch": torch.__version__},
+        "torch": torch.__version__,
         "sha256": digests(out, files),
     }
 
@@ -257,17 +259,16 @@ def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
     }
 
 
-def figure_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Return `figures` in words; gain is that of the right answer's probability."""
-    lines = [
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print `figures` in words; gain is that of the right answer's probability."""
+    print(
         f"{figures['queries']} queries with pools of {figures['pool']} out of "
         f"{figures['candidates']} candidates; right without demonstrations: "
         f"{figures['zero_shot_correct']:.1%}"
-    ]
+    )
     for row in figures["found"]:
-        lines.append(
+        print(
             f"{row['found_by']}, {row['shots']} shots: {row['sequences']} sequences, "
             f"{row['correct']:.1%} right, gain {row['gain']:.3f}; {row['any_correct']:.1%} of the "
             "queries with one that is right"
         )
-    return lines

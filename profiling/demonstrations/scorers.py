@@ -65,7 +65,10 @@ class Remembering:
             arguments = queries[new], demonstrations[new]
             self.remember(*arguments, self.scorer(*arguments))
         scores = [self.known[key] for key in keys]
-        return {name: torch.tensor([row[name] for row in scores]) for name in scores[0]}
+        fields = {}
+        for name in scores[0]:
+            fields[name] = torch.tensor([row[name] for row in scores])
+        return fields
 
     def remember(self, queries: Tensor, demonstrations: Tensor, scores: Fields) -> None:
         """Keep scores that are known already, float32 [n] each."""
@@ -80,8 +83,10 @@ class Remembering:
 
     @staticmethod
     def _keys(queries: Tensor, demonstrations: Tensor) -> list[tuple[int, ...]]:
-        rows = torch.cat([queries[:, None], demonstrations], 1).tolist()
-        return [tuple(row for row in numbers if row >= 0) for numbers in rows]
+        keys = []
+        for numbers in torch.cat([queries[:, None], demonstrations], 1).tolist():
+            keys.append(tuple(row for row in numbers if row >= 0))
+        return keys
 
 
 def recorded_scores(

@@ -105,10 +105,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         candidate_images=tuple(item.image_id for item in data.bank),
         blocks=blocks,
     )
-    itself = None
-    if data.queries is data.bank:
-        itself = torch.arange(table.num_queries)
-    table = replace(table, pool=draw_pools(table, pool, itself))
+    table = replace(table, pool=draw_pools(table, pool, data.queries is data.bank))
     options = {"model": model, "vlm": asdict(config), "pool": asdict(pool)}
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
     return BeamTask(table, answerer.load(), options, sources, kinds_of(data))
