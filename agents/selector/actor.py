@@ -60,10 +60,8 @@ class SelectorActor(TensorDictModuleBase):
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
         """Return the distribution that the group is drawn from."""
-        return self._distribution(tensordict["row"])
-
-    def _distribution(self, rows: Tensor) -> SequenceDistribution:
-        return self.selector.distribution(*self.inputs(rows), self.shots, self.temperature)
+        inputs = self.inputs(tensordict["row"])
+        return self.selector.distribution(*inputs, self.shots, self.temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)
@@ -85,7 +83,8 @@ class SelectorActor(TensorDictModuleBase):
         parts = []
         for part in rows.split(BATCH):
             sequences = table.sequences[part, :, : self.shots].to(self.pool.device)
-            parts.append(self._distribution(part).log_prob(sequences).cpu())
+            dist = self.selector.distribution(*self.inputs(part), self.shots, self.temperature)
+            parts.append(dist.log_prob(sequences).cpu())
         return torch.cat(parts)
 
 

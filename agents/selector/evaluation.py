@@ -102,12 +102,11 @@ def decide_simple(
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
-        of_rows = None
         if kinds is not None:
-            of_rows = kinds._replace(queries=kinds.queries[rows])
+            kinds = kinds._replace(queries=kinds.queries[rows])
         drawn = [random_places(part, shots, seed) for seed in seeds]
         decided = {"random": judged_choices(table, scorer, drawn, rows)}
-        for name, places in simple_ways(part, shots, trusted, of_rows).items():
+        for name, places in simple_ways(part, shots, trusted, kinds).items():
             decided[name] = judged_choices(table, scorer, [places], rows)
         # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()

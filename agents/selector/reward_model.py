@@ -71,11 +71,6 @@ def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
     return Answered(rows[query], sequences, right[query, beam])
 
 
-def penalised(probabilities: Tensor) -> Tensor:
-    """Return mean − standard deviation (of the population) over the members: [M, *] → [*]."""
-    return probabilities.mean(0) - probabilities.std(0, correction=0)
-
-
 class Member(nn.Module):
     """A member of the ensemble: a recurrent network that predicts the logit of a right answer.
 
@@ -207,11 +202,13 @@ class RewardModel:
         return torch.cat(parts, 1)
 
     def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return the penalised probability as `vqa_correct`, float [n].
+        """Return mean − standard deviation (of the population) of the members' probabilities as
+        `vqa_correct`, float [n].
 
         With `table` bound, this is a scorer for the environment.
         """
-        return {"vqa_correct": penalised(self.probabilities(table, rows, sequences))}
+        predicted = self.probabilities(table, rows, sequences)
+        return {"vqa_correct": predicted.mean(0) - predicted.std(0, correction=0)}
 
     def correct(
         self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer

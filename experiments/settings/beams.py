@@ -258,9 +258,9 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
             raise InputError(
                 f"hidden={name}: {table.name} has the blocks {', '.join(table.blocks) or 'unknown'}"
             )
-        start, end = table.blocks[name]
-        queries[:, start:end] = 0
-        candidates[:, start:end] = 0
+        columns = slice(*table.blocks[name])
+        queries[:, columns] = 0
+        candidates[:, columns] = 0
     return replace(table, queries=queries, candidates=candidates)
 
 
