@@ -929,8 +929,8 @@ def test_s3_every_version_of_the_selector_is_trained_and_gives_probabilities(ver
     selector = load_checkpoint("runs/latest/checkpoints/best.pt").selector
     assert selector.config.version == version
     dist = selector.distribution(table.queries, table.candidates[table.pool], table.pool_mask, 3)
-    every = torch.tensor(list(itertools.permutations(range(4), 3))).unsqueeze(1).expand(-1, 40, -1)
-    torch.testing.assert_close(dist.log_prob(every).exp().sum(0), torch.ones(40))
+    every = torch.tensor(list(itertools.permutations(range(4), 3))).expand(40, -1, -1)
+    torch.testing.assert_close(dist.log_prob(every).exp().sum(1), torch.ones(40))
 
 
 # -- S4: CLIP with LoRA ----------------------------------------------------------------------------

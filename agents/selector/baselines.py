@@ -7,14 +7,11 @@ candidates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.pools import compared, similarity
+from knobwise.profiling.demonstrations.pools import Kinds, best_places, compared, similarity
 
 SIMPLE = (
     "random",
@@ -39,15 +36,6 @@ RELEVANCE = 0.7
 """λ of maximal marginal relevance."""
 BATCH = 1024
 """Queries compared with their pools at a time."""
-
-
-class Kinds(NamedTuple):
-    """The kinds of questions, as numbers."""
-
-    queries: Tensor
-    """int64 [Q]."""
-    candidates: Tensor
-    """int64 [M]."""
 
 
 def simple_ways(
@@ -88,16 +76,6 @@ def random_places(table: BeamTable, shots: int, seed: int = 0) -> Tensor:
     # the order of random keys is a random order
     keys = torch.rand(table.pool.shape, generator=torch.Generator().manual_seed(seed))
     return best_places(keys.masked_fill(~table.pool_mask, -torch.inf), shots)
-
-
-def best_places(scores: Tensor, shots: int) -> Tensor:
-    """Return the places with the highest scores, float [*, N] → int64 [*, T].
-
-    Of equal scores the first place wins. A place with score −∞ becomes −1.
-    """
-    ranked = scores.sort(dim=-1, descending=True, stable=True)
-    places = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)[..., :shots]
-    return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
 def marginal_relevance(table: BeamTable, shots: int) -> Tensor:

@@ -27,11 +27,10 @@ from knobwise.agents.selector.baselines import (
 )
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
-from knobwise.envs.demonstrations.torchrl_env import Scorer as ScoreFunction
 from knobwise.profiling.measuring.machine import one_thread
 
 if TYPE_CHECKING:
-    from knobwise.profiling.demonstrations.scorers import Scorer
+    from knobwise.profiling.demonstrations.scorers import Ask, Scorer
 
 REPEATS = 30
 """Choices that are timed."""
@@ -103,17 +102,12 @@ def decide_simple(
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
-        of_rows = None
         if kinds is not None:
-            of_rows = kinds._replace(queries=kinds.queries[rows])
-        # choices by name, then their answers
-        ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
-        ways |= {
-            name: [places] for name, places in simple_ways(part, shots, trusted, of_rows).items()
-        }
-        decided = {}
-        for name, choices in ways.items():
-            decided[name] = judged_choices(table, scorer, choices, rows)
+            kinds = kinds._replace(queries=kinds.queries[rows])
+        drawn = [random_places(part, shots, seed) for seed in seeds]
+        decided = {"random": judged_choices(table, scorer, drawn, rows)}
+        for name, places in simple_ways(part, shots, trusted, kinds).items():
+            decided[name] = judged_choices(table, scorer, [places], rows)
         # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)
@@ -151,34 +145,20 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     """
     draws = []
     for part in rows.split(BATCH):
-        dist = actor.selector.distribution(*actor.inputs(part), actor.shots, count)
-        draws.append(dist.sample().cpu())
+        dist = actor.selector.distribution(*actor.inputs(part), actor.shots)
+        draws.append(dist.sample_with_log_prob(count)[0].cpu())
     return torch.cat(draws)
 
 
-def judge(table: BeamTable, scorer: ScoreFunction, sequences: Tensor, rows: Tensor) -> Tensor:
-    """Return 1 for each query that is answered rightly after its demonstrations, else 0.
-
-    The result is float32 [n], on the CPU.
-
-    Args:
-        table: the queries and their pools.
-        scorer: answers the queries.
-        sequences: int64 [n, T], places in the queries' pools, −1 after the end.
-        rows: int64 [n], the queries.
-    """
-    return scorer(rows, bank_rows(table.pool[rows], sequences))["vqa_correct"].float().cpu()
-
-
 def judged_choices(
-    table: BeamTable, scorer: ScoreFunction, choices: Sequence[Tensor], rows: Tensor
+    table: BeamTable, scorer: Ask, choices: Sequence[Tensor], rows: Tensor
 ) -> Decided:
     """Judge the choices of S seeds for queries `rows`, int64 [n].
 
-    A choice is int64 [n, T], places in the queries' pools.
+    A choice is int64 [n, T], places in the queries' pools, −1 after the end.
     """
-    correct = [judge(table, scorer, places, rows) for places in choices]
     demonstrations = [bank_rows(table.pool[rows], places) for places in choices]
+    correct = [scorer(rows, chosen)["vqa_correct"].float().cpu() for chosen in demonstrations]
     return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 
@@ -225,9 +205,6 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    if not table.num_beams:
-        shape = (len(preferences), table.num_queries)
-        return Decided(torch.full(shape, torch.nan), torch.full((*shape, shots), -1))
     # preferences are finite, so that a sequence that fits ranks before all that do not
     ranked = torch.stack([*preferences]).float().nan_to_num(nan=LOWEST, neginf=LOWEST)
     best = ranked.masked_fill(~fits, -torch.inf).argmax(2)  # [S, Q]

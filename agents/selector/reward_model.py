@@ -30,8 +30,6 @@ LR = 2e-3
 """Learning rate of AdamW, which falls linearly to 0 in each fit."""
 DROPOUT = 0.2
 """Dropout on the tokens, in a fit only."""
-KAPPA = 1.0
-"""κ: the reward is the mean of the members' probabilities − κ · their standard deviation."""
 REFIT_EPOCHS = 2
 """Passes over all answered sequences after each round of true calls."""
 REWARD = DemonstrationRewardConfig("legacy", information="vqa_correct")
@@ -71,11 +69,6 @@ def recorded_answers(table: BeamTable, rows: Tensor) -> Answered:
         )
     sequences = bank_rows(part.pool[query], part.sequences[query, beam])
     return Answered(rows[query], sequences, right[query, beam])
-
-
-def penalised(probabilities: Tensor) -> Tensor:
-    """Return mean − κ · standard deviation (of the population) over the members: [M, *] → [*]."""
-    return probabilities.mean(0) - KAPPA * probabilities.std(0, correction=0)
 
 
 class Member(nn.Module):
@@ -209,11 +202,13 @@ class RewardModel:
         return torch.cat(parts, 1)
 
     def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-        """Return the penalised probability as `vqa_correct`, float [n].
+        """Return mean − standard deviation (of the population) of the members' probabilities as
+        `vqa_correct`, float [n].
 
         With `table` bound, this is a scorer for the environment.
         """
-        return {"vqa_correct": penalised(self.probabilities(table, rows, sequences))}
+        predicted = self.probabilities(table, rows, sequences)
+        return {"vqa_correct": predicted.mean(0) - predicted.std(0, correction=0)}
 
     def correct(
         self, table: BeamTable, rows: Tensor, drawn: Tensor, scorer: Scorer

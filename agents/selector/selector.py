@@ -1,7 +1,7 @@
 """The selector: it reads embeddings of a query and of its pool, and decides which demonstrations
 to show, in which order.
 
-In the order of the data: embeddings (`StoredEmbeddings`, or
+In the order of the data: embeddings (of the table, or by
 `knobwise.agents.selector.clip_encoder`) → standardised → network
 (`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
 """
@@ -23,30 +23,6 @@ from knobwise.common.errors import InputError
 
 if TYPE_CHECKING:  # it needs packages that other selectors do without
     from knobwise.agents.selector.clip_encoder import ClipEncoder
-
-
-class StoredEmbeddings(nn.Module):
-    """Stored embeddings of queries [Q, d] and of the whole bank [M, d], looked up by row."""
-
-    query_table: Tensor
-    candidate_table: Tensor
-
-    def __init__(self, queries: Tensor, candidates: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("query_table", queries, persistent=False)
-        # a row of zeros at the end, which row −1 is
-        padded = F.pad(candidates, (0, 0, 0, 1))
-        self.register_buffer("candidate_table", padded, persistent=False)
-
-    def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of queries [P, d] and of their candidates [P, N, d].
-
-        Args:
-            rows: int64 [P], rows of the queries.
-            pool: int64 [P, N], rows of the candidates; row −1 gives zeros.
-        """
-        device = self.query_table.device
-        return self.query_table[rows.to(device)], self.candidate_table[pool.to(device)]
 
 
 class Selector(nn.Module):
@@ -115,7 +91,6 @@ class Selector(nn.Module):
         pool: Tensor,
         mask: Tensor,
         shots: int,
-        group_size: int | None = None,
         temperature: Tensor | float = 1.0,
     ) -> SequenceDistribution:
         """Encode queries and their pools, and return the distribution to draw sequences from.
@@ -125,7 +100,6 @@ class Selector(nn.Module):
             pool: embeddings [P, N, d].
             mask: bool [P, N], True where a place holds a candidate.
             shots: T.
-            group_size: G, see `SequenceDistribution`.
             temperature: divides the logits.
 
         Raises:
@@ -137,12 +111,12 @@ class Selector(nn.Module):
             both = self.encoder(torch.cat([query.unsqueeze(1), pool], 1))
             query = both[:, 0]
             pool = both[:, 1:]
-        for name, width in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
-            if width != self.features:
-                raise InputError(
-                    f"{name} embeddings are {width} wide, but this selector reads {self.features}; "
-                    "give embeddings of the encoder that it was trained with"
-                )
+        widths = query.shape[-1], pool.shape[-1]
+        if widths != (self.features, self.features):
+            raise InputError(
+                f"query and candidate embeddings are {widths} wide, but this selector reads "
+                f"{self.features}; give embeddings of the encoder that it was trained with"
+            )
         prior = None
         if self.prior is not None:
             prior = self.prior * F.cosine_similarity(query.unsqueeze(1), pool, dim=-1)
@@ -150,7 +124,7 @@ class Selector(nn.Module):
         query = (query - self.mean) / self.scale
         pool = (pool - self.mean) / self.scale
         encoded = self.network.encode(query, pool, mask)._replace(prior=prior)
-        return SequenceDistribution(self.network, encoded, shots, group_size, temperature)
+        return SequenceDistribution(self.network, encoded, shots, temperature)
 
     @torch.no_grad()
     def choose(self, query: Tensor, pool: Tensor, mask: Tensor, shots: int) -> Tensor:

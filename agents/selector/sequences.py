@@ -3,18 +3,15 @@ query's pool."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
 from knobwise.agents.selector.networks import Encoded, PointerNetwork
 from knobwise.losses.functional import entropy
 
 
-class SequenceDistribution(Distribution):
+class SequenceDistribution:
     """A distribution over ordered sequences of T different places of the pool, drawn one after the
     other without replacement.
 
@@ -27,77 +24,49 @@ class SequenceDistribution(Distribution):
         network: the network that points.
         encoded: P queries with their pools of N places, from the network's `encode`.
         shots: T.
-        group_size: G, draws for each query: `sample` returns [*, P, G, T] and `log_prob`
-            [*, P, G]. None leaves out the group axis: [*, P, T] and [*, P].
         temperature: divides the logits, for draws, log-probs and entropy alike.
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}
-    support = constraints.integer_interval(-1, torch.iinfo(torch.int64).max)
 
     def __init__(
         self,
         network: PointerNetwork,
         encoded: Encoded,
         shots: int,
-        group_size: int | None = None,
         temperature: Tensor | float = 1.0,
     ) -> None:
         self.network = network
         self.encoded = encoded
         self.shots = shots
-        self.group_size = group_size
         self.temperature = temperature
-        group = () if group_size is None else (group_size,)
-        super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs of sequences.
+        """Return the log-probs [P, J] of J sequences of each query, int64 [P, J, T].
 
-        They are int64 [*sample_shape, P, (G), T], and their log-probs [*sample_shape, P, (G)].
         −1 after the end of a shorter sequence adds 0, so its log-prob is that of the part before.
         The log-prob is −∞, without a gradient, if a place was chosen before, is not in the pool, or
-        follows the end. G and T need not be those of the draws.
+        follows the end. T need not be that of the draws.
         """
-        group = 1 if self.group_size is None else value.shape[-2]
-        samples = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)].numel()
-        # all samples and draws of a query go side by side
-        places = value.reshape(samples, *self.batch_shape, group, value.shape[-1])
-        places = places.movedim(0, 1).flatten(1, 2)  # [P, J, T]
         size = self.encoded.mask.shape[-1]
-        inside = places.clamp(0, size - 1)
+        inside = value.clamp(0, size - 1)
         # at each step, a place is available unless an earlier step took it: [P, J, T, N]
-        taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
+        taken = value.unsqueeze(-1) == torch.arange(size, device=value.device)
         available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
         states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
         log_probs = _of_chosen(self._log_probs(states, available), inside)
         # not available, not a place of the pool, or after the end
-        padding = places == -1
+        padding = value == -1
         free = available.gather(-1, inside.unsqueeze(-1)).squeeze(-1)
-        wrong = ~free | (inside != places) | (padding.cumsum(-1) > 0)
-        total = log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
-        return total.unflatten(1, (samples, group)).movedim(1, 0).reshape(value.shape[:-1])
-
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Draw sequences, int64 [*sample_shape, P, (G), T], all of them side by side."""
-        return self.sample_with_log_prob(sample_shape)[0]
-
-    rsample = sample
-    """The name that collectors ask for; draws of a discrete distribution carry no gradient."""
+        wrong = ~free | (inside != value) | (padding.cumsum(-1) > 0)
+        return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     @torch.no_grad()
-    def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Draw sequences along with their log-probs, [*sample_shape, P, (G)].
+    def sample_with_log_prob(self, count: int = 1) -> tuple[Tensor, Tensor]:
+        """Draw J = `count` sequences of each query, int64 [P, J, T], along with their log-probs.
 
         This saves the run of the network that `log_prob` would take.
         """
-        samples = torch.Size(sample_shape).numel()
-        group = 1 if self.group_size is None else self.group_size
-        places, log_probs = self._draw(samples * group)
-        total = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
-        shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
-        places, total = (x.unflatten(1, (samples, group)).movedim(1, 0) for x in (places, total))
-        return places.reshape(shape), total.reshape(shape[:-1])
+        places, log_probs = self._draw(count)
+        return places, _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
 
     def entropy(self) -> Tensor:
         """Return an unbiased estimate of the entropy, [P], in nats.
@@ -114,15 +83,9 @@ class SequenceDistribution(Distribution):
 
     @property
     def mode(self) -> Tensor:
-        """The greedy sequence, the most probable place at every step: [P, T], or repeated along the
-        group axis."""
+        """The greedy sequence, the most probable place at every step, int64 [P, T]."""
         with torch.no_grad():
-            greedy, _ = self._draw(1, greedy=True)
-        if self.group_size is None:
-            return greedy[:, 0]
-        return greedy.expand(-1, self.group_size, -1)
-
-    deterministic_sample = mode
+            return self._draw(1, greedy=True)[0][:, 0]
 
     def _draw(
         self, count: int, generator: torch.Generator | None = None, greedy: bool = False

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.selector.baselines import best_places, cosines, marginal_relevance
+from knobwise.agents.selector.baselines import cosines, marginal_relevance
 from knobwise.agents.selector.selector import Selector
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.profiling.demonstrations.pools import best_places
 from knobwise.profiling.demonstrations.tasks import no_beams, question_embedder
 from knobwise.profiling.huggingface.loading import load_pretrained
 from knobwise.profiling.huggingface.model import HuggingFaceModel

@@ -20,9 +20,15 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.evaluation import LOWEST, choose, draw, judge, recorded_choices
+from knobwise.agents.selector.evaluation import (
+    LOWEST,
+    choose,
+    draw,
+    judged_choices,
+    recorded_choices,
+)
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
-from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.loop import Trainer, weight_sums
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
@@ -122,10 +128,9 @@ class SelectorTrainer(Trainer):
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
             self.stateful = (*self.stateful, "reward_model")
         identity += [stage, live, shots, self.config, self.loss, reward, groups]
-        embeddings = StoredEmbeddings(table.queries, table.candidates)
         with seeded(seed, device):
-            agent = self._actor(start, embeddings).to(device).eval()
-            frozen = self._actor(reference, embeddings).to(device).eval().requires_grad_(False)
+            agent = self._actor(start).to(device).eval()
+            frozen = self._actor(reference).to(device).eval().requires_grad_(False)
             agent.selector.stage = stage
             about: dict[str, Any] = {"unprofiled": "error", "lean": True, "group_size": "all"}
             about |= {"reward": reward, "groups": groups, "seed": seed, "device": device}
@@ -138,12 +143,10 @@ class SelectorTrainer(Trainer):
             shape = (settings.contexts,)
             self._assemble(agent, frozen, env, behaviour, stages, identity, STORED, shape)
 
-    def _actor(self, selector: Selector, embeddings: StoredEmbeddings) -> SelectorActor:
+    def _actor(self, selector: Selector) -> SelectorActor:
         """Return an actor of a copy of a selector."""
         selector = copy.deepcopy(selector)
-        return SelectorActor(
-            selector, embeddings, self.table.pool, self.shots, self.loss.group_size
-        )
+        return SelectorActor(selector, self.table, self.shots, self.loss.group_size)
 
     def _check(self, stage: str, live: bool, reward_model: RewardModel | None) -> None:
         """Raise InputError for settings that do not go together."""
@@ -162,11 +165,6 @@ class SelectorTrainer(Trainer):
             raise InputError(
                 f"loss.min_positive={self.loss.min_positive}: {self.table.name} does not say which "
                 "answers were right; set it to 0"
-            )
-        if not (len(self.split.train) and len(self.split.validation)):
-            raise InputError(
-                f"{self.table.name}: training needs queries to fit on and others to choose the "
-                "epoch on"
             )
 
     @property
@@ -276,7 +274,8 @@ class SelectorTrainer(Trainer):
             preference = self.agent.recorded_log_probs(self.table, rows)
             outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
-            outcome = judge(self.table, self.scorer, choose(self.agent, rows), rows)
+            choices = [choose(self.agent, rows)]
+            outcome = judged_choices(self.table, self.scorer, choices, rows).correct
         score = float(outcome.nanmean().nan_to_num())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
         if self.log is not None or self.config.keep == "best_kl":

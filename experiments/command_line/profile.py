@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,18 +134,13 @@ def _profile_beams(config: ProfileRun) -> None:
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
     """Return a function that draws sequences from the selector in a checkpoint."""
     from knobwise.agents.checkpoint import load_checkpoint
-    from knobwise.experiments.settings.beams import stored_embeddings
+    from knobwise.agents.selector.actor import SelectorActor
+    from knobwise.agents.selector.evaluation import draw
+    from knobwise.experiments.settings.beams import table_for
 
     loaded = load_checkpoint(checkpoint)
-    selector = loaded.selector
-    embeddings = stored_embeddings(table, loaded)
-
-    # rows: int64 [n]; draws: int64 [n, count, shots]
-    def draw(rows: Any, count: int) -> Any:
-        query, pool = embeddings.both(rows, table.pool[rows])
-        return selector.distribution(query, pool, table.pool_mask[rows], shots, count).sample()
-
-    return draw
+    # a function of rows, int64 [n], and the number of draws, to int64 [n, count, shots]
+    return partial(draw, SelectorActor(loaded.selector, table_for(table, loaded), shots))
 
 
 def inspect(config: InspectRun) -> None:

@@ -23,7 +23,7 @@ from knobwise.experiments.results.decisions import array_of, decision_rows
 from knobwise.experiments.results.problem import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
 from knobwise.experiments.results.statistics import mean_intervals
 from knobwise.experiments.results.summary import profile_of
-from knobwise.experiments.settings.beams import SelectorData, hide, stored_embeddings
+from knobwise.experiments.settings.beams import SelectorData, hide, table_for
 
 Rows = list[dict[str, Any]]
 
@@ -83,8 +83,8 @@ def _decided(
     scorer = data.test_scorer
     actors = []
     for checkpoint in loaded:
-        embeddings = stored_embeddings(test, checkpoint, data.items)
-        actors.append(SelectorActor(checkpoint.selector, embeddings, test.pool, judged_shots[0]))
+        table = table_for(test, checkpoint, data.items)
+        actors.append(SelectorActor(checkpoint.selector, table, judged_shots[0]))
     decided = {}
     for shots in judged_shots:
         # the same embeddings serve every number of shots

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.selector.baselines import Kinds
 from knobwise.agents.selector.clip_encoder import ClipItems, as_read
-from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
-from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.settings.selector_options import (
     BeamFiles,
@@ -27,9 +25,16 @@ from knobwise.experiments.settings.selector_options import (
     StoredEncoder,
 )
 from knobwise.profiling import DATA
-from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
-from knobwise.profiling.demonstrations.scorers import SCORES, Remembering, Scorer
-from knobwise.profiling.demonstrations.tasks import kinds_of, load_scorer, read_answerer
+from knobwise.profiling.demonstrations.builtin import builtin_demonstrations
+from knobwise.profiling.demonstrations.canvases import VARIANTS
+from knobwise.profiling.demonstrations.pools import Kinds
+from knobwise.profiling.demonstrations.scorers import (
+    SCORES,
+    Remembering,
+    Scorer,
+    recorded_scores,
+)
+from knobwise.profiling.demonstrations.tasks import BLOCKS, kinds_of, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
@@ -124,10 +129,9 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     answerer = read_answerer(config.model, config.vlm, "beams.")
     data = answerer.data
     _check_items(data, table)
-    scorer = Remembering(load_scorer(answerer, config.vlm, "beams."))
+    scorer = Remembering(answerer.load())
     _remember(scorer, table)
-    kinds = kinds_of(data)
-    return scorer, None if kinds is None else Kinds(*kinds)
+    return scorer, kinds_of(data)
 
 
 def _check_items(data: VQAData, table: BeamTable) -> None:
@@ -154,13 +158,8 @@ def _remember(scorer: Remembering, table: BeamTable) -> None:
 
     if not set(SCORES) <= set(table.fields):
         return
-    # each recorded sequence, as rows of the bank
-    whole = table.beam_mask.clone()
-    for name in SCORES:
-        whole &= table.fields[name].isfinite()
-    query, beam = whole.nonzero(as_tuple=True)
-    demonstrations = bank_rows(table.pool[query], table.sequences[query, beam])
-    recorded = {name: table.fields[name][query, beam] for name in SCORES}
+    rows = torch.arange(table.num_queries)
+    query, demonstrations, recorded = recorded_scores(table, rows, SCORES)
     few = slice(0, CHECKED)
     again = scorer(query[few], demonstrations[few])["logprob_score"]
     if (again - recorded["logprob_score"][few]).abs().amax() > TOLERANCE:
@@ -176,7 +175,9 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     data = builtin_demonstrations(config.variant)
     # all queries of the test part are judged
     rows = torch.arange(data.test.num_queries)
-    trusted = careful_candidates(config.variant, "test")
+    # each candidate names its annotator in these columns
+    annotator = data.test.candidates[:, slice(*BLOCKS["annotator"])].argmax(1)
+    trusted = annotator >= VARIANTS[config.variant]
     split = data.train.split(0.9, 0.1)
     return SelectorData(
         data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer"
@@ -192,7 +193,7 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(tensors)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    return read_beam_data(config.path, config.embeddings, config.query_embeddings, config.name)
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings)
 
 
 def _tensors_at(path: str) -> Path | None:
@@ -257,16 +258,14 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
             raise InputError(
                 f"hidden={name}: {table.name} has the blocks {', '.join(table.blocks) or 'unknown'}"
             )
-        start, end = table.blocks[name]
-        queries[:, start:end] = 0
-        candidates[:, start:end] = 0
+        columns = slice(*table.blocks[name])
+        queries[:, columns] = 0
+        candidates[:, columns] = 0
     return replace(table, queries=queries, candidates=candidates)
 
 
-def stored_embeddings(
-    table: BeamTable, loaded: Loaded, items: ClipItems | None = None
-) -> StoredEmbeddings:
-    """Return queries and candidates of a table as the selector of a checkpoint reads them.
+def table_for(table: BeamTable, loaded: Loaded, items: ClipItems | None = None) -> BeamTable:
+    """Return a table as the selector of a checkpoint reads it.
 
     If the selector has an encoder, the encoder gets the items.
 
@@ -279,9 +278,7 @@ def stored_embeddings(
         raise InputError(f"the selector was trained with encoder={known}; give the same")
     if encoder is not None:
         encoder.items = items
-    # CLIP reads the rows of items in place of stored embeddings
-    table = as_read(table, items)
-    return StoredEmbeddings(table.queries, table.candidates)
+    return as_read(table, items)
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
@@ -292,8 +289,7 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
             and no sequence of any of these lengths was recorded.
     """
     distinct("judged_shots", judged_shots)
-    for shots in judged_shots:
-        at_least("judged_shots", shots, 1)
+    at_least("judged_shots", min(judged_shots), 1)
     if data.test_scorer is None:
         lengths = data.test.select(data.test_rows).recorded_lengths
         if not set(lengths) & set(judged_shots):

@@ -49,8 +49,6 @@ class BeamFiles:
     """For JSON: embeddings of the candidates; the row is the index in the data set."""
     query_embeddings: str | None = None
     """Embeddings of the queries; None if they are the same."""
-    name: str | None = None
-    """Name of the beams; None for the file's name."""
     model: str | None = None
     """The model that was recorded, which answers new sequences: a Hugging Face model (a folder, or
     a name on the hub), smollm2, or module:Class; None replays the records. Each seed that is
@@ -145,8 +143,6 @@ class Variant:
     """Start from RCE; otherwise from supervised fine-tuning."""
     epochs: int | None = None
     """Passes over the training queries, in each round."""
-    lr: float | None = None
-    """Learning rate."""
     keep: str | None = None
     """The epoch that is judged: best (on validation), last, or best_kl. Controls take the last."""
     collected: int | None = None
@@ -227,7 +223,7 @@ class SelectorRun(Training):
         """Return the plan of a variant with these changes."""
         variant = changed(Variant(), values, where)
         # what the variant does not set is the run's
-        stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
+        stage = {key: getattr(variant, key) for key in ("epochs", "keep", "collected")}
         stage = {key: value for key, value in stage.items() if value is not None}
         learned = None
         if variant.reward_model is not None:

@@ -19,7 +19,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
-from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
@@ -28,7 +28,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with, stopped_by_signals
 from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
-from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
+from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.run_folder import checkpoint_at
@@ -38,7 +38,7 @@ from knobwise.experiments.settings.beams import (
     check_judged,
     hide,
     read_data,
-    stored_embeddings,
+    table_for,
 )
 from knobwise.experiments.settings.selector_options import (
     Plan,
@@ -84,12 +84,6 @@ class SelectorExperiment(Experiment):
         check(self.config, self.data)
         notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
         self.notes = [f"{self.table.name}: {note}" for note in notes]
-        mode = self.config.reward.mode
-        if config.reward.mode == AUTO and mode != USUAL:
-            self.notes.append(
-                f"reward.mode={mode}: {self.table.name} has beam scores, but no column of "
-                "right answers"
-            )
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""
@@ -269,7 +263,7 @@ class SelectorStages:
         path = checkpoint_at(self.config.init_from)
         loaded = load_checkpoint(path)
         table = self.data.table
-        stored_embeddings(table, loaded, self.data.items)
+        table_for(table, loaded, self.data.items)
         selector = started_from(path, loaded, fresh)
         if selector.encoder is not None:
             selector.encoder.items = self.data.items
@@ -317,10 +311,9 @@ class SelectorStages:
         scorer = self.data.scorer
         if scorer is None:
             return table
-        embeddings = StoredEmbeddings(table.queries, table.candidates)
         rows = torch.arange(table.num_queries)
         with seeded(self.seed + 1000 * k, "cpu"):
-            actor = SelectorActor(selector, embeddings, table.pool, self.config.shots)
+            actor = SelectorActor(selector, table, self.config.shots)
             draws = evaluation.draw(actor, rows, count)
         # information is the gain over the answer without demonstrations
         scores = score(Remembering(scorer), rows, table.pool, draws)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from knobwise.envs.demonstrations.beam_table import bank_rows
+from knobwise.profiling.demonstrations.pools import best_places
 from knobwise.profiling.demonstrations.scorers import Ask, Fields
 
 
@@ -49,7 +50,7 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
             break
         longer = sequences[query, beam]
         longer[:, length] = candidate
-        demonstrations = shown_at(pool, query, longer[:, : length + 1])
+        demonstrations = bank_rows(pool[query], longer[:, : length + 1])
         ln_p = scorer(rows[query], demonstrations)["logprob_score"]
         gain = torch.full(allowed.shape, -torch.inf)
         # ln P orders sequences as the gain does, without its rounding; P = 0 becomes finite, to
@@ -73,9 +74,7 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool
     goes. A pool with fewer than T candidates gives one shorter sequence.
     """
-    ranked = similarity.argsort(dim=1, descending=True, stable=True)
-    ranked = ranked.masked_fill(similarity.gather(1, ranked) == -torch.inf, -1)
-    windows = pad(ranked, (0, shots + count), value=-1).unfold(1, shots, 1)[:, :count]
+    windows = best_places(similarity, shots + count).unfold(1, shots, 1)[:, :count]
     whole = windows[..., -1:] >= 0
     whole[:, :1] = True
     return windows.masked_fill(~whole, -1)
@@ -89,12 +88,10 @@ def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> T
     shorter sequences.
     """
     noise = -torch.empty(len(pool), count, pool.shape[1]).exponential_(generator=generator).log()
-    best = noise.masked_fill(pool[:, None] < 0, -torch.inf).topk(min(shots, pool.shape[1]))
-    sequences = best.indices.masked_fill(best.values == -torch.inf, -1)
+    sequences = best_places(noise.masked_fill(pool[:, None] < 0, -torch.inf), shots)
     # a repetition equals an earlier one of its query
     same = (sequences[:, :, None] == sequences[:, None]).all(-1)
-    different = sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
-    return pad(different, (0, shots - different.shape[2]), value=-1)
+    return sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
 
 
 def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
@@ -106,16 +103,8 @@ def score(scorer: Ask, rows: Tensor, pool: Tensor, sequences: Tensor) -> Fields:
     """
     shape = sequences.shape[:2]
     query = torch.arange(len(rows)).repeat_interleave(shape[1])
-    scores = scorer(rows[query], shown_at(pool, query, sequences.flatten(0, 1)))
+    scores = scorer(rows[query], bank_rows(pool[query], sequences.flatten(0, 1)))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))["vqa_gt_prob"]
     scores["beam_score"] = scores["vqa_gt_prob"] - zero_shot[query]
     nothing = (sequences < 0).all(2)
     return {name: x.view(shape).masked_fill(nothing, torch.nan) for name, x in scores.items()}
-
-
-def shown_at(pool: Tensor, query: Tensor, places: Tensor) -> Tensor:
-    """Turn places in pools into rows of the bank, for k sequences: int64 [k, T] → [k, T].
-
-    `query`, int64 [k], says whose pool a sequence comes from.
-    """
-    return pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)

@@ -1,18 +1,17 @@
 """The built-in data of the selector: which demonstrations help the learner answer questions about
 canvases.
 
-Files hold pools, recorded sequences, and digests of canvases and learner.
+Files hold pools, recorded sequences, and a digest of the canvases. A pool has candidates that
+answer each question asked, others that look like the query, and random ones
+(`draw_covering_pools` in `profiling/demonstrations/canvases.py` of commit 51d50a7 drew them).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import INTEGERS, BeamTable
@@ -42,8 +41,8 @@ class Demonstrations(NamedTuple):
 def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
-    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
-    those of the files.
+    Raises InputError for no such variant, and where canvases drawn here are not those of the
+    files.
     """
     loaded = []
     for part in PARTS:
@@ -53,41 +52,29 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     return Demonstrations(*tables, *scorers)
 
 
-def careful_candidates(variant: str, part: str) -> Tensor:
-    """Mark the candidates of a built-in bank that careful annotators made, bool [M], for a rule
-    that knows them."""
-    _, bank = draw_part(LearnerTaskConfig(variant, part))
-    return torch.from_numpy(~bank.careless)
-
-
 def demonstrations_path(config: LearnerTaskConfig) -> Path:
     """Return the path of the file of a part of the built-in data."""
     return DATA / f"demonstrations-{config.variant}-{config.part}.safetensors"
 
 
 def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTable, LearnerScorer]:
-    """Read a file of the built-in data. Raises InputError where canvases or the learner here are
-    not its own.
+    """Read a file of the built-in data. Raises InputError where canvases drawn here are not
+    its own.
 
     Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
     `vqa_acc_score` is 1, are computed here; embeddings are drawn.
     """
     # drawn again here, and compared with what the file was made from
-    learner = builtin_learner()
     tensors, metadata = tensors_and_metadata(path)
-    numbers: dict[str, Any] = {key: int(metadata[key]) for key in ("queries", "candidates", "seed")}
-    task = draw_part(replace(config, **numbers))
-    drawn = {"canvases": digest(*task), "learner": learner.digest}
-    for what, digest_now in drawn.items():
-        if digest_now != metadata[what]:
-            raise InputError(
-                f"{path}: was recorded with other {what} than are here (NumPy {np.__version__}). "
-                "Install the versions in constraints.txt, or record other beams with `knobwise "
-                "profile model=learner`"
-            )
+    task = draw_part(config)
+    if digest(*task) != metadata["canvases"]:
+        raise InputError(
+            f"{path}: was recorded with other canvases than are drawn here (NumPy "
+            f"{np.__version__}); install the versions in constraints.txt"
+        )
     # outcomes, then those that follow from others
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields["vqa_gt_prob"] = fields["logprob_score"].exp()
     fields["vqa_correct"] = fields["vqa_acc_score"].floor()
     beams = {name: tensors[name].long() for name in INTEGERS}
-    return part_table(config, task, fields=fields, **beams), LearnerScorer(learner, *task)
+    return part_table(config, task, fields=fields, **beams), LearnerScorer(builtin_learner(), *task)

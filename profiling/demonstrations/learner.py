@@ -3,7 +3,6 @@ demonstrations before it."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -34,9 +33,9 @@ class Block(nn.Module):
             nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)
         )
 
-    def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attended: Tensor | None, last: bool = False) -> Tensor:
         """Transform tokens [n, T, width]; return as many, or [n, 1, width] where only the last
-        token is needed; bias [n, 1, 1, T]."""
+        token is needed; attended bool [n, 1, 1, T]."""
         # the last block needs the query's token alone, which is last
         y = self.norm_attention(x)
         k, v = self.kv(y).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -44,7 +43,7 @@ class Block(nn.Module):
             x = x[:, -1:]
             y = y[:, -1:]
         q = self.q(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
         x = x + self.out(seen.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -85,25 +84,14 @@ class Learner(nn.Module):
         padding = labels < 0
         labelled = demonstrations + self.labels(labels.clamp_min(0))
         x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
-        bias = None
+        attended = None
         if padding.any():
-            bias = F.pad(torch.zeros(padding.shape).masked_fill(padding, -torch.inf), (0, 1))[
-                :, None, None
-            ]
+            attended = ~F.pad(padding, (0, 1))[:, None, None]
         # no positions: the order does not matter
         x = self.norm(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, bias, last=i == LAYERS - 1)
+            x = block(x, attended, last=i == LAYERS - 1)
         return self.head(x[:, -1])
-
-    @property
-    def digest(self) -> str:
-        """Compute `sha256:…` of the weights in half precision, as their file holds them."""
-        # in half precision, so that a reloaded learner has the same digest
-        sha = hashlib.sha256()
-        for name, weight in sorted(self.state_dict().items()):
-            sha.update(name.encode() + weight.half().contiguous().numpy().tobytes())
-        return f"sha256:{sha.hexdigest()}"
 
     @classmethod
     def load(cls, path: Path) -> Learner:

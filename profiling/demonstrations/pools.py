@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -23,7 +24,16 @@ _COMPARED = {
 _CELLS = 1 << 24  # of the table queries × candidates at a time
 
 
-def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:
+class Kinds(NamedTuple):
+    """The kinds of questions, as numbers."""
+
+    queries: Tensor
+    """int64 [Q]."""
+    candidates: Tensor
+    """int64 [M]."""
+
+
+def draw_pools(table: BeamTable, config: PoolConfig, of_bank: bool = False) -> Tensor:
     """Draw a pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1
     at the end where too few are left.
 
@@ -32,12 +42,12 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     the mean of both cosines (`mixed`). Where the parts are unknown the whole embedding is compared.
     Equal ones (to about 1e-6) come in random order.
 
-    Candidates that show the query's image are left out. So is `itself`, int64 [Q], the row of the
-    bank that is the query. Raises InputError for a part that is compared but not among the table's
-    blocks.
+    Candidates that show the query's image are left out. So is the query itself where the queries
+    are the items of the bank (`of_bank`). Raises InputError for a part that is compared but not
+    among the table's blocks.
     """
     # a query and a candidate are compared by inner products of these parts
-    sampler = config.sampler or "mixed"
+    sampler = config.sampler
     queries = table.queries
     candidates = table.candidates
     if sampler != "random":
@@ -45,9 +55,6 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
             compared(x, sampler, table.blocks) for x in (queries, candidates)
         )
     query_image, candidate_image = table.image_numbers
-    # −1 is the row of no candidate
-    if itself is None:
-        itself = torch.full((len(queries),), -1)
     generator = torch.Generator().manual_seed(config.seed)
     candidate_rows = torch.arange(len(candidates))
     pools = []
@@ -57,9 +64,9 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
         if sampler != "random":
             key = query_parts[rows] @ candidate_parts.T + 1e-6 * key
         # [rows, candidates]
-        left_out = (query_image[rows, None] == candidate_image) | (
-            itself[rows, None] == candidate_rows
-        )
+        left_out = query_image[rows, None] == candidate_image
+        if of_bank:
+            left_out |= rows[:, None] == candidate_rows
         best = key.masked_fill(left_out, -torch.inf).topk(min(config.size, len(candidates)))
         pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
     return torch.cat(pools)
@@ -81,6 +88,16 @@ def similarity(
         .squeeze(2)
         .masked_fill(pool < 0, -torch.inf)
     )
+
+
+def best_places(scores: Tensor, shots: int) -> Tensor:
+    """Return the places with the highest scores, float [*, N] → int64 [*, T].
+
+    Of equal scores the first place wins. A place with score −∞ becomes −1.
+    """
+    ranked = scores.sort(dim=-1, descending=True, stable=True)
+    places = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)[..., :shots]
+    return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:

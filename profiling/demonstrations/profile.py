@@ -6,13 +6,12 @@ It can be interrupted. `profile_beams("out", task)` writes:
     out/beams.json                      RL data, with the two files that follow
     out/embeddings.safetensors
     out/query_embeddings.safetensors
-    out/beams-info.json                 figures, costs, the settings that make it again
+    out/beams-info.json                 figures, the settings that make it again
     out/state/…                         what an interrupted run resumes from; later rounds add
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,12 +35,11 @@ from knobwise.envs.tables.tensor_file import (
 )
 from knobwise.profiling.demonstrations import beam_search
 from knobwise.profiling.demonstrations.pools import similarity
-from knobwise.profiling.demonstrations.scorers import Fields, Remembering
+from knobwise.profiling.demonstrations.scorers import Fields, Remembering, recorded_scores
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
     claim,
-    cpu_name,
     digests,
     read_note,
     write_json,
@@ -53,8 +51,7 @@ Draw = Callable[[Tensor, int], Tensor]
 Find = Callable[[Tensor], Fields]
 """Queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`), their
 scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
-_SEED_STEP = 1_000_003
-_OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
+_OF_A_ROUND = ("json", "draws")  # settings that do not change what the search records
 
 
 def profile_beams(
@@ -89,10 +86,9 @@ def profile_beams(
     beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")
-    costs = [beams["cpu_s"]]
 
     # a round of draws for each policy and seed
-    this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
+    this_round = {"policy": drawn_by, "draws": config.draws}
     begun = state / "rounds.json"
     rounds = []
     if begun.exists():
@@ -108,13 +104,10 @@ def profile_beams(
             find = partial(_draw_round, task, config, draw, table, zero_shot)
         beams = _in_chunks(state / f"round-{index}", config.chunk, table, find)
         table = _with_found(table, beams, index)
-        costs.append(beams["cpu_s"])
     info = _write(out, table, task, config)
-    search_s, *rounds_s = [round(float(cost.sum()), 2) for cost in costs]
-    info |= {"rounds": rounds, "cost_cpu_s": {"search": search_s, "rounds": rounds_s}}
-    info["figures"] = figures(table, zero_shot)
+    info |= {"rounds": rounds, "figures": figures(table, zero_shot)}
     write_json(out / "beams-info.json", info)
-    print(*figure_lines(info["figures"]), sep="\n")
+    print_figures(info["figures"])
     return table
 
 
@@ -134,15 +127,12 @@ def _draw_round(
     """Draw sequences for the queries `rows` and score those that the table lacks."""
     # the same draws whichever chunks an earlier session finished
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
+        torch.manual_seed(int(rows[0]))
         sequences = draw(rows, config.draws)
     # what is recorded is known
     scorer = Remembering(task.scorer)
     pool = table.pool[rows]
-    query, beam = table.beam_mask[rows].nonzero(as_tuple=True)
-    demonstrations = beam_search.shown_at(pool, query, table.sequences[rows][query, beam])
-    recorded = {name: table.fields[name][rows][query, beam] for name in zero_shot}
-    scorer.remember(rows[query], demonstrations, recorded)
+    scorer.remember(*recorded_scores(table, rows, zero_shot))
     nothing = torch.full((len(rows), 1), -1)
     scorer.remember(rows, nothing, {name: field[rows] for name, field in zero_shot.items()})
     return _scored(scorer, rows, pool, {"policy": sequences})
@@ -154,20 +144,18 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
     scorer = Remembering(task.scorer)
     pool = table.pool[rows]
     # a chunk has its own seed, so that chunks can be done in any order
-    generator = torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
+    generator = torch.Generator().manual_seed(int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
-    similarities = torch.zeros_like(pool, dtype=torch.float32)
-    if config.retrieved:
-        similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
+    similarities = similarity(table.queries[rows], table.candidates, pool, table.blocks)
     shots = config.shots
     sequences = {
         "beam": beam_search.beam_search(scorer, rows, pool, shots, config.width),
         "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
         "random": beam_search.drawn(pool, shots, config.random, generator),
     }
-    if config.same_kind and task.kinds is not None:
-        queries, candidates = task.kinds
-        same = queries[rows].unsqueeze(1) == candidates[pool.clamp_min(0)]
+    if task.kinds is not None:
+        kinds = task.kinds
+        same = kinds.queries[rows].unsqueeze(1) == kinds.candidates[pool.clamp_min(0)]
         alike = pool.masked_fill(~same, -1)
         sequences["sample"] = beam_search.drawn(alike, shots, config.same_kind, generator)
     beams = _scored(scorer, rows, pool, sequences)
@@ -186,34 +174,26 @@ def _scored(
 
 
 def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) -> Fields:
-    """Find the sequences of all queries of a table, a chunk at a time; `cpu_s` is the CPU seconds
-    of each chunk.
+    """Find the sequences of all queries of a table, a chunk at a time.
 
     Each chunk is a file, and files that exist are read.
     """
-    # finished chunks are read, unless they are damaged
-    chunks = {
-        folder / f"{int(rows[0])}.safetensors": rows
-        for rows in torch.arange(table.num_queries).split(chunk)
-    }
-    parts = {path: part for path in chunks if (part := tensors_if_whole(path)) is not None}
-    missing = [path for path in chunks if path not in parts]
-    done = table.num_queries - sum(len(chunks[path]) for path in missing)
-    with progress(folder.name, table.num_queries, done) as tick:
-        for path in missing:
-            if find is None:
-                raise InputError(
-                    f"{folder}: is not finished; give the checkpoint that it was begun with"
-                )
-            start = time.process_time()
-            beams = find(chunks[path])
-            beams["cpu_s"] = torch.tensor([time.process_time() - start], dtype=torch.float64)
-            save_tensors(path, beams)
-            parts[path] = beams
-            done += len(chunks[path])
-            tick(done)
-    # all chunks in the order of the queries
-    return joined_by_name([parts[path] for path in chunks])
+    parts = []
+    with progress(folder.name, table.num_queries) as tick:
+        for rows in torch.arange(table.num_queries).split(chunk):
+            path = folder / f"{int(rows[0])}.safetensors"
+            # a finished chunk is read, unless it is damaged
+            part = tensors_if_whole(path)
+            if part is None:
+                if find is None:
+                    raise InputError(
+                        f"{folder}: is not finished; give the checkpoint that it was begun with"
+                    )
+                part = find(rows)
+                save_tensors(path, part)
+            parts.append(part)
+            tick(int(rows[-1]) + 1)
+    return joined_by_name(parts)
 
 
 def _write(
@@ -234,7 +214,7 @@ def _write(
         "digest": table.digest,
         "task": task.options,
         "beams": asdict(config),
-        "machine": {"cpu": cpu_name(), "torch": torch.__version__},
+        "torch": torch.__version__,
         "sha256": digests(out, files),
     }
 
@@ -281,21 +261,16 @@ def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
     }
 
 
-def figure_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Return `figures` as a table of text."""
-    lines = [
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print `figures` in words; gain is that of the right answer's probability."""
+    print(
         f"{figures['queries']} queries with pools of {figures['pool']} out of "
         f"{figures['candidates']} candidates; right without demonstrations: "
-        f"{figures['zero_shot_correct']:.1%}",
-        f"{'found by':<12}{'shots':>6}{'sequences':>11}{'right':>8}{'any right':>11}{'gain':>8}",
-    ]
-    for row in figures["found"]:
-        lines.append(
-            f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
-            f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
-        )
-    lines.append(
-        "gain: by how much the right answer is more probable than without demonstrations; sample: "
-        "draws of the query's own kind"
+        f"{figures['zero_shot_correct']:.1%}"
     )
-    return lines
+    for row in figures["found"]:
+        print(
+            f"{row['found_by']}, {row['shots']} shots: {row['sequences']} sequences, "
+            f"{row['correct']:.1%} right, gain {row['gain']:.3f}; {row['any_correct']:.1%} of the "
+            "queries with one that is right"
+        )

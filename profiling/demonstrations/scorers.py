@@ -5,12 +5,13 @@ built-in task's learner (that of Hugging Face models is in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.tables.tensor_file import joined_by_name
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
@@ -21,6 +22,8 @@ Fields = dict[str, Tensor]
 """Scores by name."""
 Ask = Callable[[Tensor, Tensor], Fields]
 """Scores queries after demonstrations, as a `Scorer` does."""
+CHUNK = 1024
+"""Sequences that the learner reads at a time."""
 
 
 class Scorer(Protocol):
@@ -78,8 +81,27 @@ class Remembering:
 
     @staticmethod
     def _keys(queries: Tensor, demonstrations: Tensor) -> list[tuple[int, ...]]:
-        rows = torch.cat([queries[:, None], demonstrations], 1).tolist()
-        return [tuple(row for row in numbers if row >= 0) for numbers in rows]
+        keys = []
+        for numbers in torch.cat([queries[:, None], demonstrations], 1).tolist():
+            keys.append(tuple(row for row in numbers if row >= 0))
+        return keys
+
+
+def recorded_scores(
+    table: BeamTable, rows: Tensor, names: Iterable[str]
+) -> tuple[Tensor, Tensor, Fields]:
+    """Return what a table knows of the queries `rows`, int64 [n], for `Remembering.remember`.
+
+    It is the queries [k], demonstrations [k, T] and scores [k] of every recorded sequence of which
+    all the scores `names` are known.
+    """
+    whole = table.beam_mask[rows]
+    for name in names:
+        whole = whole & table.fields[name][rows].isfinite()
+    row, beam = whole.nonzero(as_tuple=True)
+    query = rows[row]
+    demonstrations = bank_rows(table.pool[query], table.sequences[query, beam])
+    return query, demonstrations, {name: table.fields[name][query, beam] for name in names}
 
 
 class LearnerScorer:
@@ -90,14 +112,13 @@ class LearnerScorer:
     label) / P(likeliest label). `vote` counts, for each question asked, the demonstrations of this
     question.
 
-    Canvases are seen once, when the scorer is made; only labels depend on the query. `chunk`
+    Canvases are seen once, when the scorer is made; only labels depend on the query. `CHUNK`
     sequences are computed at a time.
     """
 
     @torch.inference_mode()
-    def __init__(self, learner: Learner, queries: Queries, bank: Bank, chunk: int = 1024) -> None:
+    def __init__(self, learner: Learner, queries: Queries, bank: Bank) -> None:
         self.learner = learner.eval()
-        self.chunk = chunk
         numbers = queries.questions, queries.values, queries.labels
         self.questions, self.values, self.labels = map(torch.from_numpy, numbers)
         self.question = torch.from_numpy(bank.question)
@@ -111,7 +132,7 @@ class LearnerScorer:
         row, part = (self.questions[queries] >= 0).nonzero().unbind(1)
         chunks = [
             self._answer(queries[r], p, demonstrations[r])
-            for r, p in zip(row.split(self.chunk), part.split(self.chunk), strict=True)
+            for r, p in zip(row.split(CHUNK), part.split(CHUNK), strict=True)
         ]
         # log-probability, right, relative and the number of parts, summed over a query's questions
         outcomes = torch.cat([torch.cat(chunks, 1), torch.ones(1, len(row))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,9 @@ from knobwise.profiling.demonstrations.canvases import (
     Queries,
 )
 from knobwise.profiling.demonstrations.learner import WIDTH, Learner
-from knobwise.profiling.demonstrations.pools import draw_pools
+from knobwise.profiling.demonstrations.pools import Kinds, draw_pools
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.settings import (
-    SAMPLERS,
     LearnerTaskConfig,
     PoolConfig,
     VLMTaskConfig,
@@ -73,21 +72,14 @@ class BeamTask(NamedTuple):
     # sha256 of the files that it is read from, where the table does not contain them
     sources: Mapping[str, str] = {}
     # the kinds of questions of queries and bank; None where the items do not name them
-    kinds: tuple[Tensor, Tensor] | None = None
+    kinds: Kinds | None = None
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """Draw a part of the built-in task, with its own pools or pools drawn by a sampler, without
-    beams."""
+    """Draw a part of the built-in task, with pools drawn by a sampler, without beams."""
     task = draw_part(config)
     table = part_table(config, task, **no_beams(len(task[0])))
-    if pool.sampler in (None, "covers"):
-        # covers and look-alikes, by another stream than that of queries and bank
-        rng = RandomState([config.seed, PARTS.index(config.part), 1])
-        rows = canvases.draw_covering_pools(rng, *task, VARIANTS[config.variant])
-        table = replace(table, pool=torch.from_numpy(rows))
-    else:
-        table = replace(table, pool=draw_pools(table, pool))
+    table = replace(table, pool=draw_pools(table, pool))
     options = {"model": "learner", "learner": asdict(config), "pool": asdict(pool)}
     return BeamTask(table, LearnerScorer(builtin_learner(), *task), options)
 
@@ -99,10 +91,6 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
     such model.
     """
-    if pool.sampler == "covers":
-        raise InputError(
-            f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
-        )
     # the model comes last, since it takes longest
     answerer = read_answerer(model, config)
     data = answerer.data
@@ -117,17 +105,13 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         candidate_images=tuple(item.image_id for item in data.bank),
         blocks=blocks,
     )
-    itself = None
-    if data.queries is data.bank:
-        itself = torch.arange(table.num_queries)
-    table = replace(table, pool=draw_pools(table, pool, itself))
+    table = replace(table, pool=draw_pools(table, pool, data.queries is data.bank))
     options = {"model": model, "vlm": asdict(config), "pool": asdict(pool)}
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
-    scorer = load_scorer(answerer, config)
-    return BeamTask(table, scorer, options, sources, kinds_of(data))
+    return BeamTask(table, answerer.load(), options, sources, kinds_of(data))
 
 
-def kinds_of(data: VQAData) -> tuple[Tensor, Tensor] | None:
+def kinds_of(data: VQAData) -> Kinds | None:
     """Return the kinds of questions as numbers, of queries int64 [Q] and of the bank int64 [M];
     None where no item names its kind."""
     items = (*data.queries, *data.bank)
@@ -135,22 +119,17 @@ def kinds_of(data: VQAData) -> tuple[Tensor, Tensor] | None:
     if names == [""]:
         return None
     numbers = torch.tensor([names.index(item.question_type) for item in items])
-    queries, candidates = numbers.split([len(data.queries), len(data.bank)])
-    return queries, candidates
+    return Kinds(*numbers.split([len(data.queries), len(data.bank)]))
 
 
 class Answerer(NamedTuple):
     """A model that is not loaded yet, and its items."""
 
-    source: str | Path
-    """The folder of a Hugging Face model, or its name on the hub; or `module:Class`."""
-    text_alone: bool
-    """True for a language model, which takes no images."""
     path: Path
     """The file of its items."""
     data: VQAData
-    made: Callable[[VQAData], Scorer] | None = None
-    """A scorer of the user's own."""
+    load: Callable[[], Scorer]
+    """Loads the model. Raises InputError if it cannot be loaded."""
 
 
 def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answerer:
@@ -167,29 +146,20 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
         )
     path = Path(config.data) if config.data else QUESTIONS_CSV
     if ":" in model:
-        made = imported(f"{prefix}model={model}", model, "class", "my_module:MyScorer")
-        text_alone = not getattr(made, "sees", True)
-        data = read_vqa_data(path, config.bank or None, images=not text_alone)
-        return Answerer(model, text_alone, path, data, made)
+        key = f"{prefix}model={model}"
+        made = imported(key, model, "class", "my_module:MyScorer")
+        data = read_vqa_data(path, config.bank or None, images=getattr(made, "sees", True))
+        return Answerer(path, data, partial(instance, key, made, MEMBERS, Scorer, data))
     from knobwise.profiling.huggingface.loading import reads_text_alone
+    from knobwise.profiling.huggingface.scorer import VLMScorer
+    from knobwise.profiling.huggingface.text_scorer import TextScorer
 
     source = folder.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
-    return Answerer(source, text_alone, path, data)
-
-
-def load_scorer(answerer: Answerer, config: VLMTaskConfig, prefix: str = "") -> Scorer:
-    """Load the model of an `Answerer` as a `Scorer`. Raises InputError if it cannot be loaded."""
-    if answerer.made is not None:
-        key = f"{prefix}model={answerer.source}"
-        return instance(key, answerer.made, MEMBERS, Scorer, answerer.data)
-    from knobwise.profiling.huggingface.scorer import VLMScorer
-    from knobwise.profiling.huggingface.text_scorer import TextScorer
-
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
-    kind = TextScorer if answerer.text_alone else VLMScorer
-    return kind.load(answerer.source, answerer.data, **options)
+    kind = TextScorer if text_alone else VLMScorer
+    return Answerer(path, data, partial(kind.load, source, data, **options))
 
 
 def _read_embeddings(
@@ -200,9 +170,8 @@ def _read_embeddings(
     The dictionary says which of their columns describe the image, and which the question.
     """
     if not config.embeddings:
-        for name in ("query_embeddings", "image_columns"):
-            if getattr(config, name):
-                raise InputError(f"vlm.{name}: needs vlm.embeddings, those of the bank")
+        if config.query_embeddings or config.image_columns:
+            raise InputError("vlm.query_embeddings, vlm.image_columns: need vlm.embeddings")
         if not all(item.image is None for item in data.queries):
             raise InputError("vlm.embeddings: embeddings of items with images must be given")
         known = [item.question for item in data.bank]
@@ -224,20 +193,11 @@ def _read_embeddings(
                 f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, "
                 "in order"
             )
-    if queries.shape[1] != candidates.shape[1]:
-        raise InputError(
-            f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank {candidates.shape[1]}"
-        )
     # the first columns describe the image, the others the question
-    width = queries.shape[1]
     split = config.image_columns
     if split is None:
         return queries, candidates, {}
-    if not 0 < split < width:
-        raise InputError(
-            f"vlm.image_columns={split}: must leave columns to both parts of the {width}"
-        )
-    return queries, candidates, {"image": (0, split), "question": (split, width)}
+    return queries, candidates, {"image": (0, split), "question": (split, queries.shape[1])}
 
 
 def question_embedder(bank: list[str]) -> Callable[[list[str]], Tensor]:
@@ -282,10 +242,10 @@ def builtin_learner() -> Learner:
 def draw_part(config: LearnerTaskConfig) -> Task:
     """Draw the queries and the bank of a part."""
     queries, candidates = SIZES[config.part]
-    rng = RandomState([config.seed, PARTS.index(config.part)])
+    rng = RandomState([0, PARTS.index(config.part)])
     held_out = config.part == "test"
-    variant = VARIANTS[config.variant]
-    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, variant)
+    careless = VARIANTS[config.variant]
+    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, careless)
     return canvases.draw_queries(rng, config.queries or queries, held_out), bank
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import small_beams
 
-from knobwise.agents.selector.reward_model import Answered, RewardModel, penalised, recorded_answers
+from knobwise.agents.selector.reward_model import Answered, RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.common.errors import InputError
@@ -21,10 +21,15 @@ def fresh(table, config=TINY):
     return RewardModel(config, selector.mean, selector.scale)
 
 
-def test_the_penalty_by_hand():
+def test_the_penalty_by_hand(monkeypatch):
     """Mean .5; deviations ±.1 and ±.3, so that the variance is .05."""
     probabilities = torch.tensor([[0.2, 0.7], [0.4, 0.7], [0.6, 0.7], [0.8, 0.7]])
-    torch.testing.assert_close(penalised(probabilities), torch.tensor([0.5 - 0.05**0.5, 0.7]))
+    table, _ = small_beams()
+    model = fresh(table)
+    monkeypatch.setattr(model, "probabilities", lambda *_: probabilities)
+    rows = torch.arange(2)
+    scored = model.score(table, rows, table.pool[rows, :2])["vqa_correct"]
+    torch.testing.assert_close(scored, torch.tensor([0.5 - 0.05**0.5, 0.7]))
 
 
 def test_members_are_computed_as_each_would_be_alone():

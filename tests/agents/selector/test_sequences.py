@@ -44,9 +44,7 @@ def everything(mask, shots):
 def log_probs_of(dist, query, shots=3):
     """The log-probs [n] of all sequences of a query."""
     sequences = torch.tensor(everything(features()[2][query], shots)).expand(4, -1, -1)
-    if dist.group_size is not None:
-        return dist.log_prob(sequences)[query]
-    return dist.log_prob(sequences.transpose(0, 1))[:, query]  # as draws of shape [n]
+    return dist.log_prob(sequences)[query]
 
 
 @torch.no_grad()
@@ -82,7 +80,7 @@ def test_log_probs_are_those_of_a_step_by_step_computation_and_sum_to_one(kind, 
 
 
 def test_a_shorter_sequence_has_the_log_prob_of_its_beginning():
-    dist, net = distribution(group_size=3), network()
+    dist, net = distribution(), network()
     value = torch.full((4, 3, 3), -1)
     value[0, 0, :2] = torch.tensor([2, 0])
     value[0, 1, :1] = 3
@@ -95,7 +93,7 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_any_action_gets_a_number_and_finite_gradients(actions):
-    dist = distribution(group_size=len(actions))
+    dist = distribution()
     result = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
     assert not result.isnan().any()
     known = [everything(mask, 3) for mask in features()[2]]
@@ -107,21 +105,17 @@ def test_any_action_gets_a_number_and_finite_gradients(actions):
 
 
 @every_network
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kind, group_size):
+def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kind):
     torch.manual_seed(0)
-    dist = distribution(kind=kind, group_size=group_size)
-    group = () if group_size is None else (group_size,)
-    drawn, log_prob = dist.sample_with_log_prob((2, 5))
-    assert drawn.shape == dist.sample((2, 5)).shape == (2, 5, 4, *group, 3)
-    assert log_prob.shape == (2, 5, 4, *group)
-    assert dist.sample().shape == dist.deterministic_sample.shape == (4, *group, 3)
+    dist = distribution(kind=kind)
+    drawn, log_prob = dist.sample_with_log_prob(5)
+    assert drawn.shape == (4, 5, 3)
+    assert log_prob.shape == (4, 5)
     assert not drawn.requires_grad
     assert not log_prob.requires_grad
     torch.testing.assert_close(dist.log_prob(drawn), log_prob)
     assert dist.entropy().shape == (4,)
-    greedy = dist.mode if group_size is None else dist.mode[:, 0]
-    assert (greedy >= 0).sum(-1).tolist() == [3, 2, 1, 0]
+    assert (dist.mode >= 0).sum(-1).tolist() == [3, 2, 1, 0]
 
 
 # -- draws -----------------------------------------------------------------------------------------
@@ -129,8 +123,8 @@ def test_draws_carry_the_log_probs_that_log_prob_gives_them_and_never_repeat(kin
 
 def test_draws_have_the_frequencies_of_their_probabilities():
     torch.manual_seed(0)
-    dist = distribution(shots=2, group_size=20_000)
-    drawn = dist.sample()
+    dist = distribution(shots=2)
+    drawn, _ = dist.sample_with_log_prob(20_000)
     for query, mask in enumerate(features()[2]):
         sequences = torch.tensor(everything(mask, 2))
         seen = (drawn[query].unsqueeze(1) == sequences).all(-1).float().mean(0)
@@ -176,10 +170,10 @@ def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws():
     log_probs = log_probs_of(dist, 0, 1)
     torch.testing.assert_close(dist.entropy()[0], -(log_probs.exp() * log_probs).sum())
     assert dist.entropy()[2:].tolist() == [0, 0]
-    dist = distribution(group_size=20)
+    dist = distribution()
     torch.manual_seed(3)
-    wanted = dist.sample()
+    wanted, _ = dist.sample_with_log_prob(20)
     torch.manual_seed(3)
     first = dist.entropy()
     assert torch.equal(dist.entropy(), first)
-    assert torch.equal(dist.sample(), wanted)
+    assert torch.equal(dist.sample_with_log_prob(20)[0], wanted)

@@ -39,7 +39,7 @@ def distribution_of(selector, table, rows, temperature=1.0):
     """Of sequences of two, with the embeddings of the table."""
     pool = table.pool[rows]
     return selector.distribution(
-        table.queries[rows], table.candidates[pool], pool >= 0, 2, 1, temperature
+        table.queries[rows], table.candidates[pool], pool >= 0, 2, temperature
     )
 
 

@@ -159,13 +159,13 @@ def test_nothing_is_scored_twice():
     assert len(hand.scored) == 7
 
 
-def pool_of(sampler, queries, bank, size, *, itself=None, seed=0, **more):
+def pool_of(sampler, queries, bank, size, *, of_bank=False, seed=0, **more):
     """The pools of a table with these embeddings."""
     names = tuple(map(str, range(len(queries))))
     table = BeamTable(
         "t", names, **no_beams(len(queries)), queries=queries, candidates=bank, **more
     )
-    return draw_pools(table, PoolConfig(sampler, size, seed), itself)
+    return draw_pools(table, PoolConfig(sampler, size, seed), of_bank)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size
     count = len(images)
     items = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     known = {"blocks": BLOCKS, "query_images": tuple(images), "candidate_images": tuple(images)}
-    pool = pool_of(sampler, items, items, size, itself=torch.arange(count), seed=seed, **known)
+    pool = pool_of(sampler, items, items, size, of_bank=True, seed=seed, **known)
     assert pool.shape == (count, min(size, count))
     for query, row in enumerate(pool.tolist()):
         real = [i for i in row if i >= 0]

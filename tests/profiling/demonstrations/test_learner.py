@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.random import RandomState
 
+from knobwise.profiling.demonstrations import scorers
 from knobwise.profiling.demonstrations.canvases import (
     VARIANTS,
     Bank,
@@ -101,11 +102,12 @@ def test_scores_follow_from_the_learners_logits():
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_neither_chunks_nor_order_nor_padding_change_scores(chunk):
+def test_neither_chunks_nor_order_nor_padding_change_scores(chunk, monkeypatch):
     queries, demonstrations = prompts(24)
     found = SCORER(queries, demonstrations)
     wider = torch.cat([demonstrations, torch.full((24, 2), -1)], 1).flip(0)
-    other = LearnerScorer(LEARNER, QUERIES, BANK, chunk=chunk)(queries.flip(0), wider)
+    monkeypatch.setattr(scorers, "CHUNK", chunk)
+    other = SCORER(queries.flip(0), wider)
     for name, values in found.items():
         assert (values.shape, values.dtype) == ((24,), torch.float32)
         torch.testing.assert_close(other[name].flip(0), values, rtol=1e-4, atol=1e-5)
