@@ -62,7 +62,8 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
         raise InputError(
             f"beam table {table.name!r} has no sequence for "
             f"groups.methods={groups.methods} and shots={shots}; it has sequences of "
-            f"{table.recorded_lengths} demonstrations, found by {found_by or 'none'}"
+            f"{table.recorded_lengths} demonstrations, found by {found_by or 'none'}; imitated=all "
+            "and groups=all of a variant take every sequence"
         )
     longest = int(table.lengths[kept].max())
     return table.with_only(table.beams | {"sequences": table.sequences[..., :longest]}, kept)

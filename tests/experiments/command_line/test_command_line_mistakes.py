@@ -13,9 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 from commands import SIMULATED, launch, mistake, refused, words_of, write_table
+from helpers import small_table
 from wandb_stub import forget_wandb
 
 from knobwise.__main__ import main
+from knobwise.envs.readers.feature_files import write_features
 from knobwise.experiments.command_line import profile, train
 from knobwise.experiments.settings.options import VERBS
 
@@ -175,6 +177,7 @@ HELP = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")]
 ANSWER = """
 import contextlib, io, json, sys
 from knobwise.__main__ import main
+from knobwise.envs.readers.feature_files import write_features
 answers = {}
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
@@ -259,6 +262,7 @@ def test_a_measured_profile_in_a_folder_with_brackets_is_read(capsys):
     table = Path("m[1]", "table.parquet")
     table.parent.mkdir()
     Path("t.parquet").rename(table)
+    write_features(small_table(60), table.with_name("features.safetensors"))
     profile._summary(table.parent)
     printed = capsys.readouterr().out
     assert str(table) in printed

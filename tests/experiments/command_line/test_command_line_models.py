@@ -212,7 +212,7 @@ MISTAKES = {
     "TRAIN JOINT profile.features=[files/first.npz]": "1 files for 2 paths",
     "TRAIN JOINT profile.features=[files/first.npz,null]": "missing_blocks=true",
     "TRAIN JOINT split.leave_out=fourth": "split.leave_out='fourth'",
-    "TRAIN FIRST split.leave_out=first": "leaving one out",
+    "TRAIN FIRST split.leave_out=first": "several data sets",
     "TRAIN profile=simulated profile.datasets=[gqa]": "text_vqa, coco_vqa, okvqa",
     "TRAIN FIRST balance.by=dataset": "balance",
     "TRAIN FIRST balance.by=length": "balance.by='length'",

@@ -94,7 +94,7 @@ def test_what_the_stages_start_from(stages, tmp_path):
 
 
 def test_what_the_stages_learn_from(stages):
-    assert stages["sft"]["groups"].methods == ("beam",)
+    assert stages["sft"]["groups"].methods == "beams"
     assert not (stages["sft"]["table"].found_by == POLICY).any()
     first, second = stages["rounds-1"]["table"], stages["rounds"]["table"]
     assert set(first.round.unique().tolist()) == {0, 1}
