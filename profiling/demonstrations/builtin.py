@@ -1,15 +1,14 @@
 """The built-in data of the selector: which demonstrations help the learner answer questions about
 canvases.
 
-Files hold pools, recorded sequences, and a digest of the canvases. A pool has candidates that
-answer each question asked, others that look like the query, and random ones
-(`draw_covering_pools` in `profiling/demonstrations/canvases.py` of commit 51d50a7 drew them).
+Files hold pools, recorded sequences, and digests of canvases and learner.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +40,8 @@ class Demonstrations(NamedTuple):
 def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
-    Raises InputError for no such variant, and where canvases drawn here are not those of the
-    files.
+    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
+    those of the files.
     """
     loaded = []
     for part in PARTS:
@@ -58,23 +57,28 @@ def demonstrations_path(config: LearnerTaskConfig) -> Path:
 
 
 def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTable, LearnerScorer]:
-    """Read a file of the built-in data. Raises InputError where canvases drawn here are not
-    its own.
+    """Read a file of the built-in data. Raises InputError where canvases or the learner here are
+    not its own.
 
     Outcomes are in half precision. `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
     `vqa_acc_score` is 1, are computed here; embeddings are drawn.
     """
     # drawn again here, and compared with what the file was made from
+    learner = builtin_learner()
     tensors, metadata = tensors_and_metadata(path)
-    task = draw_part(config)
-    if digest(*task) != metadata["canvases"]:
-        raise InputError(
-            f"{path}: was recorded with other canvases than are drawn here (NumPy "
-            f"{np.__version__}); install the versions in constraints.txt"
-        )
+    numbers: dict[str, Any] = {key: int(metadata[key]) for key in ("queries", "candidates", "seed")}
+    task = draw_part(replace(config, **numbers))
+    drawn = {"canvases": digest(*task), "learner": learner.digest}
+    for what, digest_now in drawn.items():
+        if digest_now != metadata[what]:
+            raise InputError(
+                f"{path}: was recorded with other {what} than are here (NumPy {np.__version__}). "
+                "Install the versions in constraints.txt, or record other beams with `knobwise "
+                "profile model=learner`"
+            )
     # outcomes, then those that follow from others
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields["vqa_gt_prob"] = fields["logprob_score"].exp()
     fields["vqa_correct"] = fields["vqa_acc_score"].floor()
     beams = {name: tensors[name].long() for name in INTEGERS}
-    return part_table(config, task, fields=fields, **beams), LearnerScorer(builtin_learner(), *task)
+    return part_table(config, task, fields=fields, **beams), LearnerScorer(learner, *task)

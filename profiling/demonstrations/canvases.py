@@ -33,6 +33,8 @@ NOISE = (0.2, 0.05)
 """Standard deviation of the pixels' noise, of careful and careless annotators."""
 WRONG = (0.02, 0.4)
 """How often the stated answer of careful and careless annotators is wrong."""
+POOL = 48
+"""Candidates of a query."""
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -41,11 +43,26 @@ _TRAINING_DIGITS = 900  # of 1,797; the others are held out
 _QUERY_NOISE = 0.05
 _FRAME_INK = 0.6
 _TEXTURE_INK = 0.35
+_CHUNK = 256  # queries whose pools are drawn at a time
 _LEVELS = 256  # pixels are multiples of 1/256
 
 
-VARIANTS = {"careless": 6, "careful": 0}
-"""How many of the ten annotators are careless; each is careful or careless in everything."""
+@dataclass(frozen=True)
+class Variant:
+    """Who annotated, and what a pool is made of: per question asked so many covers, then
+    look-alikes that cover nothing, then random items."""
+
+    careless_annotators: int
+    """Of the ten; an annotator is careful or careless in everything."""
+    careful_covers: int
+    """Covers of careful annotators, per question asked."""
+    careless_covers: int
+    careful_look_alikes: int
+    """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
+    careless_look_alikes: int
+
+
+VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
 
 
 @dataclass(frozen=True)
@@ -76,12 +93,12 @@ class Queries:
         return len(self.questions)
 
 
-def draw_bank(rng: RandomState, size: int, held_out: bool, careless_annotators: int) -> Bank:
+def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> Bank:
     """Draw the items of a bank, values, questions and annotators uniform."""
     values = _draw_values(rng, size)
     question = rng.randint(len(QUESTIONS), size=size, dtype=np.int64)
     annotator = rng.randint(ANNOTATORS, size=size, dtype=np.int64)
-    careless = annotator < careless_annotators
+    careless = annotator < variant.careless_annotators
     noise, rate = (np.array(pair)[careless.astype(int)] for pair in (NOISE, WRONG))
     images = _draw_images(rng, values, held_out, noise)
     # a wrong answer is any other, none more often
@@ -101,6 +118,44 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
     questions[rng.random_sample(size) < 0.5, 1] = -1
     labels = rng.random_sample((size, len(QUESTIONS), LABELS)).argsort(2)
     return Queries(images, values, questions, labels)
+
+
+def draw_covering_pools(rng: RandomState, queries: Queries, bank: Bank, variant: Variant) -> Ints:
+    """Draw each query's candidates, shuffled: [Q, 48] rows of the bank.
+
+    A bank with too few covers or look-alikes gives more random items in their place; one with too
+    few items altogether leaves −1 at the end.
+    """
+    pools = []
+    careless = bank.careless
+    bank_images = bank.images.astype(np.float64)
+    bank_norm = (bank_images**2).sum(1)
+    for start in range(0, len(queries), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        order = rng.random_sample((len(queries.questions[rows]), len(bank)))
+        # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever
+        # computes it
+        distance = bank_norm - 2 * queries.images[rows].astype(np.float64) @ bank_images.T
+        free = np.ones(order.shape, bool)
+        chosen = []
+        for part in queries.questions[rows].T:
+            right = np.take_along_axis(queries.values[rows], part[:, None].clip(0), 1)
+            cover = (bank.question == part[:, None]) & (bank.true_value == right)
+            free &= ~cover
+            chosen.append(_lowest(order, cover & ~careless, variant.careful_covers))
+            chosen.append(_lowest(order, cover & careless, variant.careless_covers))
+        chosen.append(_lowest(distance, free & ~careless, variant.careful_look_alikes))
+        chosen.append(_lowest(distance, free & careless, variant.careless_look_alikes))
+        special = np.concatenate(chosen, 1)
+        # the rest of a pool is drawn from candidates that are not in it yet
+        query, column = np.nonzero(special >= 0)
+        free[query, special[query, column]] = False
+        pool = np.concatenate([special, _lowest(order, free, POOL)], 1)
+        first = np.argsort(pool < 0, axis=1, kind="stable")[:, :POOL]
+        pools.append(np.take_along_axis(pool, first, 1))
+    pool = np.concatenate(pools)
+    shuffled = np.where(pool < 0, np.inf, rng.random_sample(pool.shape)).argsort(1)
+    return np.take_along_axis(pool, shuffled, 1)
 
 
 def digest(queries: Queries, bank: Bank) -> str:
@@ -167,3 +222,17 @@ def _patterns() -> tuple[Floats, Floats]:
     frames = (rng.random_sample((VALUES[1], SIDE, SIDE)) < 0.5) & border
     textures = rng.random_sample((VALUES[2], SIDE - 2, SIDE - 2)) < 0.5
     return frames.astype(np.float32), textures.astype(np.float32)
+
+
+def _lowest(key: Doubles, allowed: Bools, count: int) -> Ints:
+    """Return the columns of the `count` lowest keys among those allowed, from the lowest on; −1
+    where there are fewer."""
+    count = min(count, key.shape[1])
+    if count == 0:
+        return np.zeros((len(key), 0), np.int64)
+    keys = np.where(allowed, key, np.inf)
+    # the lowest in any order, then in their own
+    lowest = np.argpartition(keys, count - 1, axis=1)[:, :count]
+    order = np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable")
+    lowest = np.take_along_axis(lowest, order, 1)
+    return np.where(np.take_along_axis(allowed, lowest, 1), lowest, -1)

@@ -3,6 +3,7 @@ demonstrations before it."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -92,6 +93,15 @@ class Learner(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, attended, last=i == LAYERS - 1)
         return self.head(x[:, -1])
+
+    @property
+    def digest(self) -> str:
+        """Compute `sha256:…` of the weights in half precision, as their file holds them."""
+        # in half precision, so that a reloaded learner has the same digest
+        sha = hashlib.sha256()
+        for name, weight in sorted(self.state_dict().items()):
+            sha.update(name.encode() + weight.half().contiguous().numpy().tobytes())
+        return f"sha256:{sha.hexdigest()}"
 
     @classmethod
     def load(cls, path: Path) -> Learner:

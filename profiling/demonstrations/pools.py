@@ -47,7 +47,7 @@ def draw_pools(table: BeamTable, config: PoolConfig, of_bank: bool = False) -> T
     among the table's blocks.
     """
     # a query and a candidate are compared by inner products of these parts
-    sampler = config.sampler
+    sampler = config.sampler or "mixed"
     queries = table.queries
     candidates = table.candidates
     if sampler != "random":

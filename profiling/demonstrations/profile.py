@@ -51,7 +51,8 @@ Draw = Callable[[Tensor, int], Tensor]
 Find = Callable[[Tensor], Fields]
 """Queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`), their
 scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
-_OF_A_ROUND = ("json", "draws")  # settings that do not change what the search records
+_SEED_STEP = 1_000_003
+_OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
 
 
 def profile_beams(
@@ -88,7 +89,7 @@ def profile_beams(
     zero_shot = with_prefix(beams, "zero_shot.")
 
     # a round of draws for each policy and seed
-    this_round = {"policy": drawn_by, "draws": config.draws}
+    this_round = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
     rounds = []
     if begun.exists():
@@ -127,7 +128,7 @@ def _draw_round(
     """Draw sequences for the queries `rows` and score those that the table lacks."""
     # the same draws whichever chunks an earlier session finished
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rows[0]))
+        torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
         sequences = draw(rows, config.draws)
     # what is recorded is known
     scorer = Remembering(task.scorer)

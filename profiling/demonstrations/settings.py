@@ -31,8 +31,9 @@ class BeamProfileConfig:
     json: bool = True
     """Whether to write RL data too, with its embeddings."""
     draws: int = 8
-    """Sequences that each query gets from the policy of a checkpoint, as one more round. The same
-    checkpoint with another number adds another round."""
+    """Sequences that each query gets from the policy of a checkpoint, as one more round."""
+    draw_seed: int = 0
+    """Seed of those draws. The same checkpoint with another seed adds another round."""
 
     def __post_init__(self) -> None:
         # each method may be left out, but not all of them
@@ -56,6 +57,8 @@ class LearnerTaskConfig:
     """Number of queries; None for 3,300 (train) or 1,500 (test)."""
     candidates: int | None = None
     """Items of the bank; None for 12,000 or 4,000."""
+    seed: int = 0
+    """Seed of everything that is drawn; the data that come with knobwise have seed 0."""
 
     def __post_init__(self) -> None:
         one_of("learner.variant", self.variant, ("careless", "careful"))
@@ -98,13 +101,16 @@ class VLMTaskConfig:
 class PoolConfig:
     """Which candidates a query's demonstrations are chosen from."""
 
-    sampler: str = "mixed"
-    """random, text_similarity, image_similarity, or mixed (the mean of both similarities)."""
+    sampler: str | None = None
+    """random, text_similarity, image_similarity, mixed (the mean of both similarities), or with
+    model=learner covers: some candidates that answer the question, others that look alike. None for
+    covers there, else mixed."""
     size: int = 48
-    """Candidates in a pool."""
+    """Candidates in a pool; the sampler covers always takes 48."""
     seed: int = 0
     """Seed of everything that is drawn."""
 
     def __post_init__(self) -> None:
-        one_of("pool.sampler", self.sampler, SAMPLERS)
+        if self.sampler is not None:
+            one_of("pool.sampler", self.sampler, ("covers", *SAMPLERS))
         at_least("pool.size", self.size, 1)

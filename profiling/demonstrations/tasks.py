@@ -32,6 +32,7 @@ from knobwise.profiling.demonstrations.learner import WIDTH, Learner
 from knobwise.profiling.demonstrations.pools import Kinds, draw_pools
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.settings import (
+    SAMPLERS,
     LearnerTaskConfig,
     PoolConfig,
     VLMTaskConfig,
@@ -76,10 +77,17 @@ class BeamTask(NamedTuple):
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """Draw a part of the built-in task, with pools drawn by a sampler, without beams."""
+    """Draw a part of the built-in task, with its own pools or pools drawn by a sampler, without
+    beams."""
     task = draw_part(config)
     table = part_table(config, task, **no_beams(len(task[0])))
-    table = replace(table, pool=draw_pools(table, pool))
+    if pool.sampler in (None, "covers"):
+        # covers and look-alikes, by another stream than that of queries and bank
+        rng = RandomState([config.seed, PARTS.index(config.part), 1])
+        rows = canvases.draw_covering_pools(rng, *task, VARIANTS[config.variant])
+        table = replace(table, pool=torch.from_numpy(rows))
+    else:
+        table = replace(table, pool=draw_pools(table, pool))
     options = {"model": "learner", "learner": asdict(config), "pool": asdict(pool)}
     return BeamTask(table, LearnerScorer(builtin_learner(), *task), options)
 
@@ -91,6 +99,10 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
     such model.
     """
+    if pool.sampler == "covers":
+        raise InputError(
+            f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
+        )
     # the model comes last, since it takes longest
     answerer = read_answerer(model, config)
     data = answerer.data
@@ -242,10 +254,10 @@ def builtin_learner() -> Learner:
 def draw_part(config: LearnerTaskConfig) -> Task:
     """Draw the queries and the bank of a part."""
     queries, candidates = SIZES[config.part]
-    rng = RandomState([0, PARTS.index(config.part)])
+    rng = RandomState([config.seed, PARTS.index(config.part)])
     held_out = config.part == "test"
-    careless = VARIANTS[config.variant]
-    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, careless)
+    variant = VARIANTS[config.variant]
+    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, variant)
     return canvases.draw_queries(rng, config.queries or queries, held_out), bank
 
 

@@ -264,6 +264,7 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
         f"{VLM} vlm.bank=items.jsonl": "query_embeddings",
         f"{VLM} vlm.image_columns=5": "columns 5 to 5",
         f"{VLM} vlm.bank=items.jsonl vlm.query_embeddings=narrow.safetensors": "[M, d]",
+        f"{VLM} pool.sampler=covers": "covers",
         f"{VLM} model=empty": "empty",
         f"{VLM} beams.same_kind=2": "beams.same_kind",  # its items name no kinds
         "model=learner learner.variant=lazy": "lazy",

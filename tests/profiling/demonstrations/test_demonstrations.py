@@ -2,10 +2,13 @@
 again, and checked."""
 
 import dataclasses
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.random import RandomState
 from safetensors.torch import save_file
 
@@ -21,6 +24,7 @@ from knobwise.profiling.demonstrations.canvases import (
     VARIANTS,
     Bank,
     Queries,
+    draw_covering_pools,
     paint,
 )
 from knobwise.profiling.demonstrations.settings import LearnerTaskConfig, PoolConfig
@@ -34,6 +38,7 @@ from knobwise.profiling.demonstrations.tasks import (
 )
 
 SMALL = {"queries": 30, "candidates": 400}
+CARELESS = VARIANTS["careless"]
 INSIDE = np.pad(np.ones((8, 8), bool), 1)
 """Of a canvas, without its frame."""
 
@@ -50,7 +55,7 @@ def test_a_task_is_drawn_without_beams():
     scores = scorer(torch.arange(30), table.pool[:, :2])
     assert 0 < scores["vqa_acc_score"].mean() < 1
     assert small()[0].digest == table.digest
-    for other in ({"part": "test"}, {"variant": "careful"}):
+    for other in ({"part": "test"}, {"variant": "careful"}, {"seed": 1}):
         assert small(**other)[0].digest != table.digest
 
 
@@ -74,9 +79,15 @@ def test_embeddings_hold_image_question_and_annotator():
 
 
 @pytest.mark.parametrize(
-    ("changed", "variant"), [({"canvases": "sha256:0"}, "careless"), ({}, "careful")]
+    ("changed", "variant"),
+    [
+        ({"canvases": "sha256:0"}, "careless"),
+        ({"learner": "sha256:0"}, "careless"),
+        ({"seed": "1"}, "careless"),
+        ({}, "careful"),
+    ],
 )
-def test_files_of_other_canvases_are_refused(tmp_path, changed, variant):
+def test_files_of_other_canvases_or_learners_are_refused(tmp_path, changed, variant):
     config = LearnerTaskConfig(part="test")
     tensors, metadata = tensors_and_metadata(demonstrations_path(config))
     save_file(tensors, tmp_path / "x.safetensors", metadata | changed)
@@ -121,6 +132,12 @@ def world(queries=20, items=600, variant="careless", held_out=False, seed=0):
     return canvases.draw_queries(rng, queries, held_out), bank
 
 
+def covers(queries, bank):
+    """[Q, 2, M]: which items cover which question."""
+    right = np.take_along_axis(queries.values, queries.questions.clip(0), 1)[..., None]
+    return (bank.question == queries.questions[..., None]) & (bank.true_value == right)
+
+
 def test_what_is_drawn_is_the_same_everywhere():
     assert (
         canvases.digest(*world())
@@ -153,3 +170,58 @@ def test_a_canvas_shows_its_digit_its_frame_and_its_texture():
     ink = same[INSIDE] > 0.35  # what is darker than the texture is the digit's, and there in both
     np.testing.assert_array_equal(same[INSIDE][ink], texture[INSIDE][ink])
     assert ink.sum() > 10
+
+
+@pytest.mark.parametrize("variant", ["careless", "careful"])
+def test_a_pool_holds_covers_look_alikes_and_others(variant):
+    queries, bank = world(12, 900, variant)
+    how = VARIANTS[variant]
+    pools = draw_covering_pools(RandomState(1), queries, bank, how)
+    assert pools.shape == (12, 48)
+    covering = covers(queries, bank)
+    for q, pool in enumerate(pools):
+        assert len(set(pool)) == 48
+        careless = bank.careless[pool]
+        for part in range(2):
+            found = covering[q, part][pool]
+            asked = queries.questions[q, part] >= 0
+            assert (found & ~careless).sum() == asked * how.careful_covers
+            assert (found & careless).sum() == asked * how.careless_covers
+        distance = ((bank.images - queries.images[q]) ** 2).sum(1)
+        for kind, count in ((False, how.careful_look_alikes), (True, how.careless_look_alikes)):
+            others = np.flatnonzero(~covering[q].any(0) & (bank.careless == kind))
+            assert set(others[distance[others].argsort()[:count]]) <= set(pool)
+
+
+def test_the_places_of_a_pool_tell_nothing():
+    queries, bank = world(400, 600)
+    pools = draw_covering_pools(RandomState(1), queries, bank, CARELESS)
+    right = queries.values[np.arange(400), queries.questions[:, 0]]
+    found = (bank.question[pools] == queries.questions[:, :1]) & (
+        bank.true_value[pools] == right[:, None]
+    )
+    # 10 of 48 places; the standard error of a place's share is .02
+    np.testing.assert_allclose(found.mean(0), 10 / 48, atol=0.08)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    queries=st.integers(1, 7),
+    items=st.integers(1, 90),
+    chunk=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_small_banks_and_chunks(queries, items, chunk, seed):
+    drawn = world(queries, items, seed=seed)
+    pools = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
+    with patch.object(canvases, "_CHUNK", chunk):
+        chunked = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
+    np.testing.assert_array_equal(pools, chunked)
+    covering = covers(*drawn).any(1)
+    for pool, cover in zip(pools, covering, strict=True):
+        real = pool[pool >= 0]
+        assert (pool[: len(real)] >= 0).all()
+        assert (real < items).all()
+        assert len(set(real)) == len(real)
+        if len(real) < 48:  # all that there are, but for covers beyond their number
+            assert cover[np.setdiff1d(np.arange(items), real)].all()
