@@ -177,7 +177,7 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     rows = torch.arange(data.test.num_queries)
     # each candidate names its annotator in these columns
     annotator = data.test.candidates[:, slice(*BLOCKS["annotator"])].argmax(1)
-    trusted = annotator >= VARIANTS[config.variant]
+    trusted = annotator >= VARIANTS[config.variant].careless_annotators
     split = data.train.split(0.9, 0.1)
     return SelectorData(
         data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer"

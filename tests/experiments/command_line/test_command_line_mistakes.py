@@ -177,7 +177,6 @@ HELP = [f"{verb} --help" for verb in VERBS if not verb.startswith("train_")]
 ANSWER = """
 import contextlib, io, json, sys
 from knobwise.__main__ import main
-from knobwise.envs.readers.feature_files import write_features
 answers = {}
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:

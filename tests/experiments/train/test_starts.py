@@ -100,7 +100,7 @@ def test_what_the_stages_learn_from(stages):
     assert set(first.round.unique().tolist()) == {0, 1}
     assert set(second.round.unique().tolist()) == {0, 1, 2}
     assert stages["rounds"]["groups"].rounds == 1
-    assert "beam" not in stages["warm"]["groups"].methods
+    assert stages["warm"]["groups"].methods == "without_beams"
     assert stages["live"]["live"]
 
 
