@@ -242,7 +242,8 @@ class AdaptiveModel(Front, FirstStages):
             uncounted_ms += flight.stage_ms + flight.prepared.before_ms - took_ms - stage.extra_ms
             # a time that is not possible is counted in any case
             if self._tracks or math.isnan(took_ms):
-                self.tracker.update(*flight.expected, took_ms)
+                choice, log_latency, spread = flight.expected
+                self.tracker.update(choice, log_latency, spread, took_ms)
         done = self._now()
         # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is
         # NaN

@@ -215,7 +215,8 @@ class Steps(Front):
         decision_ms = flight.decision_us / 1e3
         with self._lock:
             if self._tracks:
-                self.tracker.update(*flight.expected, flight.answer_ms)
+                choice, log_latency, spread = flight.expected
+                self.tracker.update(choice, log_latency, spread, flight.answer_ms)
             flight.total_ms = (time.perf_counter() - flight.begun) * 1e3
             flight.overhead_ms = flight.total_ms - flight.answer_ms
             beyond_ms = flight.overhead_ms - flight.before_ms - decision_ms

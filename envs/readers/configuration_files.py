@@ -43,8 +43,7 @@ def read_configurations(
     """Read the files of one data set; rank files only serve to check their merge.
 
     Args:
-        directory: a folder, or a single file. The file of a whole run is read where there are none
-            of single configurations.
+        directory: a folder, or a file. That of a whole run is read where there are no others.
         kind: how file names begin; empty for core_exp files.
         dataset: name of the data set.
         keys: rows are under the first of these that a file has.
@@ -63,12 +62,11 @@ def read_configurations(
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
-        for done, (path, parts) in enumerate(ranks.items()):
-            tick(done)
+        for path, parts in ranks.items():
             setting = settings[path]
             content, rows = _load(path, setting, keys)
             named = str(content["config"].get("dataset_name") or dataset)
-            # a folder with the data set's name is trusted more than what its files say
+            # a folder with the data set's name is trusted more
             if folder == root and named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
                 continue
@@ -77,16 +75,12 @@ def read_configurations(
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
-        tick(len(ranks))
+            tick(len(frames) + len(foreign))
     if not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
-    # files of the other kind may be in the same folder
-    other = {"exp5_", "exp6_"} - {kind[:5]}
-    others = [path for path in folder.glob("*.json") if path.name[:5] not in other]
-    unread = [p for p in others if p not in settings and not p.stem.endswith("_results")]
     skipped = {
         "rank files not read, since files merged from them are there": len(settings) - len(ranks),
-        "JSON files not read, since their names do not fit": len(unread),
+        "JSON files not read, since their names do not fit": _unread(folder, kind, settings),
         "files that name another data set: not read": len(foreign),
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
@@ -97,6 +91,14 @@ def read_configurations(
     for column in columns:
         check_range(cells, column, column)
     return cells, summaries
+
+
+def _unread(folder: Path, kind: str, settings: Collection[Path]) -> int:
+    """Count the JSON files in a folder whose names do not fit."""
+    # files of the other kind may be in the same folder
+    other = {"exp5_", "exp6_"} - {kind[:5]}
+    others = [path for path in folder.glob("*.json") if path.name[:5] not in other]
+    return sum(p not in settings and not p.stem.endswith("_results") for p in others)
 
 
 def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:

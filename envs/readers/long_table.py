@@ -162,13 +162,7 @@ def table_from_frame(
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
-        if missing := [c for c in needed if c not in frame.columns]:
-            raise InputError(
-                f"no column {', '.join(missing)}; its columns are "
-                f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
-                "latency: rename the columns, or give their names as accuracy=… and latency=… (on "
-                "the command line profile.accuracy=… and profile.latency=…)"
-            )
+        _refuse_missing(needed, frame)
         frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
         if unused := [name for name in UNUSED if name in frame.columns]:
             notes.append(f"keys that are not used: {', '.join(unused)}")
@@ -182,6 +176,17 @@ def table_from_frame(
     if blocks is None:
         return table
     return attach_features(table, blocks, columns)
+
+
+def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
+    """Raise InputError if a table lacks one of the columns that it needs."""
+    if missing := [column for column in needed if column not in frame.columns]:
+        raise InputError(
+            f"no column {', '.join(missing)}; its columns are "
+            f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
+            "latency: rename the columns, or give their names as accuracy=… and latency=… (on "
+            "the command line profile.accuracy=… and profile.latency=…)"
+        )
 
 
 def _dense_fields(

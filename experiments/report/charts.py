@@ -73,7 +73,7 @@ def lines(
         size: of the points.
     """
     if colour is None:
-        colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True)))
+        colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True).to_list()))
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
     base = alt.Chart(rows).encode(x, colour, *detail)
     layers = [base.mark_line(point={"size": size}).encode(y, *order)]
@@ -134,9 +134,9 @@ def by_budget(
         unit: of the budgets.
     """
     # a wide range of budgets is drawn on a logarithmic axis
-    budgets = rows["budget_ms"]
+    budgets = rows["budget_ms"].to_list()
     scale = CLOSE
-    if 0 < 20 * budgets.min() < budgets.max():
+    if 0 < 20 * min(budgets) < max(budgets):
         scale = alt.Scale(type="log")
     x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=SPARSE)
     height = alt.Y(f"{y}:Q", title=title, scale=CLOSE)
@@ -245,7 +245,7 @@ def dots_of_policies(
         for row in rows
     ]
     frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
-    return dots(frame, title, colour_of(colours_of(frame["policy"])).legend(None))
+    return dots(frame, title, colour_of(colours_of(frame["policy"].to_list())).legend(None))
 
 
 def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:

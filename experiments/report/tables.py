@@ -214,8 +214,11 @@ def print_table(console: Console, table: Table) -> None:
         columns = [column for column in columns if table.header[column] not in MINOR]
         wide = console
     for column in columns:
-        side = "right" if column else "left"
-        printed.add_column(table.header[column], justify=side, overflow="fold", no_wrap=not column)
+        title = table.header[column]
+        if column == 0:  # it names the row
+            printed.add_column(title, overflow="fold", no_wrap=True)
+        else:
+            printed.add_column(title, overflow="fold", justify="right")
     for i, row in enumerate(table.rows):
         cells = [row[column] for column in columns]
         if console.is_terminal:

@@ -228,11 +228,16 @@ class WandbRun:
         elif run.resumed or (resumes and not online):
             self._sent = {(step, name) for step, row in self.earlier for name in row}
         if not evaluates:
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step", hidden=True)
-            for name in LOOKED_AT:
-                run.define_metric(name, step_metric="step")
+            _define_curves(run)
         return run
+
+
+def _define_curves(run: Any) -> None:
+    """Have W&B plot the numbers of `LOOKED_AT` over the training step, and hide all others."""
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step", hidden=True)
+    for name in LOOKED_AT:
+        run.define_metric(name, step_metric="step")
 
 
 def reason(error: Exception) -> str:
