@@ -69,9 +69,8 @@ class NumpyController:
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         by_knobs = self.header["heads"] == "knobs"
         places = places_of(self.configurations) if by_knobs else None
-        self._heads = Heads(below(arrays, "network."), self.header, places)
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
         self._values = arrays.get("values")
-        self._still = np.zeros(self.header["drift_values"], np.float32)
         # the latency that the tracker compares with what answers take; no decision reads it
         latency = below(arrays, "latency.")
         self._bias = latency["bias"]
@@ -105,15 +104,14 @@ class NumpyController:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
         drift = (np.zeros(len(self._named)), 1.0) if self._deadlines else None
-        x = self._normaliser(np.zeros_like(self._tiny))
         for index in range(len(self._named)):
-            self._expected(index, x)
-        request = {name: np.zeros(width) for name, width in self.feature_sizes.items()}
-        for budget in budgets.tolist():
+            self._expected(index, np.zeros(self._heads.width))
+        # all features 0, then all missing (NaN), which takes another way through the heads
+        for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
+            request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
             self.decide(request, budget, drift)
-        sizes = self.feature_sizes.items()
-        many = {name: np.zeros((len(budgets), width)) for name, width in sizes}
-        self.choose(many, budgets, None, drift)
+            many = {name: block[None] for name, block in request.items()}
+            self.choose(many, np.array([budget]), None, drift)
         # the decisions above have used up turns
         if self.mean is not None:
             self.mean.turns = itertools.count(1)
@@ -134,32 +132,28 @@ class NumpyController:
         """Decide for one request, and return the index of a configuration; see `decide`."""
         if self.columns and "features" not in features:
             features = {**features, "features": encoded(self.columns, features)}
-        return self._decided(features, budget_ms, drift)[0]
+        fixed, limit = self._planned(budget_ms, drift)
+        if fixed is not None:
+            return fixed
+        return self._heads.single(self._joined(features), limit, self._by_value(drift))
 
     def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
         if not self._deadlines:
             raise ValueError("a controller for mean budgets expects no latency of single answers")
-        index, x = self._decided(features, budget_ms, drift)
-        return self._by_static(index) if x is None else self._expected(index, x)
-
-    def _decided(
-        self, features: Arrays, budget_ms: float, drift: Drift
-    ) -> tuple[int, Array | None]:
-        """Return the configuration for one request, and the normalised features that it was decided
-        by, or None."""
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
-            return fixed, None
-        x = self._normaliser(self._joined(features))
-        return self._heads.single(x, limit, self._by_value(drift)), x
+            return self._by_static(fixed)
+        x = np.empty(self._heads.width, np.float32)
+        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
+        return self._expected(index, x)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.fall_back(budget_ms, drift) is not None:
             return self._by_static(index)
-        return self._expected(index, self._normaliser(self._joined(features)))
+        return self._expected(index, self._normaliser(self._joined(features)[None])[0])
 
     def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, which need
@@ -253,10 +247,10 @@ class NumpyController:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
 
-    def _by_value(self, drift: Drift) -> Array:
-        """Return the drift of each knob value beyond the level, as the heads read it, [V]."""
+    def _by_value(self, drift: Drift) -> Array | float:
+        """Return the drift of each knob value beyond the level, as the heads read it."""
         if drift is None or self._values is None or not getattr(drift[0], "ndim", 0):
-            return self._still
+            return 0.0
         return self._values.dot(drift[0])
 
     def _scores(self, raw: Array, limits: Array, mask: Array | None, drift: Drift) -> Array:
