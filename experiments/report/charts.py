@@ -282,13 +282,15 @@ def knob_usage(runs: Sequence[tuple[str, str, Results]], unit: str = "ms") -> li
     figure = []
     axis = alt.Axis(labelAngle=0, format=".4~r")
     frame = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
+    frame = frame.with_row_index("rank")  # values in their order, not as texts
     x = alt.X("budget_ms:O", title=f"latency budget ({unit})", axis=axis)
     y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"))
     for (knob, run), rows in frame.group_by("knob", "run", maintain_order=True):
         values = alt.Scale(
             domain=rows["value"].unique(maintain_order=True).to_list(), scheme="viridis"
         )
-        bars = alt.Chart(rows).mark_bar().encode(x, y, alt.Color("value:O", scale=values))
+        colour = alt.Color("value:O", scale=values)
+        bars = alt.Chart(rows).mark_bar().encode(x, y, colour, alt.Order("rank:Q"))
         figure.append(layered(bars, height=170, title=f"{knob}, {run}"))
     return figure
 
