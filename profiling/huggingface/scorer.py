@@ -155,8 +155,8 @@ class VLMScorer(DemonstrationScorer):
     candidate.
 
     Raises InputError for sizes that make no sense; when called, for an image that cannot be read, a
-    query with one candidate only, a model whose cache gives other likelihoods than the whole
-    sequence.
+    query with one candidate only, a model without a cache, or one whose cache gives other
+    likelihoods than the whole sequence.
     """
 
     kind = "AutoModelForImageTextToText"
@@ -263,7 +263,10 @@ class VLMScorer(DemonstrationScorer):
         total = _log_probs(prompt.logits[owner, -1:], tokens[:, :1])
         if tokens.shape[1] > 1:
             # the second pass: the other tokens, each prompt's cache repeated for its answers
-            cache = prompt.past_key_values
+            cache = getattr(prompt, "past_key_values", None)
+            if cache is None:
+                name = type(self.model).__name__
+                raise InputError(f"{name}: gives no cache of a prompt; take another model")
             fed = tokens[:, :-1].clamp_min(0)
             # the answers' padding needs no mask: nothing that is scored comes after it
             mask = torch.cat([mask, mask.new_ones(len(mask), fed.shape[1])], 1)

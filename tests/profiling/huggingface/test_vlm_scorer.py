@@ -174,14 +174,22 @@ def test_a_vote_counts_the_demonstrations_own_answers(llava):
         assert torch.equal(found, right[query].float())
 
 
-def test_a_model_whose_cache_gives_other_likelihoods_is_refused(llava):
+@pytest.mark.parametrize("how", ["cannot continue from its cache", "gives no cache"])
+def test_a_model_whose_cache_does_not_serve_is_refused(llava, how):
     class Stubborn(transformers.LlavaForConditionalGeneration):
         def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-            return 2 * super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            positions = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            return positions * 2 if how.startswith("cannot") else positions
+
+        def forward(self, **inputs):
+            outputs = super().forward(**inputs)
+            if how == "gives no cache":
+                outputs.past_key_values = None
+            return outputs
 
     model = Stubborn(llava[0].config)
     model.load_state_dict(llava[0].state_dict())
-    with input_error("Stubborn: cannot continue from its cache"):
+    with input_error(f"Stubborn: {how}"):
         VLMScorer(model, llava[1], DATA)(*rows(MIXED))
 
 
