@@ -190,10 +190,10 @@ class BudgetSampler:
         rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
 
     Raises:
-        InputError: the strategy or the sense is unknown.
+        InputError: the strategy is unknown, or cannot use the numbers in the settings.
     """
 
-    STRATEGIES = ("relative", "quantiles", "uniform")
+    STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
 
     def __init__(
         self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
@@ -208,6 +208,14 @@ class BudgetSampler:
             self._numbers = worths_range(latencies).log()
         elif config.strategy == "relative":
             self._numbers = torch.tensor(FACTORS)
+        elif config.strategy == "fixed":
+            values = config.values_ms
+            if not values or not all(0 < value < math.inf for value in values):
+                raise InputError(
+                    "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
+                    f"not {values}"
+                )
+            self._numbers = torch.tensor([*values])
         else:
             # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
             points = 2 if config.strategy == "uniform" else 1025
@@ -221,18 +229,19 @@ class BudgetSampler:
         if self.config.sense == "mean":
             low, high = numbers
             return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
-        if self.config.strategy == "relative":
-            # a factor times the latency of a random profiled cell of the sample
-            factor = numbers[torch.randint(count, (n,), generator=generator)]
-            cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
-            drawn = factor * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
-        else:
+        if self.config.strategy in ("quantiles", "uniform"):
             # between two neighbours of the grid
             position = torch.rand(n, generator=generator) * (count - 1)
             below = position.long().clamp_max_(count - 2)
             low = numbers.index_select(0, below)
             high = numbers[1:].index_select(0, below)
             drawn = torch.lerp(low, high, position.sub_(below))
+        else:
+            drawn = numbers[torch.randint(count, (n,), generator=generator)]
+        if self.config.strategy == "relative":
+            # a factor times the latency of a random profiled cell of the sample
+            cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
+            drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
         return drawn.clamp_min(LEAST_LATENCY_MS)
 
 

@@ -16,7 +16,9 @@ class BudgetConfig:
     strategy: str = "quantiles"
     """`quantiles`: evenly by rank between the 3 % and 97 % quantiles of all profiled latencies;
     `uniform`: evenly in ms between these two; `relative`: a random profiled latency of the sample
-    itself times 0.8, 1.0 or 1.2, as in the original controller."""
+    itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of `values_ms`."""
+    values_ms: tuple[float, ...] = ()
+    """The budgets for `fixed`, in ms."""
     sense: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
     exceed it. A policy is then conditioned on the worth of a right answer, the ms that it may cost

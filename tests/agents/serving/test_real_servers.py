@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -64,7 +63,6 @@ for process in children:
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
 def test_forked_processes_answer_and_each_label_is_of_its_own_request(tmp_path):
     with child(FORKED, tmp_path) as process:
         printed, _ = process.communicate(timeout=120)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -378,7 +377,6 @@ def test_what_cannot_work_is_refused_before_a_log_begins(policy, tmp_path):
 # -- processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
 def test_a_forked_process_answers_although_a_lock_was_held(policy, tmp_path):
     serve = wrap(Model(), policy, features=features_of, log=RequestLog(tmp_path))
     with serve._lock:

@@ -48,6 +48,12 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor():
     assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
 
 
+def test_fixed_draws_each_value():
+    drawn = draw(small_table(), ZEROS, strategy="fixed", values_ms=(5.0, 7.0))
+    assert sorted(set(drawn.tolist())) == [5.0, 7.0]
+    assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("strategy", "quarters"),
     [
@@ -100,9 +106,13 @@ def test_worths_are_drawn_evenly_in_logarithm():
     [
         ({"sense": "median"}, "budget.sense"),
         ({"strategy": "best"}, "budget.strategy"),
+        *[
+            ({"strategy": "fixed", "values_ms": values}, "values_ms")
+            for values in ((), (1.0, 0.0), (1.0, math.nan), (math.inf,))
+        ],
     ],
 )
-def test_what_is_unknown_is_refused(settings, fault):
+def test_numbers_that_cannot_be_used_are_refused(settings, fault):
     with input_error(fault):
         BudgetSampler(small_table(), BudgetConfig(**settings))
 
@@ -272,7 +282,7 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
 def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):
     table = small_table(holes=0.3, question_types=("x", "y", "y") * 20)
-    budget = BudgetConfig(strategy)
+    budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
     one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
     assert all(map(torch.equal, first, same(40)))

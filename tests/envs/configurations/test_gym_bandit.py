@@ -39,7 +39,7 @@ TABLES = {
 }
 FORMS = [(table, action) for table in TABLES for action in ("knobs", "configuration")]
 WORTH = BudgetConfig(sense="mean")
-FLAT = replace(TABLE, latency_ms=torch.full_like(TABLE.latency_ms, 12.0))
+TWELVE = BudgetConfig("fixed", values_ms=(12.0,))
 NOTHING = np.zeros((3, 3), dtype=np.int64)
 
 
@@ -152,8 +152,8 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(budget, rewar
 
 
 def test_infos_tell_the_outcome_by_hand():
-    env = ConfigBanditEnv(TABLE)
-    _, before = env.reset(seed=0, options={"budget_ms": 12.0})
+    env = ConfigBanditEnv(TABLE, TWELVE)
+    _, before = env.reset(seed=0)
     row = before["row"]
     *_, info = env.step(np.array([2, 1, 0]))
     assert before["budget_ms"] == info["budget_ms"] == 12
@@ -345,10 +345,10 @@ NO_NUMBERS = {"sample_id", "action_mask"}
 
 
 def test_many_at_once_go_as_gymnasium_goes():
-    rows = torch.arange(7, 8)  # one sample and one latency, so that values can be compared too
-    one = [lambda: ConfigBanditEnv(FLAT, rows=rows)]
+    rows = torch.arange(7, 8)  # one sample and one budget, so that values can be compared too
+    one = [lambda: ConfigBanditEnv(TABLE, TWELVE, rows=rows)]
     stock = SyncVectorEnv(one * 4, autoreset_mode=AutoresetMode.SAME_STEP)
-    ours = ConfigBanditVectorEnv(4, FLAT, rows=rows)
+    ours = ConfigBanditVectorEnv(4, TABLE, TWELVE, rows=rows)
     actions = np.array([[0, 0, 0], [2, 1, 1], [1, 0, 1], [0, 1, 0]])
     results = []
     for env in (stock, ours):
