@@ -25,6 +25,7 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Se
 OUTSIDE_THE_NETWORK = (
     "dropout",
     "guard",
+    "level",
     "sharpness",
     "teacher",
     "experts",

@@ -29,6 +29,8 @@ class PolicyConfig:
     guard: bool = True
     """Whether budget-aware static decides where the policy was not better on held-out samples, or
     under a mean budget the static mix."""
+    level: float = 0.95
+    """Share of the feasible requests whose budget the guard keeps."""
     hidden: int = 256
     """Width of the hidden layers; 0 chooses it by the smallest budget, so that a decision takes
     little of it."""
@@ -86,6 +88,8 @@ class PolicyConfig:
                 f"policy.members={self.members}: policy.teacher=true needs at least 2, so that the "
                 "teacher is judged on samples that it was not fitted on"
             )
+        if not 0 < self.level < 1:
+            raise InputError(f"policy.level={self.level}: must be between 0 and 1")
         for name in ("members", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):

@@ -38,8 +38,6 @@ from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import share_in_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
-LEVEL = 0.95
-"""Share of the feasible requests whose budget the guard keeps."""
 CONFIDENCE = 0.8
 """One-sided confidence that it requires for the policy to be better than static."""
 LEVEL_COST = 0.1
@@ -59,6 +57,7 @@ def calibrate(
     budgets_ms: Tensor,
     static_choice: Tensor,
     decide: Decide,
+    level: float,
     cost_ms: float = 0.0,
     margins: Sequence[float] = MARGINS,
 ) -> list[dict[str, Any]]:
@@ -69,6 +68,7 @@ def calibrate(
         budgets_ms: float [B].
         static_choice: int64 [n, B], what budget-aware static chooses. It pays for no first look.
         decide: what the policy chooses.
+        level: share of the feasible requests whose budget is kept.
         cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
         margins: to choose from, the widest first.
 
@@ -94,13 +94,13 @@ def calibrate(
         feasible = (quickest_ms <= budget).any(1)
         utilities = table.accuracy[cells].double() * in_time
         count = int(feasible.sum())
-        row = _calibrated(utilities, count - in_time[feasible].sum(0), count, margins)
+        row = _calibrated(utilities, count - in_time[feasible].sum(0), count, level, margins)
         rulings.append({"budget_ms": float(budget)} | row)
     return rulings
 
 
 def _calibrated(
-    utilities: Tensor, misses: Tensor, count: int, margins: Sequence[float]
+    utilities: Tensor, misses: Tensor, count: int, level: float, margins: Sequence[float]
 ) -> dict[str, Any]:
     """Return the row of one budget.
 
@@ -111,7 +111,7 @@ def _calibrated(
     """
     means = utilities.mean(0)
     # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
-    may_miss = math.floor((1 - LEVEL) * (count + 1) + 1e-9) - 1 + ROUNDING
+    may_miss = math.floor((1 - level) * (count + 1) + 1e-9) - 1 + ROUNDING
     widest = _widest(misses[:-1], may_miss)
 
     # what would be deployed without the level, and what the level costs from there
@@ -129,12 +129,12 @@ def _calibrated(
     missed = ""
     if count and late > may_miss:
         missed = "too few held-out requests to tell"
-        if may_miss >= 0 and fewest > (1 - LEVEL) * count + ROUNDING:
+        if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
             missed = "not possible here"
         elif fewest <= may_miss:
             missed = "would cost too much utility"
     row: dict[str, Any] = {
-        "level": LEVEL,
+        "level": level,
         "margin": margins[chosen],
         "deployed": deployed,
         "missed": missed,
@@ -149,7 +149,7 @@ def _calibrated(
     if deployed and not better:
         row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
     if missed:
-        row["reason"] += f"; {LEVEL:.0%} on time: {missed}, {1 - late / count:.1%} of {count} are"
+        row["reason"] += f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count} are"
     return row
 
 

@@ -59,11 +59,12 @@ def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tens
     def teacher_decides(limit_ms: float) -> Tensor:
         return _choices(trainer, trainer.taught_by.of_folds, torch.tensor([limit_ms]))[:, 0]
 
+    level = trainer.policy.level
     # once with the cost of a decision charged, once as if it were free
-    settled.guard = calibrate(*judged, decide, trainer.cost_ms)
-    settled.guard_if_free = calibrate(*judged, decide)
+    settled.guard = calibrate(*judged, decide, level, trainer.cost_ms)
+    settled.guard_if_free = calibrate(*judged, decide, level)
     if trainer.teaches:
-        settled.guard_of_teacher = calibrate(*judged, teacher_decides, margins=(1.0,))
+        settled.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
     settled.static = static_of(table, trainer.fitted).arrays()
 
 

@@ -25,6 +25,7 @@ def calibrated(
     latency_ms,
     static=0,
     cost_ms=0.0,
+    level=0.5,
     **options,
 ):
     """The row of one budget of 10 ms; static takes one configuration for every request.
@@ -34,7 +35,7 @@ def calibrated(
     n = len(accuracy)
     table = table_of(torch.tensor(accuracy).float(), torch.tensor(latency_ms).float())
     judged = table, torch.arange(n), torch.tensor([BUDGET]), torch.full((n, 1), static)
-    constants = {"LEVEL": 0.5, "LEVEL_COST": math.inf} | options
+    constants = {"LEVEL_COST": math.inf} | options
 
     def by_margin(limit_ms):
         margin = limit_ms / (BUDGET - cost_ms) + 1e-9
@@ -45,7 +46,7 @@ def calibrated(
 
     decide = by_margin if isinstance(policy, list) else policy
     with mock.patch.multiple(guard, **constants):
-        (row,) = calibrate(*judged, decide, cost_ms)
+        (row,) = calibrate(*judged, decide, level, cost_ms)
     assert row["reason"].startswith("deployed" if row["deployed"] else "fell back")
     return row
 
@@ -67,7 +68,7 @@ def misled(late, level):
     """A policy for which caution is wrong: of 24 requests what it takes below .6, as static does,
     is slow for all but `late`; what it takes above is slow for these."""
     latency_ms = [[5, 20] if i < late else [20, 5] for i in range(24)]
-    return calibrated([{0.0: 0, 0.6: 1}] * 24, [[1, 1]] * 24, latency_ms, LEVEL=level)
+    return calibrated([{0.0: 0, 0.6: 1}] * 24, [[1, 1]] * 24, latency_ms, level=level)
 
 
 def costly(level_cost, static_right=0.4):
@@ -75,7 +76,7 @@ def costly(level_cost, static_right=0.4):
     never late and .8 right. Static is never late. By (misses + 1) / 11 ≤ .1 none may be."""
     latency_ms = [[5, 20 if i == 0 else 9, 5] for i in range(10)]
     cells = [[0.8, 1, static_right]] * 10, latency_ms, 2
-    return calibrated([{0.0: 0, 0.9: 1}] * 10, *cells, LEVEL=0.9, LEVEL_COST=level_cost)
+    return calibrated([{0.0: 0, 0.9: 1}] * 10, *cells, level=0.9, LEVEL_COST=level_cost)
 
 
 def uncertain(static_right, level_cost):
@@ -83,7 +84,7 @@ def uncertain(static_right, level_cost):
     gain is certain."""
     accuracy = [[float(i > 1), float(i < static_right)] for i in range(10)]
     cells = accuracy, [[5, 20 if i == 9 else 9] for i in range(10)], 1
-    options = {"LEVEL": 0.9, "CONFIDENCE": 0.99, "LEVEL_COST": level_cost}
+    options = {"level": 0.9, "CONFIDENCE": 0.99, "LEVEL_COST": level_cost}
     return calibrated([{0.0: 0}] * 10, *cells, **options)
 
 
@@ -110,8 +111,8 @@ THREE = {
         # (misses + 1) / 4 ≤ 0.5 allows one miss: with the whole budget there are two, below .9 one
         (three_requests(), KEPT | THREE),
         # (misses + 1) / 4 ≤ 0.25 allows none; three requests cannot show 80 %
-        (three_requests(LEVEL=0.75), {"margin": below(0.8)}),
-        (three_requests(LEVEL=0.8), {"margin": 1}),
+        (three_requests(level=0.75), {"margin": below(0.8)}),
+        (three_requests(level=0.8), {"margin": 1}),
         # a level that is not possible forces nothing
         (misled(3, 0.9), IMPOSSIBLE | {"margin": 1, "deployed": True}),
         # below .6 one of 24 is on time, and above 23, which (1 + 1) / 25 ≤ .1 allows: kept without
@@ -159,7 +160,7 @@ def test_what_is_said_of_the_level_agrees_with_the_shares(seed, n, level, level_
         return torch.randint(3, (n,), generator=generator)
 
     cells = accuracy.tolist(), latency_ms.tolist()
-    row = calibrated(decide, *cells, LEVEL=level, LEVEL_COST=level_cost)
+    row = calibrated(decide, *cells, level=level, LEVEL_COST=level_cost)
     if row["feasible"]:
         deployed = row["satisfaction_deployed"]
         assert not (row["missed"] == IMPOSSIBLE["missed"] and deployed >= level)
@@ -216,7 +217,7 @@ def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
         return torch.ones(4, dtype=torch.int64)
 
     latency_ms = [[10, 9], [10, 9], [10, 5], [10, 5]]
-    row = calibrated(decide, [[0.5, 1.0]] * 4, latency_ms, cost_ms=cost_ms, LEVEL=0.01)
+    row = calibrated(decide, [[0.5, 1.0]] * 4, latency_ms, cost_ms=cost_ms, level=0.01)
     assert (row["gain"], row["deployed"]) == (gain, gain > 0)
     assert row["utility_static"] == 0.5
     # and it plans with a share of what its own cost leaves
@@ -227,7 +228,6 @@ def test_the_level_holds_over_many_draws(monkeypatch):
     """Overconfident predictions: with its whole budget the policy misses a fifth of the feasible
     requests, at its margin a tenth."""
     generator, level = torch.Generator().manual_seed(0), 0.9
-    monkeypatch.setattr(guard, "LEVEL", level)
     monkeypatch.setattr(guard, "LEVEL_COST", math.inf)
     shares, size = [], torch.arange(1.0, 6.0)
     budgets_ms = torch.tensor([10.0, 60.0])
@@ -243,7 +243,7 @@ def test_the_level_holds_over_many_draws(monkeypatch):
         table = table_of(torch.ones(200, 5), latency[:200])
         judged = table, torch.arange(200), budgets_ms, torch.full((200, 2), 4)
         decide = functools.partial(choices, mean[:200])
-        for row in calibrate(*judged, decide):
+        for row in calibrate(*judged, decide, level):
             budget = row["budget_ms"]
             planned = choices(mean[200:], row["margin"] * budget)
             planned = planned if row["deployed"] else torch.full((500,), 4)

@@ -94,10 +94,10 @@ def shares(results, policy):
 
 
 def test_every_seed_says_what_was_chosen_and_what_its_guard_found(tmp_path):
-    controller = taught()
+    controller = taught(level=0.8)
     save_checkpoint(tmp_path / "best.pt", controller, SMALL, EXTRA)
     found = held_out_choices([loaded(controller), load_checkpoint(tmp_path / "best.pt")])
-    assert found["satisfaction_level"] == 0.95
+    assert found["satisfaction_level"] == 0.8
     assert found["guard"][0] == found["guard"][1]
     assert found["chosen"][0] == found["chosen"][1]
     budgets = [row["budget_ms"] for row in found["guard"][0]]
