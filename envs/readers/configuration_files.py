@@ -36,7 +36,7 @@ def read_configurations(
     kind: str,
     dataset: str,
     keys: Sequence[str],
-    columns: Mapping[str, Sequence[str]],
+    columns: Mapping[str, Sequence[Sequence[str]]],
     notes: list[str],
     accuracy_unit: str = "share",
 ) -> tuple[pl.DataFrame, list[Record]]:
@@ -47,7 +47,7 @@ def read_configurations(
         kind: how file names begin; empty for core_exp files.
         dataset: name of the data set.
         keys: rows are under the first of these that a file has.
-        columns: for each column the spellings of its value in a row.
+        columns: for each column the values of a row that it sums, each with its spellings.
         notes: what was left out is added here.
         accuracy_unit: `percent` for accuracies in [0, 100].
 
@@ -237,12 +237,13 @@ def _rows_frame(
     path: Path,
     setting: Record,
     rows: list[Record],
-    columns: Mapping[str, Sequence[str]],
+    columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
     """Return the rows as a frame, with the knobs of the setting, or else of each row."""
     values = {key: _row_names(path, rows, key) for key in (*WORDS, "repeat")}
-    for column, spellings in columns.items():
-        values[column] = _row_numbers(path, rows, spellings)
+    for column, terms in columns.items():
+        summands = [_row_numbers(path, rows, spellings) for spellings in terms]
+        values[column] = sum(summands[1:], start=summands[0])
     for knob in setting or KNOBS:
         kind = pl.String if knob == "tier" else pl.Int64
         values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)

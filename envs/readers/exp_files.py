@@ -25,8 +25,12 @@ from knobwise.envs.readers.frames import check_range, whole_words
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
-CORE_STAGES = {"total": ["T_total"], "prefill": ["T_LLM_prefill"]}
-"""Times that a budget can limit, and the columns of core_exp files that hold them."""
+CORE_STAGES = {
+    "total": ["T_total"],
+    "prefill": ["T_LLM_prefill"],
+    "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
+}
+"""Times that a budget can limit, and the columns of core_exp files that they sum."""
 CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
 
 
@@ -65,7 +69,7 @@ def read_exp5_exp6(
     one_of("latency", latency, ("total", "prefill", "decode"))
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
-    columns = {"accuracy": [accuracy]}
+    columns = {"accuracy": [[accuracy]]}
     # join the two kinds of files, one data set after another
     joined = []
     for dataset in datasets:
@@ -98,7 +102,7 @@ def _read_exp6(
     and file.
     """
     keys = ("per_sample_latencies", "all_samples")
-    columns = {"latency_ms": [f"T_{stage}_ms", f"latency_{stage}"]}
+    columns = {"latency_ms": [[f"T_{stage}_ms", f"latency_{stage}"]]}
     times, summaries = read_configurations(directory, "exp6_latency", dataset, keys, columns, notes)
     # mean times, for configurations without rows
     means = []
@@ -271,7 +275,7 @@ def read_core_exp(
     directory: str | Path,
     dataset_name: str,
     *,
-    latency: Literal["total", "prefill"] = "total",
+    latency: Literal["total", "prefill", "vision_prefill"] = "total",
     accuracy_unit: str = "share",
     features: str | Path | Features | None = None,
     name: str | None = None,
@@ -284,7 +288,10 @@ def read_core_exp(
     """
     one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
-    columns = {"accuracy": ["accuracy"], "latency_ms": CORE_STAGES[latency]}
+    columns = {
+        "accuracy": [["accuracy"]],
+        "latency_ms": [[stage] for stage in CORE_STAGES[latency]],
+    }
     cells, _ = read_configurations(
         directory, "", dataset_name, ["per_sample_results"], columns, notes, accuracy_unit
     )

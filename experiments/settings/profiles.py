@@ -59,7 +59,8 @@ class OriginalProfile:
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""
     latency: str = "total"
-    """The time that the budget limits: total or prefill; for exp5_exp6 also decode."""
+    """The time that the budget limits: total or prefill; for exp5_exp6 also decode, for core_exp
+    also vision_prefill."""
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     name: str | None = None

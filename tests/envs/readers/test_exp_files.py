@@ -512,7 +512,8 @@ def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     assert table.image_ids == ("5", "5")
     assert table.question_types == ("number", "number")
     assert table.notes == ()
-    assert read_core(tmp_path, latency="prefill").latency_ms.unique().tolist() == [70.0]
+    for stage, time in (("prefill", 70.0), ("vision_prefill", 90.0)):
+        assert read_core(tmp_path, latency=stage).latency_ms.unique().tolist() == [time]
 
 
 @pytest.mark.parametrize(
