@@ -149,7 +149,9 @@ def _calibrated(
     if deployed and not better:
         row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
     if missed:
-        row["reason"] += f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count} are"
+        row["reason"] += (
+            f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count} are"
+        )
     return row
 
 

@@ -183,14 +183,15 @@ def curves(
     ]
 
 
-def predictions(rows: pl.DataFrame, x: str, y: str) -> alt.LayerChart:
+def predictions(rows: pl.DataFrame, x: str, y: str, *colour: alt.Color) -> alt.LayerChart:
     """Draw observed shares against predicted probabilities, and a dashed diagonal, on which the two
     are equal.
 
     Args:
-        rows: columns predicted and observed.
+        rows: columns predicted and observed, and the column of the colour.
         x: the title of the horizontal axis.
         y: the title of the vertical axis.
+        colour: of the lines, if there are several.
     """
     corners = [min(*rows["predicted"], *rows["observed"]), 1.0]
     axis = alt.Axis(format="%", tickCount=5)
@@ -200,7 +201,7 @@ def predictions(rows: pl.DataFrame, x: str, y: str) -> alt.LayerChart:
     ]
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners}))
     line = alt.Chart(rows).mark_line(point=True, strokeWidth=1.5)
-    return layered(diagonal.mark_line(**DASHED).encode(*channels), line.encode(*channels))
+    return layered(diagonal.mark_line(**DASHED).encode(*channels), line.encode(*channels, *colour))
 
 
 # -- dots with their intervals ---------------------------------------------------------------------

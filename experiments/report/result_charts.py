@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import altair as alt
 import polars as pl
 
 from knobwise.experiments.report import charts, page, words
@@ -240,4 +241,33 @@ def _over_shots(results: Results) -> Figures:
             f"Trained with {shots_words(results['trained_shots'])} (dashed), used with other "
             "numbers without retraining; shaded: 95% intervals.",
         )
+    if bins := results.get("calibration"):
+        drawn["Calibration of the learned reward"] = Figure(
+            _calibration(results, bins),
+            "Mean probability of the members against the share of right answers, on sequences for "
+            "held-out queries, by who drew them; ten groups of equally many. Below the dashed line "
+            "the prediction is too high.",
+        )
+    return drawn
+
+
+def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
+    """Draw the share of right answers against the predicted probability.
+
+    Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.
+    """
+    rows = []
+    for row in bins:
+        name = policy_name(row["drawn_by"], results)
+        if row["drawn_by"] == row["policy"]:
+            name = "itself"
+        rows.append([row["policy"], row["expected"], row["right"], name])
+    columns = ["policy", "predicted", "observed", "drawn_by"]
+    frame = pl.DataFrame(rows, schema=columns, orient="row")
+    colour = alt.Color("drawn_by:N", title="drawn by")
+    titles = ("predicted probability", "share of right answers")
+    drawn = []
+    for (policy,), points in frame.group_by("policy", maintain_order=True):
+        chart = charts.predictions(points, *titles, colour)
+        drawn.append(chart.properties(title=policy_name(str(policy), results), height=240))
     return drawn

@@ -22,6 +22,8 @@ class TrackingSettings:
     """Tags of every W&B run of this experiment."""
     notes: str | None = None
     """Notes of every W&B run; None means the question in the experiment's file."""
+    workspace: bool = True
+    """Save the view of `knobwise workspace` after the first online run of a project."""
     tensorboard: bool = True
     """Write event files into the run's `tensorboard/`."""
 

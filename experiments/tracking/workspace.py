@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
@@ -49,6 +50,18 @@ def workspace(config: WorkspaceRun) -> None:
         print(f"saved: {_save(view)}")
     else:
         print(f"not saved: W&B is {mode}; run `wandb login` and unset WANDB_MODE to save the view")
+
+
+def save_once(settings: TrackingSettings, knobs: list[str]) -> None:
+    """Save the view if the project has none yet. If that fails, a line reports it, and the run goes
+    on."""
+    config = WorkspaceRun(project=settings.project, entity=settings.entity)
+    config.knobs = knobs or config.knobs
+    try:
+        if address := _save(view_of(config), replace=False):
+            print(f"W&B view of all runs: {address}")
+    except Exception as error:
+        say(f"{reason(error)}; tracking.workspace=false saves no view")
 
 
 def view_of(config: WorkspaceRun) -> Any:
@@ -131,8 +144,9 @@ def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-def _save(view: Any) -> str:
-    """Save the view in place of an earlier one of this name; return its address."""
+def _save(view: Any, replace: bool = True) -> str:
+    """Save the view, in place of an earlier one unless `replace` is False; return its address, or
+    "" if it was not saved."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
@@ -142,6 +156,8 @@ def _save(view: Any) -> str:
             view.entity = view.entity or wandb.Api().default_entity or ""
             view._internal_name = internal._url_query_str_to_internal_name(IDENTITY)
             view._internal_id = _saved_id(view)
+            if view._internal_id and not replace:
+                return ""
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
             raise InputError(

@@ -30,6 +30,7 @@ from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
+from knobwise.experiments.tracking.workspace import save_once
 
 
 class Experiment(ABC):
@@ -165,6 +166,8 @@ def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, A
         # drawing pictures takes longer than everything else here
         images = result_images(results) if tracker.mode != "disabled" else {}
         tracker.log_results(results, images, model)
+    if tracker.mode == "online" and config.tracking.workspace:
+        save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])
     return tracker.mode
 
 

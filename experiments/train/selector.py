@@ -47,6 +47,7 @@ from knobwise.experiments.settings.selector_options import (
 )
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.tracker import in_stage
+from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import (
     Experiment,
     keep_best,
@@ -384,23 +385,4 @@ def judge_run(
     results, decisions = judge_selectors(
         data, trained, config.judged_shots, config.seeds, config.shots, hidden
     )
-    return results | facts | true_calls(config, folder), decisions
-
-
-def true_calls(config: SelectorRun, folder: Path) -> dict[str, Any]:
-    """Return as `true_calls`, for every variant that draws while it learns, the calls of the
-    answering model by seed, and the number of recorded answers that its reward was learned from;
-    {} without such variants."""
-    rows = []
-    for name, plan in config.plans.items():
-        if not plan.variant.live and plan.reward_model is None:
-            continue
-        # the last checkpoint of a training has the number of its calls
-        lasts = [seed_folder(folder, seed) / name / "last.pt" for seed in config.seeds]
-        states = [load_checkpoint(last).extra["training"] for last in lasts]
-        calls = [state["calls"] for state in states]
-        recorded = 0
-        if plan.reward_model is not None:
-            recorded = len(states[0]["reward_model"]["answered"][0]) - calls[0]
-        rows.append({"policy": name, "calls": calls, "recorded": recorded})
-    return {"true_calls": rows} if rows else {}
+    return results | facts | learned_rewards(config, data, folder), decisions

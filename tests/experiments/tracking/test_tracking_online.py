@@ -272,6 +272,9 @@ def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     tags = {"nightly", "taught", "sampled", "reward-utility", "advantage-centred"}
     assert set(evaluated.about["tags"]) == tags
     assert all(each.about["notes"] == question_of("controller") for each in found)
+    (view,) = stub.views.values()
+    assert view["projectName"] == "knobwise"
+    assert '"Knobs/top_k_table"' in view["spec"]
     assert stub.unknown == []
 
 

@@ -13,7 +13,8 @@ from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.options import WorkspaceRun
-from knobwise.experiments.tracking.workspace import view_of
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.tracking.workspace import save_once, view_of
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +119,23 @@ def test_with_a_key_it_is_saved_and_replaced(stub, capfd):
     assert "/team/other?nw=" in capfd.readouterr().out
     assert len(stub.views) == 2
     assert stub.unknown == []
+
+
+def test_the_first_online_run_saves_the_view_and_no_other_touches_it(stub, capfd):
+    save_once(TrackingSettings(), ["size"])
+    identity, view, address = saved(stub)
+    assert address in capfd.readouterr().out
+    assert "Knobs/size_table" in view["spec"]
+    # people may have changed it
+    save_once(TrackingSettings(), ["width"])
+    assert stub.views == {identity: view}
+    assert capfd.readouterr() == ("", "")
+    # a run does not fail by it
+    stub.refuse = lambda what: what == "UpsertView2"
+    stub.views.clear()
+    save_once(TrackingSettings(project="other"), ["size"])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "tracking.workspace=false" in line
 
 
 def test_what_goes_wrong_in_saving_is_said_in_a_line(stub, capfd):

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections import defaultdict
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -198,14 +199,25 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     assert spent == {name: (calls, recorded) for name, calls in counts.items()}
     assert [row["policy"] for row in results["controls"]] == ["shuffled_learned"]
     assert results["best_policy"] in ("live", "learned_0", "learned_10k")
+    bins = defaultdict(list)
+    for row in results["calibration"]:
+        bins[row["policy"], row["drawn_by"]].append(row)
+    assert set(bins) == {(name, by) for name in counts for by in ("rce", name)}
+    for rows in bins.values():
+        assert 1 < len(rows) <= 10
+        expected = [row["expected"] for row in rows]
+        assert expected == sorted(expected)
+        assert all(0 <= row["right"] <= 1 for row in rows)
     page = Path("runs/latest/report.html").read_text()
     assert "True calls" in page
+    assert "Calibration of the learned reward" in page
 
 
 def test_replay_trains_on_a_learned_reward_without_true_calls(folder):
     launch(REPLAY, MODEL)
     results = results_of()
     assert results["true_calls"] == [{"policy": "mine", "calls": [0], "recorded": 36 * 4}]
+    assert "calibration" not in results
 
 
 def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder):
