@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -60,6 +61,7 @@ class Trainer(ABC):
             of each held-out sample if `_judge` notes them.
         scores: iteration and score of every evaluation.
         logged: the logged metrics by iteration, so that `metrics.csv` can be written again.
+        actions: how many were drawn since the speed was last logged.
         saved: the iteration that `last.pt` holds.
     """
 
@@ -76,6 +78,7 @@ class Trainer(ABC):
     best = NOTHING
     iteration = 0
     finished = False
+    actions = 0
     saved: int | None = None
     _held: Held
     by_sample: torch.Tensor | None = None
@@ -221,6 +224,7 @@ class Trainer(ABC):
         # only the main process prints the notice, however many train
         notice = STOPPING if multiprocessing.parent_process() is None else ""
         stream = iter(self.collector)
+        seconds = 0.0
         try:
             with (
                 held_back(self.folder is not None, notice) as self._held,
@@ -246,9 +250,15 @@ class Trainer(ABC):
                     if self.iteration == stage.start:
                         stage.begin()
                         self.optimiser = stage.optimiser(self.learned)
+                    start = time.perf_counter()
                     metrics = self.iterate(stream)
+                    seconds += time.perf_counter() - start
+
+                    # logging, with the speed since the last time
                     if metrics:
-                        self._note(metrics)
+                        self._note(metrics, {"Train/Actions_Per_Second": self.actions / seconds})
+                        self.actions = 0
+                        seconds = 0.0
                     note = stage.name
                     if self.best["state"] is not None:  # none yet where the heads have just begun
                         note += f" · best {self.judged_by} {self.best['score']:.4f}"
@@ -272,6 +282,7 @@ class Trainer(ABC):
             self.buffer.empty()
             next(stream)
             data = self.buffer[:]
+            self.actions += data["next", "reward"].numel()
         return self._learn(data)
 
     @property
@@ -363,12 +374,12 @@ class Trainer(ABC):
         self._note({f"Val/{name}": value for name, value in metrics.items()})
         self._save(kept)
 
-    def _note(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics, and keep them for a resumed training."""
+    def _note(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
+        """Log metrics, and keep them for a resumed training; the speed is not kept."""
         if self.log is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
             self.logged.append((self.iteration, numbers))
-            self.log.log(metrics, self.iteration)
+            self.log.log({**metrics, **(speed or {})}, self.iteration)
 
     # -- stopping and resuming ---------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import netrc
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
+THROUGHPUT = "Train/Actions_Per_Second"
+"""The metric of speed, which goes to TensorBoard and W&B alone."""
+SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
+"""Columns of TensorBoard's table of hyperparameters: the scores that settings are chosen by."""
 LONGEST_NAME = 40
 """The most letters that changed settings take in the name of a W&B run."""
 MODES = ("online", "offline", "disabled")
@@ -165,7 +169,9 @@ class Tracker:
         """Write numbers of one training step. Steps never decrease; there may be several calls a
         step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._csv.append(*in_stage([(step, values)], self.stage, self.first)[0])
+        # speed differs between equal runs, whose files must be equal
+        equal = {name: value for name, value in values.items() if name != THROUGHPUT}
+        self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
         self._to_tensorboard(values, step)
         if self._wandb is not None:
             self._wandb.log(values, step)
@@ -196,6 +202,7 @@ class Tracker:
 
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
 
         folder = self.folder / "tensorboard" / self.key
         # everything is written again: a killed process had not written its last rows. TensorBoard
@@ -206,6 +213,10 @@ class Tracker:
         writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
         stack.callback(writer.close)
         self._tensorboard = writer.file_writer
+        # the table of hyperparameters needs names of scores; no value is logged here
+        settings = dict(_single_values({**self.config, "seed": self.seed, "stage": self.stage}))
+        for summary in hparams(settings, dict.fromkeys(SCORES, 0.0)):
+            self._tensorboard.add_summary(summary)
         for step, values in self._rows(self._csv.kept):
             self._to_tensorboard(values, step)
 
@@ -261,10 +272,13 @@ class Tracker:
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
     """Return the name of a W&B run, such as `controller s0`: the changed settings without their
-    sections, or the experiment if nothing was changed; then the stage and the seed."""
-    if name == "default":
-        name = "" if stage else experiment
-    parts = [re.sub(r"(?:(?<=_)|^)(?:[a-z_]+\.)+(?=[a-z])", "", name)[:LONGEST_NAME], stage]
+    sections, or the experiment if nothing was changed; then the stage and the seed. Seeds and
+    baselines do not change what a run trains."""
+    same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
+    changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
+    parts = [changed[:LONGEST_NAME].strip("_"), stage]
+    if not any(parts):
+        parts = [experiment]
     if seed is not None:
         parts.append(f"s{seed}")
     return " ".join(filter(None, parts))
@@ -279,6 +293,15 @@ def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first:
         values = {name.replace("/", middle, 1): value for name, value in row.items()}
         renamed.append((first + step, values))
     return renamed
+
+
+def _single_values(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that are single values, as TensorBoard takes them."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key != "tracking":
+            yield from _single_values(value, f"{prefix}{key}.")
+        elif isinstance(value, str | int | float):
+            yield prefix + key, value
 
 
 def _without_infinity(value: Any) -> Any:

@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_run
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.tracker import Tracker, short_name, wandb_mode
+from knobwise.experiments.tracking.tracker import THROUGHPUT, Tracker, short_name, wandb_mode
 
 CONFIG = {"optimiser": {"lr": 0.003}, "loss": {"ends": [math.inf, 1.0]}, "seeds": [0, 1]}
 STEPS = (0, 10, 20)
@@ -88,6 +88,17 @@ def test_tensorboard_holds_the_numbers(run):
     assert events(run / "tensorboard" / "seed1") == pytest.approx(expected, rel=1e-6)
 
 
+def test_tensorboard_tells_runs_apart_by_their_settings(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    reader = EventAccumulator(str(run / "tensorboard" / "seed1")).Reload()
+    content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    values = {name: value.number_value for name, value in hparams.items()}
+    assert values.items() >= {"optimiser.lr": 0.003, "seed": 1.0}.items()
+
+
 def test_wandb_run_says_where_it_belongs(run):
     ((name, sessions),) = sessions_of(run).items()
     session = joined(sessions)
@@ -117,12 +128,7 @@ def test_wandb_run_says_where_it_belongs(run):
         ("default", "sft", 2, "sft s2"),
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
-        (
-            "baselines-false_policy.hidden-32_seeds--0-1",
-            "",
-            0,
-            "baselines-false_hidden-32_seeds--0-1 s0",
-        ),
+        ("baselines-false_policy.hidden-32_seeds--0-1", "", 0, "hidden-32 s0"),
     ],
 )
 def test_names_of_runs_are_short(name, stage, seed, title):
@@ -144,7 +150,7 @@ def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
         options = {"stage": stage, "first": first, "known": list(enumerate(every[:known]))}
         with tracker(tmp_path, seed=2, **options) as log:
             for step in steps:
-                log.log({"Val/Loss": first + step / 2}, step)
+                log.log({"Val/Loss": first + step / 2, THROUGHPUT: 1e3}, step)
     rows = written(tmp_path)
     assert [row["step"] for row in rows] == list("012345")
     runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
@@ -154,8 +160,12 @@ def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
         assert list(map(values_of, logged)) == [{f"Val/{stage}/Loss": value} for value in values]
         run = runs[f"lr-0.003 {stage} s2"]
         assert run.config["stage"] == stage
+        logged = run.history
+        speeds = [row.pop(THROUGHPUT, None) for row in logged]
+        # steps before a later session of grpo are logged again, without their speed
+        assert speeds == [1e3 if stage == "sft" or step == 2 else None for step in range(3)]
         history = [{"step": step, "Val/Loss": value} for step, value in enumerate(values)]
-        assert run.history == history
+        assert logged == history
     assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
