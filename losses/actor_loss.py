@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
@@ -12,6 +13,7 @@ from tensordict.nn import (
     set_composite_lp_aggregate,
 )
 from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.objectives import LossModule
 
 Keys: TypeAlias = NestedKey | list[NestedKey]
@@ -85,3 +87,11 @@ class ActorLoss(LossModule):
 
 def _listed(keys: Keys) -> list[NestedKey]:
     return keys if isinstance(keys, list) else [keys]
+
+
+def is_zero(coefficient: Tensor) -> bool:
+    """Tell if a coefficient, a single number, is 0, so that its term need not be computed.
+
+    Under `torch.compile` that is not known, and the term is computed.
+    """
+    return not torch.compiler.is_compiling() and not coefficient

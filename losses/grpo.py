@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys
+from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -253,7 +253,7 @@ class GRPOLoss(ActorLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute the loss of contexts, [P] with the keys above, each with its whole group."""
-        penalised = bool(self.kl_to_ref_coeff)
+        penalised = not is_zero(self.kl_to_ref_coeff)
         if self.objective == "sampled":
             group = self._sampled_group(tensordict)
         else:
@@ -279,17 +279,18 @@ class GRPOLoss(ActorLoss):
         out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         # terms of weight 0 are not computed
-        if self.entropy_coeff:
+        if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
-        reference = group.log_prob.detach()
-        if group.reference is not None:
+        current = group.log_prob.detach()
+        if group.reference is None:
+            reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
+        else:
             reference = group.reference.detach()
-        elif penalised:
-            reference = torch.full_like(reference, torch.nan)
         if penalised:
-            kl = self._kl(group, reference)
+            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
+            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)

@@ -25,6 +25,8 @@ KINDS = {
     "recorded": (RCELoss, {"recorded": True}, DRAWN | {"group_mask"}),
 }
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
+# tensordict asks for a setting that this torch no longer has
+library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
 
 
 def make_actor(seed=0):
@@ -146,3 +148,53 @@ def test_it_can_be_called_without_a_tensordict(kind):
             torch.equal(value, wanted[name])
             for name, value in zip(loss.out_keys, result, strict=True)
         )
+
+
+# -- torch.compile, as TorchRL's own losses allow it -----------------------------------------------
+
+
+def gradients(loss, out):
+    return list(torch.autograd.grad(total(out), [p for p in loss.parameters() if p.requires_grad]))
+
+
+def in_one_graph(loss):
+    torch.compiler.reset()
+    return torch.compile(loss, fullgraph=True, backend="eager")
+
+
+def assert_same_under_compile(compiled, loss, data):
+    wanted = loss(data.clone())
+    result = compiled(data.clone())
+    assert set(result.keys()) == set(wanted.keys())
+    for name, value in wanted.items():
+        torch.testing.assert_close(result[name], value, equal_nan=True)
+    torch.testing.assert_close(gradients(loss, result), gradients(loss, wanted), equal_nan=True)
+
+
+@library_warning
+@pytest.mark.parametrize("kind", ["masked", "rce", "recorded"])
+def test_it_compiles(kind):
+    """The others are compiled in the next test."""
+    loss = make_loss(kind)
+    assert_same_under_compile(in_one_graph(loss), loss, make_data())
+
+
+@library_warning
+@pytest.mark.parametrize("objective", ["sampled", "exact"])
+def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
+    loss = GRPOLoss(make_actor(), objective=objective)
+    data = make_data()
+    compiled = in_one_graph(loss)
+    far = data.clone()
+    # e⁵⁰⁰ is infinite
+    far["reference_log_prob"][0] = 500.0
+    far["reference_log_probs"][0] = 500.0
+    assert_same_under_compile(compiled, loss, far)
+    # and on again
+    loss.kl_to_ref_coeff = 0.1
+    loss.entropy_coeff = 0.01
+    assert_same_under_compile(compiled, loss, data)
+    del data["reference_log_prob"], data["reference_log_probs"]
+    assert compiled(data)["loss_kl_to_ref"].isnan()
+    loss.kl_to_ref_coeff = 0.0
+    assert_same_under_compile(compiled, loss, data)
