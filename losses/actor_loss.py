@@ -16,6 +16,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
+from knobwise.common.errors import InputError
+
 Keys: TypeAlias = NestedKey | list[NestedKey]
 """A key, or for a `CompositeDistribution` a list of keys."""
 
@@ -87,6 +89,21 @@ class ActorLoss(LossModule):
 
 def _listed(keys: Keys) -> list[NestedKey]:
     return keys if isinstance(keys, list) else [keys]
+
+
+def configuration_log_probs(dist: Any) -> Tensor:
+    """Return ln π of all configurations.
+
+    Raises:
+        InputError: the distribution is not over known configurations.
+    """
+    if not hasattr(dist, "log_probs"):
+        raise InputError(
+            f"{type(dist).__name__}: its configurations are not known; use make_actor(…, "
+            "separate=True), or objective=sampled and recorded=True, which need draws alone"
+        )
+    log_probs: Tensor = dist.log_probs
+    return log_probs
 
 
 def is_zero(coefficient: Tensor) -> bool:

@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
+from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -237,7 +237,7 @@ class GRPOLoss(ActorLoss):
         dist = self.actor_network.get_dist(tensordict)
         reward = tensordict.get(keys.reward_per_configuration)
         old = tensordict.get(keys.behaviour_log_probs)
-        log_prob = dist.log_probs
+        log_prob = configuration_log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
         # the behaviour policy never chooses what is masked
         impossible = old == -torch.inf

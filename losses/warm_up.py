@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys
+from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs
 from knobwise.losses.functional import reward_weighted_cross_entropy
 
 
@@ -89,7 +89,7 @@ class RCELoss(ActorLoss):
             log_probs = self._log_prob(dist, tensordict)
             mask = tensordict.get(keys.group_mask)
         else:
-            log_probs = dist.log_probs
+            log_probs = configuration_log_probs(dist)
             mask = ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}

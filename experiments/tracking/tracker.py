@@ -316,13 +316,15 @@ def _without_infinity(value: Any) -> Any:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the current folder's repository, with `-dirty` when files were
-    changed; None without one."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+    """Return the commit of the current folder's repository, or else of the one that this code is
+    in, with `-dirty` when files were changed; None without one."""
+    for folder in (Path.cwd(), Path(__file__).resolve().parent):
+        options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = ["git", "-C", str(folder), "describe", *options]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
     return None
 
 

@@ -34,23 +34,24 @@ PATIENCE_S = 20
 UPLOAD_S = 600
 """Seconds that W&B may go on uploading after the end. The rest stays in the run's folder, for
 `wandb sync`."""
-LOOKED_AT = (
-    "Train/Reward_Mean",
-    "Train/Accuracy_Mean",
-    "Train/Budget_Violation_Rate",
-    "Train/Loss",
-    "Train/KL",
-    "Train/Entropy",
-    "Val/Utility",
-    "Val/Satisfaction_Feasible",
-    "Val/Budget_Violation_Rate",
-    "Val/Reward_Mean",
-    "Val/Accuracy_Mean",
-    "Val/Beam_Score_Mean",
-    "Val/Latency_Mean",
-    "Val/KL",
-)
-"""The dozen numbers that W&B plots by itself; it plots the others where somebody asks for them."""
+LOOKED_AT = {
+    "Train/Reward_Mean": max,
+    "Train/Accuracy_Mean": max,
+    "Train/Budget_Violation_Rate": min,
+    "Train/Loss": min,
+    "Train/KL": None,
+    "Train/Entropy": None,
+    "Val/Utility": max,
+    "Val/Satisfaction_Feasible": max,
+    "Val/Budget_Violation_Rate": min,
+    "Val/Reward_Mean": max,
+    "Val/Accuracy_Mean": max,
+    "Val/Beam_Score_Mean": max,
+    "Val/Latency_Mean": min,
+    "Val/KL": None,
+}
+"""The dozen numbers that W&B plots by itself, and what is best in a run; it plots the others where
+somebody asks for them."""
 _waiting: dict[tuple[Path, str], Any] = {}
 """The offline runs of this process that wait for their test scores, by folder and key."""
 
@@ -89,6 +90,8 @@ class WandbRun:
     """The folders of earlier offline sessions, which this one takes the place of."""
     _step: int | None = None
     """The step of the row that is not complete yet."""
+    _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The best and the last value of what W&B plots, over all sessions."""
     _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> WandbRun:
@@ -118,6 +121,7 @@ class WandbRun:
                 return self
             self._environment = stack.pop_all()
         with self.reporting("what earlier sessions logged"):
+            # of numbers that were sent this updates the summary only
             for step, values in self.kept:
                 self.log(values, step)
             if not self._broken:
@@ -139,6 +143,8 @@ class WandbRun:
             if not self._broken:
                 if self._step is not None:
                     self.run.log({})  # the last row is complete
+                # W&B's own summaries cover this session only
+                self.run.summary.update(self._summaries)
                 if self.waits and self.mode == "offline" and exit_code == 0:
                     _waiting[self.folder, self.key] = self.run
                     return
@@ -151,6 +157,7 @@ class WandbRun:
             return
         self._broken = True
         with self.reporting(f"step {step} and all that follows"):
+            self._summarise(values)
             new = {name: value for name, value in values.items() if (step, name) not in self._sent}
             if new:
                 if self._step not in (None, step):
@@ -168,6 +175,17 @@ class WandbRun:
         except Exception as error:
             name = self.about["name"]
             say(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it")
+
+    def _summarise(self, values: Mapping[str, float]) -> None:
+        """Note the last value of each number that W&B plots, and the best where that has a
+        meaning."""
+        for name in LOOKED_AT.keys() & values:
+            summary = self._summaries.setdefault(name, {})
+            best = LOOKED_AT[name]
+            if best is not None:
+                earlier = summary.get(best.__name__, values[name])
+                summary[best.__name__] = best(earlier, values[name])
+            summary["last"] = values[name]
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -236,8 +254,9 @@ def _define_curves(run: Any) -> None:
     """Have W&B plot the numbers of `LOOKED_AT` over the training step, and hide all others."""
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step", hidden=True)
-    for name in LOOKED_AT:
-        run.define_metric(name, step_metric="step")
+    for name, best in LOOKED_AT.items():
+        summary = "last" if best is None else f"{best.__name__},last"
+        run.define_metric(name, step_metric="step", summary=summary)
 
 
 def reason(error: Exception) -> str:

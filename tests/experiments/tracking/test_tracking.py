@@ -99,7 +99,7 @@ def test_tensorboard_tells_runs_apart_by_their_settings(run):
     assert values.items() >= {"optimiser.lr": 0.003, "seed": 1.0}.items()
 
 
-def test_wandb_run_says_where_it_belongs(run):
+def test_wandb_run_says_where_it_belongs_and_what_was_best(run):
     ((name, sessions),) = sessions_of(run).items()
     session = joined(sessions)
     assert session.about == {
@@ -118,7 +118,7 @@ def test_wandb_run_says_where_it_belongs(run):
     metrics = [record["metric"] for record in session.records if record["type"] == "metric"]
     steps = {m.get("step_metric") for m in metrics if m.get("name", "").startswith("Train/")}
     assert steps == {"step"}
-    assert session.summary["Train/Reward_Mean"] == -20 / 7
+    assert session.summary["Train/Reward_Mean"] == {"max": 0, "last": -20 / 7}
 
 
 @pytest.mark.parametrize(
