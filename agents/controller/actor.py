@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
 from knobwise.agents.controller.networks import ValueHead, drift_inputs
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -222,6 +224,7 @@ def make_actor(
     table: ProfileTable | None = None,
     group_size: int | None = None,
     *,
+    action: str = "knobs",
     separate: bool = False,
     members: bool = False,
     offsets: Tensor | None = None,
@@ -246,15 +249,21 @@ def make_actor(
             looks features up in this table, and keeps to what was profiled there. When None it
             reads the limit, the feature blocks by name and, where there is one, a `mask`.
         group_size: G, number of draws for each context; None for one without a group axis.
+        action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the
+            environment.
         separate: each knob under its own key (`max_crops`, …), int64 [*, (G)], in place of
-            `action`, int64 [*, (G), K], as in the environment under `action_keys="knobs"`; see
-            `KnobCategoricals`. Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate`
-            is on here and where it draws, there is their sum too, `action_log_prob`.
+            `action`, as in the environment under `action_keys="knobs"`; see `KnobCategoricals`.
+            Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate` is on here and where
+            it draws, there is their sum too, `action_log_prob`.
         members: contexts belong to the networks in turn, as in training.
 
     Raises:
-        InputError: an agent that is not a controller.
+        InputError: an agent that is not a controller, `separate` where an action is a
+            configuration.
     """
+    one_of("action", action, ACTIONS)
+    if separate and action != "knobs":
+        raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
     controller = _controller_in(agent)
     limit = controller.limit_key
     # requests as they come, or rows of a table
@@ -266,19 +275,19 @@ def make_actor(
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
-    return Actor(encode, _draw(controller, group_size, separate))
+    return Actor(encode, _draw(controller, group_size, action, separate))
 
 
 def _draw(
-    controller: Controller, group_size: int | None, separate: bool
+    controller: Controller, group_size: int | None, action: str, separate: bool
 ) -> ProbabilisticTensorDictModule:
     """Return the module that draws actions from log-probs; arguments as in `make_actor`."""
-    settings: dict[str, Any] = {
-        "group_size": group_size,
-        "normalised": True,
-        "configurations": controller.configurations,
-        "index": controller.index,
-    }
+    settings: dict[str, Any] = {"group_size": group_size, "normalised": True}
+    configurations = controller.configurations
+    if action == "knobs":
+        settings |= {"configurations": configurations, "index": controller.index}
+    else:
+        settings["configurations"] = torch.arange(len(configurations)).to(configurations)
     # all knobs in one tensor, or each under its own key
     keys = ["action"]
     distribution: Any = ConfigurationCategorical

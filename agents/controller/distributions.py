@@ -24,7 +24,8 @@ class ConfigurationCategorical(Distribution):
 
     Args:
         log_probs: [*, C], −inf where a configuration must not be chosen.
-        configurations: int64 [C, K], the action of each configuration.
+        configurations: int64 [C, K], the action of each configuration. Or int64 [C], where an
+            action is a single number; values then lack the axis K.
         group_size: G, the number of draws for one context. `sample` then gives [*, G, K], and
             `log_prob` of it [*, G]. None means no group axis: [*, K] and [*].
         index: finds configurations by action, faster than by comparing with all of them.
@@ -57,7 +58,9 @@ class ConfigurationCategorical(Distribution):
         This is slower than an `ActionIndex`.
         """
         # [*, K] with [C, K] → [*, C]
-        same = (value.unsqueeze(-2) == self.configurations).all(-1)
+        same = value.unsqueeze(-self.configurations.ndim) == self.configurations
+        if self.configurations.ndim > 1:
+            same = same.all(-1)
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
     def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:

@@ -74,6 +74,25 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, how, tmp_path):
         assert len(chosen.unique(dim=1)[0]) > 1
 
 
+def test_an_action_may_be_the_index_of_a_configuration():
+    table, agent = agent_of("controller")
+    by_knobs = make_actor(agent, group_size=4)
+    by_index = make_actor(agent, group_size=4, action="configuration")
+    data = requests(table, agent)
+    with set_exploration_type(ExplorationType.RANDOM):
+        out = by_index(data.clone())
+    index = out["action"]
+    assert table.mask.gather(1, index).all()
+    wanted = by_knobs.get_dist(data).log_prob(table.configurations[index])
+    assert torch.equal(out["action_log_prob"], wanted)
+    dist = by_index.get_dist(data)
+    assert torch.equal(dist.log_prob(index), wanted)
+    greedy = by_knobs(data.clone())["action"]
+    assert torch.equal(table.configurations[by_index(data.clone())["action"]], greedy)
+    # there are 12: 0 to 11
+    assert dist.log_prob(torch.full((60, 4), 12)).isneginf().all()
+
+
 # -- each knob under its own key -------------------------------------------------------------------
 
 
@@ -139,15 +158,17 @@ def test_separate_knobs_are_the_masked_policy_over_configurations(kind, group_si
 
 
 @pytest.mark.parametrize(
-    ("give", "name"),
+    ("give", "options", "name"),
     [
-        (lambda agent: agent.decider, "NumpyController"),
-        (lambda agent: agent.teacher, "Teacher"),
+        (lambda agent: agent, {"action": "index"}, "action"),
+        (lambda agent: agent, {"action": "configuration", "separate": True}, "separate"),
+        (lambda agent: agent.decider, {}, "NumpyController"),
+        (lambda agent: agent.teacher, {}, "Teacher"),
     ],
 )
-def test_what_cannot_be_a_policy_is_refused(give, name):
+def test_what_cannot_be_a_policy_or_be_separate_is_refused(give, options, name):
     with pytest.raises(InputError, match=name):
-        make_actor(give(agent_of("guarded")[1]))
+        make_actor(give(agent_of("guarded")[1]), **options)
 
 
 # -- however the requests come ---------------------------------------------------------------------
