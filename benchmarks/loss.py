@@ -121,7 +121,7 @@ def main() -> None:
     actor = make_actor(controller, TABLE, GROUP_SIZE)
     options = {"kl_to_ref_coeff": BETA, "clip_epsilon": EPSILON, "advantage": "centred"}
     for objective, function in (("sampled", sampled), ("exact", exact)):
-        module = GRPOLoss(actor, objective=objective, **options)
+        module = GRPOLoss(actor, objective=objective, functional=False, **options)
         module.diagnostics = False
         ours = functools.partial(loss_of, module, batch)
         bare = functools.partial(function, network, batch)

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictSequential,
+    TensorDictParams,
     set_composite_lp_aggregate,
 )
 from tensordict.utils import NestedKey
@@ -33,20 +34,34 @@ class ActorLoss(LossModule):
     Args:
         actor_network: a module with `get_dist(tensordict)`.
         reduction: `mean`, `sum` or `none` over contexts; None for `mean`.
+        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap);
+            off is faster.
 
     Attributes:
         diagnostics: if True, the default, `forward` also gives diagnostics; it is faster without.
     """
 
+    actor_network: ProbabilisticTensorDictSequential
+    actor_network_params: TensorDictParams | None
+    target_actor_network_params: TensorDictParams | None
+
     def __init__(
-        self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str | None = None
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        *,
+        reduction: str | None = None,
+        functional: bool = True,
     ) -> None:
         super().__init__()
         # TorchRL looks there for target networks that nobody updates; we have none
         self._forward_pre_hooks.clear()
         self.reduction = reduction or "mean"
         self.diagnostics = True
-        self.actor_network = actor_network
+        if functional:
+            self.convert_to_functional(actor_network, "actor_network")
+        else:
+            self.actor_network = actor_network
+            self.actor_network_params = None
         # an actor that draws the parts of an action says under which keys
         drawn = getattr(actor_network, "dist_sample_keys", ["action"])
         if drawn != ["action"]:
@@ -63,6 +78,13 @@ class ActorLoss(LossModule):
     @abstractmethod
     def _loss_keys(self) -> list[Keys]:
         """Return the keys that the loss reads, without those that only the actor reads."""
+
+    def _distribution(self, tensordict: TensorDictBase) -> Any:
+        if self.actor_network_params is None:
+            return self.actor_network.get_dist(tensordict)
+        # the module borrows the parameters that the optimiser changes
+        with self.actor_network_params.to_module(self.actor_network):
+            return self.actor_network.get_dist(tensordict)
 
     def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
         """Return ln π of the draws in the tensordict."""
@@ -109,6 +131,11 @@ def configuration_log_probs(dist: Any) -> Tensor:
 def is_zero(coefficient: Tensor) -> bool:
     """Tell if a coefficient, a single number, is 0, so that its term need not be computed.
 
-    Under `torch.compile` that is not known, and the term is computed.
+    Under `torch.compile` and vmap that is not known, and the term is computed.
     """
-    return not torch.compiler.is_compiling() and not coefficient
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        return not coefficient
+    except RuntimeError:
+        return False

@@ -68,7 +68,7 @@ class GRPOLoss(ActorLoss):
         top: learn only from this many of a group, those with the highest rewards; None for all.
             Advantages are still taken over the whole group. It may be changed between steps, for a
             curriculum.
-        reduction: see `ActorLoss`.
+        reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
     log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
@@ -173,8 +173,9 @@ class GRPOLoss(ActorLoss):
         masked: bool = False,
         top: int | None = None,
         reduction: str | None = None,
+        functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, reduction=reduction)
+        super().__init__(actor_network, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         self.objective = objective
@@ -202,7 +203,7 @@ class GRPOLoss(ActorLoss):
     def _sampled_group(self, tensordict: TensorDictBase) -> _Group:
         """Return the groups of draws, J = G."""
         keys = self.tensor_keys
-        dist = self.actor_network.get_dist(tensordict)
+        dist = self._distribution(tensordict)
         reward = tensordict.get(keys.reward)
         old = self._summed(tensordict, keys.sample_log_prob)
         # groups of one may lack their axis
@@ -234,7 +235,7 @@ class GRPOLoss(ActorLoss):
         gradients; log π and log π_ref need them only if `finite`.
         """
         keys = self.tensor_keys
-        dist = self.actor_network.get_dist(tensordict)
+        dist = self._distribution(tensordict)
         reward = tensordict.get(keys.reward_per_configuration)
         old = tensordict.get(keys.behaviour_log_probs)
         log_prob = configuration_log_probs(dist)

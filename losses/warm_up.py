@@ -32,7 +32,7 @@ class RCELoss(ActorLoss):
         recorded: imitate `action` instead of every configuration.
         temperature: τ, in units of reward; may be changed between steps (it falls during the
             warm-up); infinite for a plain mean, supervised fine-tuning.
-        reduction: see `ActorLoss`.
+        reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_rce`; and as a diagnostic the `entropy` of the policy.
     """
@@ -67,8 +67,9 @@ class RCELoss(ActorLoss):
         recorded: bool = False,
         temperature: float = 1.0,
         reduction: str | None = None,
+        functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, reduction=reduction)
+        super().__init__(actor_network, reduction=reduction, functional=functional)
         self.recorded = recorded
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()
@@ -84,7 +85,7 @@ class RCELoss(ActorLoss):
         """Compute the loss of contexts, [P], with the keys above and those that the actor reads."""
         keys = self.tensor_keys
         rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
-        dist = self.actor_network.get_dist(tensordict)
+        dist = self._distribution(tensordict)
         if self.recorded:
             log_probs = self._log_prob(dist, tensordict)
             mask = tensordict.get(keys.group_mask)

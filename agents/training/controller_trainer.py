@@ -235,7 +235,7 @@ class ControllerTrainer(JudgedTrainer):
     def _stages(self, agent: DeployedController) -> list[Stage]:
         """Return the teacher's stages, where there is one, the warm-up, and GRPO or PPO."""
         settings = self.settings
-        self.rce = RCELoss(self.actor).to(self.device)
+        self.rce = RCELoss(self.actor, functional=False).to(self.device)
         warm_up = Stage(
             "RCE",
             lambda minibatch: self.rce(self._with_rewards(minibatch)),
@@ -288,7 +288,7 @@ class ControllerTrainer(JudgedTrainer):
         if loss.objective == "exact":
             stage.loss = lambda minibatch: self.grpo(self._with_rewards(minibatch))
         coefficients = loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        self.grpo = GRPOLoss(self.actor, **coefficients).to(self.device)
+        self.grpo = GRPOLoss(self.actor, **coefficients, functional=False).to(self.device)
         if loss.kl_band:
             stage.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band)]
         return stage

@@ -180,8 +180,8 @@ class SelectorTrainer(Trainer):
         """Build the losses, and return the stage."""
         # both losses for every stage: the metrics read GRPO's coefficient in all of them
         device = agent.pool.device
-        self.imitation = RCELoss(agent, recorded=True).to(device)
-        self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True).to(device)
+        self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
+        self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
         controls = []
         if name == "grpo" and self.loss.kl_band is not None:
             controls.append(weight_control(self.grpo.kl_to_ref_coeff, self.loss.kl_band))

@@ -27,6 +27,7 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 # tensordict asks for a setting that this torch no longer has
 library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
+either_way = pytest.mark.parametrize("functional", [True, False])
 
 
 def make_actor(seed=0):
@@ -81,9 +82,10 @@ def test_reading_and_writing_keys_are_told(kind):
 
 
 @every_kind
-def test_every_key_can_be_renamed(kind):
-    wanted = make_loss(kind)(make_data())
-    loss = make_loss(kind)
+@either_way
+def test_every_key_can_be_renamed(kind, functional):
+    wanted = make_loss(kind, functional=functional)(make_data())
+    loss = make_loss(kind, functional=functional)
     for name in loss.default_keys.__dataclass_fields__:
         key = getattr(loss.default_keys(), name)
         changed = copy.deepcopy(loss)
@@ -99,6 +101,33 @@ def test_every_key_can_be_renamed(kind):
         assert changed.in_keys == loss.in_keys
     with pytest.raises(ValueError, match="unknown"):
         loss.set_keys(unknown="key")
+
+
+@every_kind
+def test_functional_or_not_gives_the_same_loss_and_gradients(kind):
+    module = make_loss(kind, functional=False)
+    loss = make_loss(kind)
+    assert set(dict(loss.named_parameters())) != set(dict(module.named_parameters()))
+    total(module(make_data())).backward()
+    total(loss(make_data())).backward()
+    for ours, wanted in zip(loss.parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "exact", "rce"])
+def test_it_runs_under_vmap_over_stacked_parameters(kind):
+    data = make_data()
+    losses = [make_loss(kind, seed) for seed in (0, 1)]
+    stacked = torch.stack([TensorDict.from_module(loss) for loss in losses])
+    loss = losses[0]
+
+    def loss_of(parameters):
+        with parameters.to_module(loss):
+            return total(loss(data.clone()))
+
+    with torch.no_grad():
+        wanted = torch.stack([total(each(data.clone())) for each in losses])
+        torch.testing.assert_close(torch.vmap(loss_of)(stacked), wanted)
 
 
 @every_kind
@@ -172,17 +201,20 @@ def assert_same_under_compile(compiled, loss, data):
 
 
 @library_warning
-@pytest.mark.parametrize("kind", ["masked", "rce", "recorded"])
-def test_it_compiles(kind):
+@pytest.mark.parametrize(
+    ("kind", "functional"),
+    [("masked", False), ("rce", False), ("recorded", False), ("sampled", True)],
+)
+def test_it_compiles(kind, functional):
     """The others are compiled in the next test."""
-    loss = make_loss(kind)
+    loss = make_loss(kind, functional=functional)
     assert_same_under_compile(in_one_graph(loss), loss, make_data())
 
 
 @library_warning
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
 def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
-    loss = GRPOLoss(make_actor(), objective=objective)
+    loss = GRPOLoss(make_actor(), objective=objective, functional=False)
     data = make_data()
     compiled = in_one_graph(loss)
     far = data.clone()
