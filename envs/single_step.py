@@ -21,6 +21,16 @@ class SingleStepEnv(EnvBase):
         self.reward_spec = Unbounded(shape=(contexts, group), device=self.device)
         self.done_spec = Binary(shape=(contexts, 1), dtype=torch.bool, device=self.device)
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._about()}, batch "
+            f"{self.batch_size.numel()}, group {self.group_size})"
+        )
+
+    @abstractmethod
+    def _about(self) -> str:
+        """Describe the table, the budgets and the reward."""
+
     @property
     def group_size(self) -> int:
         return self.reward_spec.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -30,22 +30,38 @@ _PROCESS = os.getpid()
 """The process that imported this module; a process forked from it has another id."""
 
 
+class _Contexts(NamedTuple):
+    """The contexts of n environments."""
+
+    rows: Tensor
+    """int64 [n]."""
+    limits: Tensor
+    """float32 [n], in ms."""
+    observations: Observation
+    """Before and after a decision."""
+    infos: Info
+    """Before a decision."""
+
+
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     """Decide for many contexts at once, as a gymnasium vector environment.
 
     Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are
     numbers, because TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value
     indices, int64 [num_envs, K]; `action_mask`, int8 [num_envs, C], under `action="configuration"`
-    only. What the observation holds is not in them. Nothing is rendered.
+    only. What the observation holds is not in them. Nothing is rendered; `gymnasium.make_vec(…,
+    vectorization_mode="sync")` renders each environment.
 
-    Every episode is one decision, so all of them end together, and `step` returns the observations
-    of the next contexts (gymnasium's `SAME_STEP`). Those of the decisions are in
-    `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
-    `gymnasium.make_vec(…, vectorization_mode="sync")` has the other modes, and renders.
+    Every episode is one decision, so all of them end together. `autoreset_mode` is gymnasium's:
+
+    - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the
+      decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in
+      `infos["final_info"]`.
+    - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new
+      contexts and returns reward 0, not terminated.
+    - `DISABLED`: only `reset` draws new contexts; after the first reset
+      `options["reset_mask"]`, bool [num_envs], says for which environments.
     """
-
-    autoreset_mode = AutoresetMode.SAME_STEP  # TorchRL's GymWrapper asks for it here
-    metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": autoreset_mode}
 
     def __init__(
         self,
@@ -56,6 +72,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
         inputs: Inputs | str | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
         **options: Any,
     ) -> None:
         if os.getpid() != _PROCESS:
@@ -76,6 +93,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._configurations = table.configurations.numpy()
         self.num_envs = num_envs
         self.render_mode = render_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self._replay = Replay(table, budget, reward, **options)
         self._contexts = ContextSampler(table, budget, rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -92,9 +111,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.single_action_space: Any = self._actions()
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        # rows int64 [n] and limits float32 [n] in ms, with observations and infos; None between a
-        # decision and the next contexts
-        self._current: tuple[Tensor, Tensor, Observation, Info] | None = None
+        self._current: _Contexts | None = None
+        # whose episode has ended
+        self._over = np.zeros(num_envs, dtype=bool)
 
     def _actions(self) -> spaces.Space[Any]:
         """Return the space of one action."""
@@ -111,15 +130,30 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         """Draw contexts. One seed serves all of them; of a list of seeds the first counts."""
         seed = seed[0] if isinstance(seed, list) else seed
         super().reset(seed=seed)
-        observations, infos = self.draw(seed, options)
-        return observations, self._with_masks(infos)
+        options = dict(options or {})
+        mask = None
+        if self.autoreset_mode == AutoresetMode.DISABLED and "reset_mask" in options:
+            mask = np.asarray(options.pop("reset_mask"))
+            if mask.dtype != bool or mask.shape != (self.num_envs,):
+                raise InputError(
+                    f"reset options: reset_mask is bool [{self.num_envs}], True where a context "
+                    "is drawn"
+                )
+        observations, infos = self.draw(seed, options, mask)
+        return observations, self._with_masks(infos, mask)
 
     def step(
         self, actions: NDArray[Any]
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Decide for every context, and draw the next ones."""
+        """Decide for every context, and go on as `autoreset_mode` says."""
         ended = np.ones(self.num_envs, dtype=bool)
+        if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
+            observations, infos = self.draw()
+            rewards = np.zeros(self.num_envs, np.float32)
+            return observations, rewards, ~ended, ~ended, self._with_masks(infos)
         last, rewards, outcomes = self.decide(actions)
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
         final_obs[:] = list(iterate(self.observation_space, last))
@@ -127,15 +161,20 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
         return observations, rewards, ended, ~ended, self._with_masks(infos | final)
 
-    def _with_masks(self, infos: dict[str, Any]) -> dict[str, Any]:
+    def _with_masks(
+        self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None
+    ) -> dict[str, Any]:
         """Pair every info with the mask of the environments that gave it, as gymnasium does."""
-        mask = np.ones(self.num_envs, dtype=bool)
+        mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
         return infos | {f"_{name}": mask for name in infos}
 
     def draw(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
+        self,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        renewed: NDArray[np.bool_] | None = None,
     ) -> tuple[Observation, Info]:
-        """Draw contexts and observe them."""
+        """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs]."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
         # as many contexts are drawn whatever is chosen, so that a seed stays a seed
@@ -145,6 +184,10 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         rows, limits = self._contexts(self.num_envs, chosen)
         if chosen_limits is not None:
             limits = chosen_limits
+        if renewed is not None and self._current is not None:
+            new = torch.from_numpy(renewed)
+            rows = rows.where(new, self._current.rows)
+            limits = limits.where(new, self._current.limits)
         # twice as fast as block[rows]
         observations = {
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
@@ -154,7 +197,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         infos = {"row": rows.numpy()}
         if self._replay.action == "configuration":
             infos["action_mask"] = mask
-        self._current = rows, limits, observations, infos
+        self._current = _Contexts(rows, limits, observations, infos)
+        self._over[... if renewed is None else renewed] = False
         return _copied(observations), _copied(infos)
 
     def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
@@ -163,7 +207,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         Returns:
             the observations once more; rewards, float32 [num_envs]; and the outcomes as infos.
         """
-        if self._current is None:
+        if self._current is None or self._over.any():
             raise gymnasium.error.ResetNeeded(
                 "call reset() before step(): every episode is one decision"
             )
@@ -177,7 +221,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         best = oracle(rewards, rows, limits).unsqueeze(1)
         outcomes = _copied(infos) | self._outcome("", limits, choice, *outcome)
         outcomes |= self._outcome("oracle_", limits, best, *rewards.outcome(rows, best))
-        self._current = None
+        self._over[:] = True
         return _copied(observations), reward[:, 0].numpy(), outcomes
 
     def _outcome(

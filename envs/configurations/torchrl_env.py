@@ -145,6 +145,12 @@ class ConfigBandit(SingleStepEnv):
             specs["mask"] = Binary(c, (p, c), dtype=torch.bool)
         return specs | {name: Unbounded(shape) for name, shape in shapes.items()}
 
+    def _about(self) -> str:
+        budget = self.contexts.budgets.config
+        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
+        return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
+
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         if tensordict is None:

@@ -25,7 +25,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated
     place, or one without a candidate (also −1), adds no demonstration, so a sequence may be
-    shorter.
+    shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of
+    them, which `info["action_mask"]` masks exactly.
 
     Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
     candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is
@@ -38,15 +39,16 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     Info holds numbers alone, because TorchRL reads them all. After reset: `row`
     (`env.unwrapped.table.query_ids[row]` is the query's id), and without a scorer `sequences`, the
-    recorded ones, int64 [B, shots] (−1 after the end, and after the last). After a step also
-    `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and
-    without a scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN
-    if there is none).
+    recorded ones, int64 [B, shots] (−1 after the end, and after the last); with `action="sequence"`
+    also `action_mask`, int8 [B], 1 for each of them. After a step also `sequence` (what was
+    replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a scorer
+    `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is
+    none).
 
     Args:
         table: queries, pools, recorded sequences.
         render_mode: None or "ansi".
-        **options: `shots`, `reward`, `rows`, `scorer`, `groups`, `unprofiled`, as for
+        **options: `shots`, `reward`, `rows`, `scorer`, `groups`, `unprofiled`, `action`, as for
             `DemonstrationBandit`.
 
     Raises:
@@ -71,6 +73,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             mask=spaces.MultiBinary(n),
         )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
+        if self._bandit.by_index:
+            self.action_space = spaces.Discrete(self.table.num_beams)
         self._row: int | None = None
         self._text = ""
 
@@ -134,6 +138,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
             info["sequences"] = observed["sequences"]
+        if self._bandit.by_index:
+            info["action_mask"] = observed["group_mask"].astype(np.int8)
         mask = observed["mask"].astype(np.int8)
         return {"query": observed["query"], "pool": observed["pool"], "mask": mask}, info
 

@@ -19,6 +19,7 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, TensorSpec, Un
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
+from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
@@ -126,14 +127,16 @@ class DemonstrationBandit(SingleStepEnv):
     −1 after the end, and `group_mask` bool [P, B], True for each of them.
 
     Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1
-    is no sequence. A step whose tensordict has no `row` is for the queries of the last reset, or
-    before any for new ones. Reward: float32 [P, G], 0 for no sequence.
+    is no sequence. With `action="sequence"` int64 [P, G], the index of a recorded sequence of the
+    query; an index beyond them is no sequence. A step whose tensordict has no `row` is for the
+    queries of the last reset, or before any for new ones. Reward: float32 [P, G], 0 for no
+    sequence.
 
     Args:
         batch_size: P.
         group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest
-            recorded group. None for no group axis: the action is [P, T], `vqa_correct` [P], the
-            reward [P, 1].
+            recorded group. None for no group axis: the action is [P, T] or [P], `vqa_correct` [P],
+            the reward [P, 1].
         shots: T with a scorer, by default the table's; without one, use recorded sequences of this
             length only, by default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in
@@ -143,9 +146,11 @@ class DemonstrationBandit(SingleStepEnv):
             ones.
         unprofiled: what happens to a sequence that was never recorded. `nearest`: the query's
             recorded sequence with the longest common start is replayed in its place; of several the
-            one with the most demonstrations, then the first. `error`: InputError. Except under
-            `error` a place without a candidate, or chosen before, adds no demonstration, and
+            one with the most demonstrations, then the first. `penalty`: the same, but `vqa_correct`
+            is 0 and the reward 1 below the worst of the query's group. `error`: InputError. Except
+            under `error` a place without a candidate, or chosen before, adds no demonstration, and
             a query without recorded sequences gets none.
+        action: `places` or `sequence`.
 
     Raises:
         InputError: if the settings do not fit the table, or a field that the reward needs was not
@@ -166,16 +171,21 @@ class DemonstrationBandit(SingleStepEnv):
         scorer: Scorer | None = None,
         groups: GroupConfig | None = None,
         unprofiled: str = "nearest",
+        action: str = "places",
         lean: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
-        one_of("unprofiled", unprofiled, ("nearest", "error"))
+        one_of("unprofiled", unprofiled, UNPROFILED)
+        one_of("action", action, ("places", "sequence"))
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)
             shots = table.shots
-        elif group_size == "all":
-            raise InputError("group_size=all is for recorded sequences; leave out the scorer")
+        elif group_size == "all" or action == "sequence":
+            raise InputError(
+                "action=sequence and group_size=all are for recorded sequences; leave out the "
+                "scorer"
+            )
         # defaults depend on the table
         group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if shots is None else shots
@@ -191,6 +201,7 @@ class DemonstrationBandit(SingleStepEnv):
         self.scorer = scorer
         self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
         self.unprofiled = unprofiled
+        self.by_index = action == "sequence"
         self.lean = lean
         self.shots = shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
@@ -239,8 +250,15 @@ class DemonstrationBandit(SingleStepEnv):
                 "group_mask": Binary(b, (p, b), dtype=torch.bool),
             }
         self.observation_spec = Composite(observation, shape=(p,)).to(self.device)
-        self.action_spec = places((p, *group, self.shots)).to(self.device)
+        action: TensorSpec = places((p, *group, self.shots))
+        if self.by_index:
+            action = Categorical(table.num_beams, (p, *group))
+        self.action_spec = action.to(self.device)
         self._set_outcome_specs(p, *(group or (1,)))
+
+    def _about(self) -> str:
+        source = "recorded sequences" if self.scorer is None else "sequences scored as drawn"
+        return f"{self.table.name!r}: {self.table.num_queries} queries, {source}"
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         self._rows = self.contexts().to(self.device)
@@ -292,12 +310,22 @@ class DemonstrationBandit(SingleStepEnv):
         The class describes the shapes of actions; if G is 1 they may lack the group axis.
         """
         spec = self.action_spec.shape
-        fits = action.numel() == spec.numel() and action.shape[-1] == self.shots
+        fits = action.numel() == spec.numel()
+        if not self.by_index:
+            fits = fits and action.shape[-1] == self.shots
         if not fits or action.is_floating_point():
             raise InputError(
                 f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}"
             )
         # from here on there is a group axis, of length 1 for a single action
+        if self.by_index:
+            index = action.long().reshape(len(rows), self.group_size)
+            most = self.table.num_beams - 1
+            if not torch.equal(index, index.clamp(0, most)):
+                raise InputError(
+                    f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}"
+                )
+            action = self.sequences[rows].take_along_dim(index.unsqueeze(-1), 1)
         action = action.long().reshape(len(rows), self.group_size, self.shots)
         return (self._replayed if self.scorer is None else self._scored)(rows, action)
 
@@ -364,15 +392,23 @@ class DemonstrationBandit(SingleStepEnv):
         exists = self.group_mask[rows]
         empty = (action < 0).all(-1)
         index, exact = self._nearest(action, recorded, exists)
+        unknown = ~empty & ~exact
         if self.unprofiled == "error":
             problem = "were never recorded; unprofiled=nearest replays the nearest that were"
-            self._refuse(~empty & ~exact, rows, problem)
+            self._refuse(unknown, rows, problem)
         # without demonstrations or recorded sequences there is no reward
         none = empty | ~exists.any(1, keepdim=True)
+        sequences = recorded.take_along_dim(index.unsqueeze(-1), 1)
+        reward = rewards.gather(1, index)
+        right = correct.gather(1, index)
+        if self.unprofiled == "penalty":
+            worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
+            reward = torch.where(unknown, worst - 1, reward)
+            right = right.masked_fill(unknown, 0.0)
         return Outcome(
-            recorded.take_along_dim(index.unsqueeze(-1), 1).masked_fill(none.unsqueeze(-1), -1),
-            rewards.gather(1, index).masked_fill(none, 0.0),
-            correct.gather(1, index).masked_fill(none, torch.nan),
+            sequences.masked_fill(none.unsqueeze(-1), -1),
+            reward.masked_fill(none, 0.0),
+            right.masked_fill(none, torch.nan),
         )
 
     def _nearest(self, action: Tensor, recorded: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,9 @@ FORMS = {
         "knobwise/ConfigBandit-v0", table=table, categorical_action_encoding=True
     ),
     "vector_same_step": lambda table: wrapped(ConfigBanditVectorEnv(P, table)),
+    "vector_disabled": lambda table: wrapped(
+        ConfigBanditVectorEnv(P, table, autoreset_mode="Disabled")
+    ),
 }
 AGENTS = ("random", "policy")
 USES = ("collector", "multi_sync", "multi_async", "trainer", "memmap", "priorities")
@@ -137,7 +140,7 @@ def check(case, batch):
     """Every decision has an outcome of its own context, and what follows it is the observation of
     this context."""
     after = batch["next"]
-    decided = ~batch["done"].squeeze(-1)
+    decided = ~batch["done"].squeeze(-1)  # in DISABLED mode a reset stands between two decisions
     rewards = after["reward"][decided]
     assert rewards.numel()
     assert torch.isin(rewards.float(), torch.tensor([-0.2, 0.0, 1.0])).all()

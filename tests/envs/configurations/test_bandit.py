@@ -97,6 +97,7 @@ def test_shapes_of_everything():
     assert out["next", "reward"].shape == (4, 3)
     lean = ConfigBandit(FULL, batch_size=4, lean=True).reset()
     assert set(lean.keys()) == {"row", "budget_ms", "done", "terminated"}
+    assert "60 samples × 12 configurations, budget quantiles, reward utility" in repr(env)
 
 
 def test_every_episode_is_one_decision_and_a_rollout_goes_on():

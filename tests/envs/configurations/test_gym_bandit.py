@@ -1,7 +1,6 @@
 """The bandit in gymnasium: one context by hand, many at once, and TorchRL's wrappers of both."""
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -65,23 +64,21 @@ def test_gymnasium_and_torchrl_check_it(table, action, budget):
     assert played["mask"].shape == (5, 12)
 
 
-def vector(**options):
-    return ConfigBanditVectorEnv(3, **options)
+def vector(mode, **options):
+    return ConfigBanditVectorEnv(3, autoreset_mode=mode, **options)
 
 
-def side_by_side(mode=AutoresetMode.SAME_STEP, **options):
+def side_by_side(mode, **options):
     env = [lambda: gymnasium.make(ID, numeric_infos=True, **options)]
     return SyncVectorEnv(env * 3, autoreset_mode=mode)
 
 
-disabled = functools.partial(side_by_side, AutoresetMode.DISABLED)
-
-
-@pytest.mark.parametrize("make", [vector, side_by_side, disabled])
+@pytest.mark.parametrize("make", [vector, side_by_side])
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize(("table", "action"), FORMS[:4] + FORMS[-2:])
-def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(make, table, action):
+def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(make, mode, table, action):
     profile = TABLES[table]
-    many = make(table=profile, action=action)
+    many = make(mode, table=profile, action=action)
     env = GymWrapper(many, categorical_action_encoding=True)
     check_env_specs(env)
     env.set_seed(0)
@@ -91,7 +88,7 @@ def test_torchrl_wraps_many_at_once_and_sees_the_right_contexts(make, table, act
         # after the decision the context is still the same one
         assert torch.equal(played["next", name], played[name])
     assert len(played["budget_ms"].unique()) >= 8
-    if make is vector:
+    if mode == AutoresetMode.SAME_STEP and make is vector:
         assert torch.equal(played["mask"].bool(), profile.mask[played["row"]])
         for name, block in profile.features.items():
             assert torch.equal(played[name], block[played["row"]])
@@ -116,14 +113,14 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(budget, rewar
     options = {"budget": budget, "reward": reward, "repeats": repeats or "draw"}
     limit = "worth_ms" if budget is WORTH else "budget_ms"
     one = ConfigBanditEnv(table, **options)
-    many = ConfigBanditVectorEnv(1, table, **options)
+    many = ConfigBanditVectorEnv(1, table, autoreset_mode="Disabled", **options)
     native = ConfigBandit(table, seed=5, **options)
-    seen_by_many, infos = many.reset(seed=5)
     medians = []
     for step in range(8):
         seed = 5 if step == 0 else None
         context = native.reset()
         seen, info = one.reset(seed=seed)
+        seen_by_many, infos = many.reset(seed=seed)
         assert info["row"] == infos["row"][0] == context["row"].item()
         assert info["sample_id"] == table.sample_ids[info["row"]]
         assert info[limit] == seen[limit]
@@ -133,8 +130,7 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(budget, rewar
         action = profiled_action(table, info["mask"], step % int(info["mask"].sum()))
         out = native.step(context.set("action", torch.from_numpy(action)[None]))["next"]
         _, got, _, _, told = one.step(action)
-        seen_by_many, rewards, _, _, infos = many.step(action[None])
-        outcomes = infos["final_info"]
+        _, rewards, _, _, outcomes = many.step(action[None])
         assert got == rewards[0] == out["reward"].item()
         took = told["latency_ms"]
         assert took == outcomes["latency_ms"][0] == out["latency_ms"].item()
@@ -344,17 +340,22 @@ IN_THE_OBSERVATION = {"image_features", "language_features", "budget_ms", "mask"
 NO_NUMBERS = {"sample_id", "action_mask"}
 
 
-def test_many_at_once_go_as_gymnasium_goes():
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_every_reset_mode_goes_as_gymnasium_goes(mode):
     rows = torch.arange(7, 8)  # one sample and one budget, so that values can be compared too
     one = [lambda: ConfigBanditEnv(TABLE, TWELVE, rows=rows)]
-    stock = SyncVectorEnv(one * 4, autoreset_mode=AutoresetMode.SAME_STEP)
-    ours = ConfigBanditVectorEnv(4, TABLE, TWELVE, rows=rows)
+    stock = SyncVectorEnv(one * 4, autoreset_mode=mode)
+    ours = ConfigBanditVectorEnv(4, TABLE, TWELVE, rows=rows, autoreset_mode=mode.value)
+    assert ours.metadata["autoreset_mode"] == ours.autoreset_mode == mode
     actions = np.array([[0, 0, 0], [2, 1, 1], [1, 0, 1], [0, 1, 0]])
     results = []
     for env in (stock, ours):
         told = [env.reset(seed=0)]
         for _ in range(3):
             told.append(env.step(actions))
+            if mode == AutoresetMode.DISABLED:
+                mask = np.array([True, False, True, True])
+                told += [env.reset(options={"reset_mask": m}) for m in (mask, ~mask)]
         results.append(told)
     for theirs, mine in zip(*results, strict=True):
         compare(theirs[0], mine[0])
@@ -388,6 +389,44 @@ def compare_infos(theirs, mine):
             np.testing.assert_array_equal(value[given], expected[given])
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_contexts_are_kept_or_drawn_at_the_right_step(mode):
+    env = vector(mode, table=TABLE)
+    ahead = ConfigBanditVectorEnv(3, TABLE)
+    drawn = [ahead.reset(seed=1)[0], *(ahead.reset()[0] for _ in range(3))]
+    compare(env.reset(seed=1)[0], drawn[0])
+    for number in range(3):
+        observations, _, ended, _, infos = env.step(NOTHING)
+        assert ended.all()
+        if mode == AutoresetMode.NEXT_STEP:
+            compare(observations, drawn[number])
+            assert "accuracy" in infos
+            observations, rewards, ended, cut, infos = env.step(NOTHING)
+            assert rewards.tolist() == [0, 0, 0]
+            assert not (ended | cut).any()
+            assert "accuracy" not in infos
+        compare(observations, drawn[number + 1])
+
+
+def test_with_reset_mode_disabled_no_context_is_decided_twice():
+    env = vector(AutoresetMode.DISABLED, table=TABLE)
+    first = {"reset_mask": np.array([True, False, True])}
+    before, _ = env.reset(seed=0, options=first)  # the first one draws all
+    env.step(NOTHING)
+    after, infos = env.reset(options=first)
+    assert infos["_row"].tolist() == [True, False, True]
+    assert (after["budget_ms"] != before["budget_ms"]).tolist() == [True, False, True]
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(NOTHING)
+    env.reset(options={"reset_mask": np.array([False, True, False])})
+    env.step(NOTHING)
+    for mask in (np.array([1, 0, 1]), np.array([True]), [True, 0, 1]):
+        with input_error("reset_mask"):
+            env.reset(options={"reset_mask": mask})
+    with input_error("reset_mask"):
+        vector(AutoresetMode.SAME_STEP, table=TABLE).reset(options=first)
+
+
 @pytest.mark.parametrize("rows", [[3, 5], np.array([3, 5])])
 def test_rows_may_be_any_whole_numbers(rows):
     env = ConfigBanditEnv(TABLE, rows=rows)
@@ -401,14 +440,16 @@ def test_a_path_instead_of_a_table_says_how_to_read_it():
         gymnasium.make(ID, table="measured.csv")
 
 
-@pytest.mark.parametrize("mode", [None, *AutoresetMode])
-def test_make_vec_takes_every_reset_mode(mode):
-    """Without one it is ours, else gymnasium's own."""
-    options = {"vectorization_mode": "vector_entry_point"}
-    if mode is not None:
-        options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": mode}}
-    env = gymnasium.make_vec(ID, num_envs=2, table=TABLE, **options)
-    assert env.metadata["autoreset_mode"] == (mode or AutoresetMode.SAME_STEP)
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
+def test_make_vec_takes_every_reset_mode(mode, vectorization):
+    arguments = {"autoreset_mode": mode}
+    if vectorization == "sync":
+        arguments = {"vector_kwargs": arguments}
+    env = gymnasium.make_vec(
+        ID, num_envs=2, vectorization_mode=vectorization, table=TABLE, **arguments
+    )
+    assert env.metadata["autoreset_mode"] == mode
     statistics = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
     observations, _ = statistics.reset(seed=0)
     assert env.observation_space.contains(observations)

@@ -202,6 +202,13 @@ def test_the_state_of_the_passes_can_be_saved(serial):
         assert torch.equal(result[key], wanted[key])
 
 
+def test_a_penalty_is_1_below_the_worst_of_the_group():
+    env = DemonstrationBandit(five_beams(), rows=ROW, unprofiled="penalty")
+    outcome = env.decide(ROW, torch.tensor([[3, 1, X]]))
+    assert outcome.sequences[0, 0].tolist() == [3, 1, 0]
+    assert (outcome.reward, outcome.correct) == (env.rewards[0].min() - 1, 0.0)
+
+
 NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
 
 
@@ -226,6 +233,19 @@ def test_the_nearest_is_the_longest_common_start(action):
             assert best == whole or whole not in recorded
         assert (float(outcome.reward[row]), outcome.sequences[row, 0].tolist()) == (reward, best)
         assert bool(outcome.correct[row].isnan()) == (best == [X] * 3)
+
+
+def test_an_action_may_be_the_index_of_a_recorded_sequence():
+    env = bandit(batch_size=5, action="sequence")
+    assert "5 queries, recorded sequences" in repr(env)
+    check_env_specs(env)
+    context = env.reset()
+    places = torch.arange(4).expand(5, 4)
+    out = env.step(context.set("action", places))["next"]
+    # 0 beyond the recorded ones
+    assert torch.equal(out["reward"], env.rewards[context["row"]])
+    with input_error("0 to 3"):
+        env.step(context.set("action", places + 1))
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
@@ -313,6 +333,7 @@ def test_groups_that_make_no_sense():
         (True, {"batch_size": 0}, "batch_size=0"),
         (False, {"unprofiled": "never"}, "unprofiled"),
         (True, {"group_size": "all"}, "group_size=all"),
+        (True, {"action": "sequence"}, "action=sequence"),
     ],
 )
 def test_settings_that_make_no_sense(live, options, field):

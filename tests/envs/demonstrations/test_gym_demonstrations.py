@@ -32,6 +32,8 @@ ENVIRONMENTS = {
     "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
     "without features": lambda: ConfigBanditEnv(small_table(features=False)),
     "recorded": lambda: gymnasium.make(ID, table=five_beams()),
+    "penalty": lambda: made(unprofiled="penalty"),
+    "by index": lambda: made(action="sequence"),
     "scored": lambda: made(scorer=scorer),
 }
 
@@ -116,6 +118,18 @@ def test_a_query_without_candidates_has_reward_0():
     assert np.isnan(info["oracle_reward"])
 
 
+def test_an_index_is_masked_exactly():
+    env = made(action="sequence")
+    assert env.action_space == gymnasium.spaces.Discrete(4)
+    for row, count in ((0, 4), (4, 2), (2, 0)):
+        _, info = env.reset(options={"row": row})
+        assert (info["action_mask"].dtype, info["action_mask"].sum()) == (np.int8, count)
+        action = env.action_space.sample(info["action_mask"])
+        _, reward, _, _, after = env.step(action)
+        assert after["sequence"].tolist() == info["sequences"][action].tolist()
+        assert (reward == 0) == (count == 0)
+
+
 def test_a_person_chooses_the_query():
     env = made()
     for options in ({"row": 1}, {"query_id": "b"}, {"row": np.int64(1)}):
@@ -136,6 +150,7 @@ def test_a_person_chooses_the_query():
     ("mode", "options"),
     [
         ("sync", {}),
+        ("sync", {"action": "sequence"}),
         ("sync", {"scorer": scorer}),
         ("async", {"vector_kwargs": {"context": "forkserver"}}),
     ],
