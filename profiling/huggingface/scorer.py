@@ -4,6 +4,7 @@ answers after them."""
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -155,14 +156,15 @@ class VLMScorer(DemonstrationScorer):
     candidate.
 
     Raises InputError for sizes that make no sense; when called, for an image that cannot be read, a
-    query with one candidate only, a model without a cache, or one whose cache gives other
-    likelihoods than the whole sequence.
+    query with one candidate only.
     """
 
     kind = "AutoModelForImageTextToText"
 
-    _compared = False
-    """Whether the first likelihoods were compared with those of the whole sequence."""
+    reuse_prompt: bool | None = None
+    """Whether answers go on from the prompt's cache. None finds out with the first batch: where
+    that fails or gives other likelihoods than the whole sequence, each answer is computed with its
+    prompt, one at a time, with a warning."""
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
@@ -192,17 +194,11 @@ class VLMScorer(DemonstrationScorer):
         """Compute ln P of every candidate answer after each prompt, computed as one batch: float32
         [C] each, on the CPU."""
         answers = [self._candidates(query).tokens for query, _ in prompts]
-        likelihoods = self._after_cache(self._inputs(prompts), answers)
-        if not self._compared:
-            difference = float((self._whole(prompts[0], answers[0]) - likelihoods[0]).abs().max())
-            exact = self.model.dtype in (torch.float32, torch.float64)
-            if difference > (1e-3 if exact else 0.3):
-                raise InputError(
-                    f"{type(self.model).__name__}: cannot continue from its cache of a prompt (its "
-                    f"likelihoods differ by {difference:.2g}); take another model"
-                )
-            self._compared = True
-        return likelihoods
+        if self.reuse_prompt is None:
+            self.reuse_prompt = self._can_reuse(prompts, answers)
+        if self.reuse_prompt:
+            return self._after_cache(self._inputs(prompts), answers)
+        return list(map(self._whole, prompts, answers))
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Process the prompts for the model: padded on the left, on its device."""
@@ -231,6 +227,30 @@ class VLMScorer(DemonstrationScorer):
             tokens = [self._answer_tokens(item, answer) for answer in answers]
             self._known[query] = _Candidates(tokens, accuracy, agreed.index(max(agreed)))
         return self._known[query]
+
+    def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
+        """Return True if the cache gives the first prompt's likelihoods, in its batch, as the whole
+        sequences give them."""
+        tolerance = 0.3
+        if self.model.dtype in (torch.float32, torch.float64):
+            tolerance = 1e-3
+        wanted = self._whole(prompts[0], answers[0])
+        try:
+            reused = self._after_cache(self._inputs(prompts), answers)[0]
+            difference = float((reused - wanted).abs().max())
+            if difference <= tolerance:
+                return True
+            problem = f"likelihoods differ by {difference:.2g}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model without a fitting cache may raise
+            problem = str(error)
+        warnings.warn(
+            f"{type(self.model).__name__} cannot continue from a cache ({problem}); every answer "
+            "is computed whole",
+            stacklevel=4,
+        )
+        return False
 
     def _after_cache(
         self, inputs: dict[str, Tensor], answers: list[list[list[int]]]
@@ -263,10 +283,7 @@ class VLMScorer(DemonstrationScorer):
         total = _log_probs(prompt.logits[owner, -1:], tokens[:, :1])
         if tokens.shape[1] > 1:
             # the second pass: the other tokens, each prompt's cache repeated for its answers
-            cache = getattr(prompt, "past_key_values", None)
-            if cache is None:
-                name = type(self.model).__name__
-                raise InputError(f"{name}: gives no cache of a prompt; take another model")
+            cache = prompt.past_key_values
             fed = tokens[:, :-1].clamp_min(0)
             # the answers' padding needs no mask: nothing that is scored comes after it
             mask = torch.cat([mask, mask.new_ones(len(mask), fed.shape[1])], 1)

@@ -196,10 +196,10 @@ def measure(model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools) -> None:
 
 
 def take_features(model: AdaptiveVLM, plan: Plan, store: FeatureStore) -> None:
-    """Compute the features of the samples that the store lacks. Raises InputError if the model
-    fails; the message names the sample."""
+    """Compute the features of the samples that the store lacks, or of all under `force`. Raises
+    InputError if the model fails; the message names the sample."""
     run = _Runner(model, plan)
-    lacking = [i for i, key in enumerate(plan.contents) if key not in store]
+    lacking = [i for i, key in enumerate(plan.contents) if plan.config.force or key not in store]
     with clocked_by(plan.config.clock), progress("features", len(lacking), quiet_s=5) as tick:
         for number, i in enumerate(lacking, 1):
             stage, _ = run(i, [])

@@ -20,6 +20,8 @@ from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 CELL = ("sample", "configuration")
+SAVES_NOTHING = 0.02
+"""The share of the time below which a knob is reported to save nothing."""
 
 
 def records_of(plan: Plan, log: pl.DataFrame, dataset: str) -> pl.DataFrame:
@@ -142,7 +144,7 @@ def knob_report(
     (for names: the first against the last), the other knobs being equal. It comes from a linear
     fit to the logarithms of each sample's times, with a term for each value of each knob; on a full
     grid that is the mean over the other knobs. `saves_error` is its standard error over the
-    samples.
+    samples. `saves_nothing` is true if `saves` plus two errors is below `SAVES_NOTHING`.
 
     Args:
         knobs: the K knobs of the model.
@@ -178,9 +180,11 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
             text = f"{knob['name']}: this model lacks it"
         elif "saves" in knob:
             least, *_, greatest = knob["measured"]
+            saves = "SAVES NO TIME here:" if knob["saves_nothing"] else "saves"
+            error = 2 * (knob["saves_error"] or 0)
             text += (
-                f"; saves {knob['saves']:.1%} ± {2 * (knob['saves_error'] or 0):.1%} of the time, "
-                f"from {greatest} down to {least}"
+                f"; {saves} {knob['saves']:.1%} ± {error:.1%} of the time, from {greatest} down to "
+                f"{least}"
             )
         lines.append(f"{text} ({knob['note']})" if knob["note"] else text)
     if "note" in profile:
@@ -195,7 +199,8 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     error = None
     if len(slower) > 1:
         error = round(float(slower.std(ddof=1) / np.sqrt(len(slower)) * (1 - saves)), 4)
-    return {"saves": round(float(saves), 4), "saves_error": error}
+    nothing = bool(saves + 2 * (error or 0.0) < SAVES_NOTHING)
+    return {"saves": round(float(saves), 4), "saves_error": error, "saves_nothing": nothing}
 
 
 def _order_of(knob: KnobSupport) -> Callable[[Any], Any] | None:

@@ -53,6 +53,8 @@ class VLMProfileConfig:
     """Untimed answers with each configuration before anything is timed."""
     max_new_tokens: int = 32
     """Length at which an answer is cut off."""
+    force: bool = False
+    """Compute the features again, also where image, question and model are the same."""
 
     def __post_init__(self) -> None:
         # numbers and names

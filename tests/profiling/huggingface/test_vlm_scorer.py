@@ -174,23 +174,28 @@ def test_a_vote_counts_the_demonstrations_own_answers(llava):
         assert torch.equal(found, right[query].float())
 
 
-@pytest.mark.parametrize("how", ["cannot continue from its cache", "gives no cache"])
-def test_a_model_whose_cache_does_not_serve_is_refused(llava, how):
+@pytest.mark.parametrize("how", ["another likelihood", "no cache"])
+def test_without_a_cache_that_serves_every_answer_is_computed_whole(llava, how):
     class Stubborn(transformers.LlavaForConditionalGeneration):
         def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
             positions = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-            return positions * 2 if how.startswith("cannot") else positions
+            return positions * 2 if how == "another likelihood" else positions
 
         def forward(self, **inputs):
             outputs = super().forward(**inputs)
-            if how == "gives no cache":
+            if how == "no cache":
                 outputs.past_key_values = None
             return outputs
 
     model = Stubborn(llava[0].config)
     model.load_state_dict(llava[0].state_dict())
-    with input_error(f"Stubborn: {how}"):
-        VLMScorer(model, llava[1], DATA)(*rows(MIXED))
+    scorer = VLMScorer(model, llava[1], DATA)
+    with pytest.warns(UserWarning, match="Stubborn"):
+        scores = scorer(*rows(MIXED))
+    assert scorer.reuse_prompt is False
+    wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
+    for name, values in wanted.items():
+        torch.testing.assert_close(scores[name], values, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

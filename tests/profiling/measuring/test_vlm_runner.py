@@ -181,7 +181,9 @@ def test_what_each_knob_saves_is_reported_with_its_error():
     assert [row["saves"] for row in report] == pytest.approx([0.25, 0, 0.5], abs=0.003)
     error = 0.75 * 0.01 * np.sqrt(2 / 6) / np.sqrt(200)
     assert report[0]["saves_error"] == pytest.approx(error, rel=0.25)
+    assert [row["saves_nothing"] for row in report] == [False, True, False]
     shown = knob_lines({"knobs": report})
+    assert "SAVES NO TIME" in shown[1]
     assert ["from 4 down to 2" in shown[0], "50.0%" in shown[2]] == [True, True]
     # not on all combinations either; nor is anything made up where there are too few of them
     some = [0, 3, 5, 6, 8, 11, 10]
@@ -247,6 +249,12 @@ def test_the_first_stage_runs_once_for_the_features_and_for_all_that_is_answered
     assert (model.first, len(model.asked)) == (1 + 3 * 2, 2 * (2 * 2 + 4))
     assert len(table_of(tmp_path)) == 2 * 3 * 4
     assert features_of(tmp_path).sample_ids == tuple(sorted(set(table_of(tmp_path)["sample_id"])))
+
+
+def test_features_are_kept_unless_force_asks_for_new_ones(tmp_path):
+    measured(tmp_path)
+    assert measured(tmp_path).first == 0
+    assert measured(tmp_path, replace(TWICE, force=True)).first == len(ITEMS)
 
 
 def test_two_processes_do_not_measure_into_one_file(tmp_path):
