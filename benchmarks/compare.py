@@ -6,7 +6,7 @@ The scripts are those of this checkout. Each commit is checked out beside this o
 turns, one of OLD and one of NEW in each round; who was second is first in the next. They time our
 ways alone. A line is NEW's time / OLD's, the median with its quartiles; it is slower or faster
 where both quartiles are on one side of 1 by more than 3 %. A script that fails on one of the
-commits ends the comparison: name those that run on both.
+commits is named, and what it printed before on both is compared.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ NOISE = 0.03
 
 
 def times_of(script: str, tree: Path) -> dict[str, float]:
-    """Run a script on the code in a folder, and return the time that each line says."""
+    """Run a script on the code in a folder, and return the time that each line says.
+
+    If the script fails, a line says so, and the lines before count.
+    """
     words = [sys.executable, str(FOLDER / f"{script}.py"), "--ours", "--rounds=3"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(
-        words, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        words, cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        sys.exit(f"{script}.py fails on {tree.name}; name scripts that run on both commits")
+        print(f"{script}, {tree.name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
     rows = [line.split("|") for line in done.stdout.splitlines()]
     return {what.strip(): float(time.split()[0]) for _, what, time, *_ in rows}
 

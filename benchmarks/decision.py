@@ -45,6 +45,9 @@ from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, Knob
 
 TABLE = builtin_profile()
 BUDGETS_MS = default_budgets(TABLE).tolist()
+FEATURES = torch.cat(list(TABLE.features.values()), 1).numpy()
+OUTCOMES = torch.cat([TABLE.accuracy, TABLE.latency_ms], 1).numpy()
+"""Accuracies and latencies of all samples, [n, 2 · C]."""
 SAMPLES = [
     {name: block[row].numpy() for name, block in TABLE.features.items()} for row in range(256)
 ]
@@ -81,17 +84,33 @@ def in_turn(decide: Callable[[Any, float], object], requests: Sequence[Any] = SA
 # -- what people would use instead -----------------------------------------------------------------
 
 
+def best_within(outcomes: np.ndarray, budget_ms: float) -> int:
+    """Return the configuration of the best accuracy that is expected to be on time, of accuracies
+    and latencies [2 · C]."""
+    accuracy, latency_ms = np.split(outcomes, 2)
+    return int(np.where(latency_ms <= budget_ms, accuracy, -latency_ms).argmax())
+
+
 def forest() -> Callable[[Any, float], object]:
     """Return the decisions of a random forest that predicts both outcomes of each configuration."""
-    x = torch.cat(list(TABLE.features.values()), 1).numpy()
-    outcomes = torch.cat([TABLE.accuracy, TABLE.latency_ms], 1).numpy()
     model = RandomForestRegressor(100, max_features=0.3, min_samples_leaf=5, random_state=0)
-    model.fit(x, outcomes)
+    model.fit(FEATURES, OUTCOMES)
 
     def decide(features: Any, budget_ms: float) -> int:
         x = np.concatenate(list(features.values()))[None]
-        accuracy, latency_ms = np.split(model.predict(x)[0], 2)
-        return int(np.where(latency_ms <= budget_ms, accuracy, -latency_ms).argmax())
+        return best_within(model.predict(x)[0], budget_ms)
+
+    return decide
+
+
+def neighbours() -> Callable[[Any, float], object]:
+    """Return the decisions of all samples of the profile, weighted by their similarity."""
+    known = FEATURES / np.linalg.norm(FEATURES, axis=1, keepdims=True)
+
+    def decide(features: Any, budget_ms: float) -> int:
+        query = np.concatenate(list(features.values()))
+        weight = np.exp(10 * (known @ (query / np.linalg.norm(query))))
+        return best_within(weight / weight.sum() @ OUTCOMES, budget_ms)
 
     return decide
 
@@ -102,6 +121,7 @@ def peers_of(agent: DeployedController, folder: Path) -> dict[str, Way]:
     onnx = OnnxController(folder / "controller.onnx")
     return {
         "a forest of scikit-learn": in_turn(forest()),
+        "weighted neighbours in NumPy": in_turn(neighbours()),
         "the same controller in ONNX runtime": in_turn(onnx.decide_index),
     }
 
@@ -130,18 +150,30 @@ class InstantModel:
 
 
 def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:
-    """Time requests with and without a tracker, a log and a cache."""
+    """Time requests with and without a tracker, a log and a cache, beside the model alone."""
+    configuration = TABLE.configuration(0)
+    bare = InstantModel()
+
+    def alone(request: Request, budget_ms: float) -> object:
+        return bare.answer([bare.first_stage(request)], configuration)
+
     requests = [Request(row, "what?") for row in range(len(SAMPLES))]
     options: dict[str, dict[str, Any]] = {
         "nothing else": {"tracker": False},
+        "a tracker": {},
         "a tracker and a log": {"log": folder / "log"},
         # the tracker would change between two equal requests
         "a cache of decisions": {"tracker": False, "cache": 1000},
     }
     for name, chosen in options.items():
         with AdaptiveModel(InstantModel(), agent, **chosen) as model:
-            what = f"a request through AdaptiveModel, {name}"
-            bench.line(what, "µs", in_turn(model.answer, requests), target="≤ 300 µs")
+            bench.line(
+                f"a request through AdaptiveModel, {name}",
+                "µs",
+                in_turn(model.answer, requests),
+                lambda: {"the model alone": in_turn(alone, requests)},
+                target="≤ 300 µs",
+            )
 
 
 def time_features(bench: Bench) -> None:

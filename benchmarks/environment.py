@@ -29,6 +29,8 @@ from knobwise.envs import (
 )
 
 TABLE = builtin_profile()
+DRAWN = hasattr(TABLE, "repeats_ms")
+"""False in early versions, which `compare.py` may time: they replay median latencies alone."""
 
 
 def step(env: Any, contexts: Any) -> None:
@@ -41,10 +43,10 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
     """Return a function that rewards actions, int64 [P, G, K], by indexing alone."""
     rows = contexts["row"]
     budgets_ms = contexts["budget_ms"].unsqueeze(-1)
-    sizes = torch.tensor(TABLE.knob_sizes)
+    sizes = torch.tensor([len(knob.values) for knob in TABLE.knobs])
     strides = sizes.flip(0).cumprod(0).flip(0) // sizes
     by_code = torch.full((int(sizes.prod()),), -1)
-    by_code[(TABLE.configurations * strides).sum(1)] = torch.arange(TABLE.num_configurations)
+    by_code[(TABLE.configurations * strides).sum(1)] = torch.arange(len(TABLE.configurations))
     accuracy = TABLE.accuracy.flatten()
     latency_ms = TABLE.latency_ms.flatten()
     measured_ms = TABLE.measurements_ms.flatten()
@@ -54,7 +56,7 @@ def indexing(contexts: Any, actions: Tensor, repeats: str) -> Callable[[], Tenso
         code = actions[..., 0] * strides[0]
         for knob in range(1, len(sizes)):
             code = code + actions[..., knob] * strides[knob]
-        cells = rows.unsqueeze(-1) * TABLE.num_configurations + by_code.take(code)
+        cells = rows.unsqueeze(-1) * len(TABLE.configurations) + by_code.take(code)
         if repeats == "draw":
             which = torch.randint(measurements, cells.shape)
             took_ms = measured_ms.take(cells * measurements + which)
@@ -74,7 +76,7 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         self.measured_ms = TABLE.measurements_ms.numpy()
         self.configurations = TABLE.configurations.numpy()
         self.budgets_ms = np.quantile(TABLE.latency_ms.numpy(), np.linspace(0.03, 0.97, 1025))
-        self.action_space = spaces.MultiDiscrete(TABLE.knob_sizes)
+        self.action_space = spaces.MultiDiscrete([len(knob.values) for knob in TABLE.knobs])
         boxes: dict[str, Any] = {}
         for name, block in self.features.items():
             boxes[name] = spaces.Box(float(block.min()), float(block.max()), block.shape[1:])
@@ -111,6 +113,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
 
     Without drawn measurements (`repeats="median"`), raw indexing must give the same rewards.
     """
+    options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
     # under this reward a late answer costs nothing
     env = ConfigBandit(
         TABLE,
@@ -119,7 +122,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
         reward=RewardConfig(kind="utility"),
         lean=True,
         seed=0,
-        repeats=repeats,
+        **options,
     )
     drawn = env.rand_action(env.reset())
     actions = drawn["action"].reshape(contexts, group_size or 1, -1)
@@ -182,7 +185,8 @@ if __name__ == "__main__":
     BENCH = Bench()
     time_steps(BENCH, 16_384, None, "median")
     time_steps(BENCH, 2_048, 8, "median")
-    time_steps(BENCH, 16_384, None, "draw")
+    if DRAWN:
+        time_steps(BENCH, 16_384, None, "draw")
     time_vector(BENCH, 4096)
     time_vector(BENCH, 64)
     time_single(BENCH)
