@@ -62,6 +62,7 @@ class Trainer(ABC):
         scores: iteration and score of every evaluation.
         logged: the logged metrics by iteration, so that `metrics.csv` can be written again.
         actions: how many were drawn since the speed was last logged.
+        seconds: how long the iterations since then took.
         saved: the iteration that `last.pt` holds.
     """
 
@@ -79,6 +80,7 @@ class Trainer(ABC):
     iteration = 0
     finished = False
     actions = 0
+    seconds = 0.0
     saved: int | None = None
     _held: Held
     by_sample: torch.Tensor | None = None
@@ -224,7 +226,6 @@ class Trainer(ABC):
         # only the main process prints the notice, however many train
         notice = STOPPING if multiprocessing.parent_process() is None else ""
         stream = iter(self.collector)
-        seconds = 0.0
         try:
             with (
                 held_back(self.folder is not None, notice) as self._held,
@@ -252,13 +253,9 @@ class Trainer(ABC):
                         self.optimiser = stage.optimiser(self.learned)
                     start = time.perf_counter()
                     metrics = self.iterate(stream)
-                    seconds += time.perf_counter() - start
-
-                    # logging, with the speed since the last time
+                    self.seconds += time.perf_counter() - start
                     if metrics:
-                        self._note(metrics, {"Train/Actions_Per_Second": self.actions / seconds})
-                        self.actions = 0
-                        seconds = 0.0
+                        self._note(metrics, self._speed())
                     note = stage.name
                     if self.best["state"] is not None:  # none yet where the heads have just begun
                         note += f" · best {self.judged_by} {self.best['score']:.4f}"
@@ -284,6 +281,13 @@ class Trainer(ABC):
             data = self.buffer[:]
             self.actions += data["next", "reward"].numel()
         return self._learn(data)
+
+    def _speed(self) -> dict[str, float]:
+        """Return the actions per second since the last call."""
+        speed = {"Train/Actions_Per_Second": self.actions / self.seconds}
+        self.actions = 0
+        self.seconds = 0.0
+        return speed
 
     @property
     def _watched(self) -> bool:
