@@ -43,6 +43,17 @@ class Table(NamedTuple):
     """The indices of the columns that hold sentences."""
 
 
+class Tile(NamedTuple):
+    """A number to be seen first on a page."""
+
+    number: str
+    meaning: str
+    beside: str = ""
+    """Another number, in small print."""
+    unsure: bool = False
+    """Whether it may be chance: then it is grey, and its interval beside it as large."""
+
+
 class Folded(NamedTuple):
     """Blocks of a page behind a title that opens them with a click."""
 
@@ -58,6 +69,12 @@ def table_of(
     rows = [list(line.values()) for line in lines]
     bold = [i for i, row in enumerate(rows) if not set(strong).isdisjoint(row)]
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
+
+
+def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
+    """Return the tile of a difference, in points, with its interval."""
+    interval = words.span(ci95).strip()
+    return Tile(f"{words.points(difference)} points", meaning, interval, not words.sign_of(ci95))
 
 
 MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)

@@ -18,7 +18,7 @@ from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.page import print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of
-from knobwise.experiments.report.tables import Folded, Table
+from knobwise.experiments.report.tables import Folded, Table, Tile
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 
@@ -58,7 +58,7 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
     blocks = [ATTACK, [ATTACK], {ATTACK: ATTACK}, Table([ATTACK], [[ATTACK]])]
     blocks = [*blocks, Figure(chart, ATTACK), Folded(ATTACK, blocks), "", [], None]
-    head = {"facts": [ATTACK, ""], "tiles": [(ATTACK, ATTACK, ATTACK)], "lead": ATTACK}
+    head = {"facts": [ATTACK, ""], "tiles": [Tile(ATTACK, ATTACK, ATTACK)], "lead": ATTACK}
     sections = {ATTACK: blocks, "empty": [[], ""]}
     path = page.render_page(tmp_path / "p.html", ATTACK, ATTACK, sections, **head)
     text = path.read_text()

@@ -262,9 +262,11 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     assert "14:50 UTC · took 3 min · commit 012345678-dirty" in head
     tiles = re.findall("<b>(.*?)</b>.*?(?:<small>(.*?)</small>)?</div>", head)
     assert tiles == [
-        *(("0.600", "[0.585, 0.615]"), ("33%", "[23%, 43%]"), ("0.650", "")),
-        *(("90.0%", ""), ("12.5 µs", "")),
+        ("+10.0 points", "[9.0, 11.0]"),
+        ("96.0%", "budget-aware static: 96.0%"),
+        ("12.5 µs", ""),
     ]
+    assert "class=unsure" not in head
     assert re.findall("<p class=lead>(.*?)</p>", head) == verdict(content)[:1]
     headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
@@ -274,6 +276,13 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     # what training added is said under its heading alone
     added = [line for line in verdict(content) if line.startswith("GRPO shows")]
     assert text.split("<h2>Training</h2>")[1].count(added[0]) == text.count(added[0]) == 1
+
+
+def test_a_gain_that_may_be_chance_is_grey(tmp_path):
+    content = results({"over_static": 0.017, "over_static_ci95": [-0.013, 0.046]})
+    head = report_of(tmp_path, content).split("<h2>")[0]
+    assert "<div class=unsure><b>+1.7 points</b>of utility" in head
+    assert "<small>[-1.3, 4.6]</small>" in head
 
 
 def test_the_report_holds_every_number_of_every_policy(run):
