@@ -9,11 +9,13 @@ Altair would look up each string in its schema, which takes longer than all the 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
+import numpy as np
 import polars as pl
 
 from knobwise.experiments.report.page import HUES, colours_of
@@ -26,6 +28,8 @@ DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}
 """The style of lines that mark a reference."""
 CLOSE = alt.Scale(zero=False, nice=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
+FARTHEST = 6
+"""The largest residual in a chart, in expected spreads."""
 SPARSE = alt.Axis(labelOverlap=True)
 """An axis that leaves out labels rather than print one over another."""
 
@@ -260,6 +264,43 @@ def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
 
 
 # -- latencies -------------------------------------------------------------------------------------
+
+
+def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
+    """Draw latency / budget of requests in their order, and below it the tracked level.
+
+    Args:
+        requests: latency_ms, budget_ms and `level`, the factor on expected latencies that a tracker
+            allowed for.
+    """
+    share = pl.col("latency_ms") / pl.col("budget_ms")
+    rows = requests.with_row_index("request", 1).with_columns(share=share)
+    chart = alt.Chart(rows).encode(alt.X("request:Q", scale=CLOSE))
+    y = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
+    dots = chart.mark_circle(size=14, opacity=0.7).encode(y)
+    level = alt.Y("level:Q", title="tracked level", scale=CLOSE, axis=alt.Axis(tickCount=4))
+    return [
+        layered(dots, dashed(y, "share", [1.0]), height=240),
+        layered(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
+    ]
+
+
+def residuals(requests: pl.DataFrame) -> alt.LayerChart:
+    """Draw the distribution of the column `residual`, and dashed the standard normal one; residuals
+    beyond ±`FARTHEST` count as such."""
+    edges = np.arange(-FARTHEST, FARTHEST + 0.1, 0.25)
+    counts, _ = np.histogram(requests["residual"].clip(-FARTHEST, FARTHEST), edges)
+    middle = (edges[1:] + edges[:-1]) / 2
+    normal = 0.25 * np.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)
+    columns = {"from": edges[:-1], "to": edges[1:], "middle": middle, "normal": normal}
+    chart = alt.Chart(pl.DataFrame(columns | {"share": counts / len(requests)}))
+    x = alt.X("from:Q", title="residual, in expected spreads")
+    y = alt.Y("share:Q", title="share of the requests", axis=alt.Axis(format="%"))
+    return layered(
+        chart.mark_bar(color=HUES["blue"]).encode(x, y, alt.X2("to:Q")),
+        chart.mark_line(**DASHED).encode(alt.X("middle:Q"), alt.Y("normal:Q")),
+        height=220,
+    )
 
 
 # -- knobs -----------------------------------------------------------------------------------------
