@@ -9,6 +9,7 @@ Altair would look up each string in its schema, which takes longer than all the 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,15 +73,21 @@ def lines(
             is the order of the points of a line.
         x: the horizontal axis.
         y: the vertical axis.
-        colour: see `colour_of`; by default that of the column policy.
+        colour: see `colour_of`; by default that of the column policy, each of which has its points
+            a little aside, since equal numbers would hide each other.
         detail: what tells lines of the same colour apart.
         size: of the points.
     """
+    aside: float | alt.ExprRef = 0
     if colour is None:
-        colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True).to_list()))
+        labels = rows["policy"].unique(maintain_order=True).to_list()
+        colour = colour_of(colours_of(labels))
+        middle = (len(labels) - 1) / 2
+        aside = alt.ExprRef(f"5 * (indexof({json.dumps(labels)}, datum.policy) - {middle})")
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
     base = alt.Chart(rows).encode(x, colour, *detail)
-    layers = [base.mark_line(point={"size": size}).encode(y, *order)]
+    points = base.mark_circle(size=size, opacity=1, xOffset=aside)
+    layers = [base.mark_line().encode(y, *order), points.encode(y)]
     if "low" in rows.columns:
         # an area has no order: it would be cut into one for each point
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])

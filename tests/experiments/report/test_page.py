@@ -222,6 +222,15 @@ def test_facts_are_printed_plainly_where_there_is_no_terminal():
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)
 
 
+def test_equal_numbers_have_their_dots_side_by_side():
+    names = ["a", "<b>'", 'c"']
+    rows = pl.DataFrame({"policy": names, "budget_ms": [1.0] * 3, "utility": [0.5] * 3})
+    spec = page.specification(charts.by_budget(rows, "utility", "utility"))
+    alt.Chart.from_dict(spec)
+    places = re.findall(r'translate\(([\d.]+),[\d.]+\)" d="M3.87', svg_of(spec))
+    assert len(set(places)) == 3
+
+
 def test_a_band_is_an_area_over_all_budgets():
     """An order, as lines need it, would cut it into an area for each point, which shows nothing."""
     columns = {"budget_ms": [1.0, 2.0, 3.0], "utility": [0.1, 0.2, 0.3], "low": [0.0, 0.1, 0.2]}
