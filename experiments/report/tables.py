@@ -221,7 +221,7 @@ def chosen(results: Results) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; a terminal gets no small print, and no columns in `MINOR`."""
+    """Print a table; a terminal gets no small print, and no columns in `MINOR`, and is told so."""
     printed = RichTable(
         box=None, header_style="bold", pad_edge=False, collapse_padding=console.is_terminal
     )
@@ -244,8 +244,11 @@ def print_table(console: Console, table: Table) -> None:
         visible = [text.replace("\n", " ") for text in cells]
         printed.add_row(*visible, style="bold" if i in table.strong else None)
     wide.print(printed, markup=False, highlight=False)
-    if console.is_terminal and "\n" in "".join(itertools.chain(*table.rows)):
-        print_lines(console, ["(a file, or a pipe, gets intervals and all columns, too)"])
+    left_out = [title for title in table.header if title in MINOR]
+    if "\n" in "".join(itertools.chain(*table.rows)):
+        left_out.append("intervals")
+    if console.is_terminal and left_out:
+        print_lines(console, [f"(left out, but not in a file or pipe: {', '.join(left_out)})"])
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
