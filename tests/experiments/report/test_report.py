@@ -198,11 +198,16 @@ def test_the_verdict(content, start, holds):
 
 def test_the_verdict_says_nothing_else():
     assert [len(verdict(content)) for content in (results(), with_guard(PAIR))] == [3, 3]
-    silent = [trained(39), trained(40, iterations=0), {}]
-    # where all weights that are kept are from before GRPO there is nothing to add
-    for more in [*silent, trained(41) | {"grpo_gain": GAIN}]:
-        lines = [line for line in verdict(with_guard(PAIR, PAIR, **more)) if "GRPO" in line]
-        assert len(lines) == ("grpo_gain" in more)
+    for silent in (trained(39), trained(40, iterations=0), {}):
+        assert not any("GRPO" in line for line in verdict(with_guard(PAIR, PAIR, **silent)))
+
+
+def test_what_grpo_added_is_said_even_if_every_seed_keeps_its_start():
+    nothing = {"test": 0.0, "test_ci95": [0.0, 0.0], "held_out": 0.0, "held_out_ci95": [0.0, 0.0]}
+    content = with_guard(PAIR, PAIR, **trained(41), grpo_gain=nothing)
+    gain, kept = [line for line in verdict(content) if line.startswith("GRPO")]
+    assert "+0.0 points [0.0, 0.0] on test samples, +0.0 points [0.0, 0.0] on held-out" in gain
+    assert "improves nothing: " in kept
 
 
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
