@@ -241,19 +241,16 @@ def dots(
     )
 
 
-def dots_of_policies(
-    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
-) -> alt.LayerChart:
+def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
         rows: policy, the metric and its interval, of each.
         metric: the key of the number.
         title: of the horizontal axis.
-        results: see `policy_name`.
     """
     drawn = [
-        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
+        [row["policy"], policy_name(row["policy"]), row[metric], *row[f"{metric}_ci95"]]
         for row in rows
     ]
     frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")

@@ -25,7 +25,7 @@ from page_parts import (
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
-from knobwise.experiments.report.result_charts import result_charts, result_images
+from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images
 from knobwise.experiments.report.tables import policies
 from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
@@ -166,6 +166,11 @@ def test_the_charts_hold_the_numbers():
     assert {(d["name"], d["value"]) for d in dot} == {
         (policy_name(row["policy"], content), row["accuracy"]) for row in at_two
     }
+    kinds = {d["name"]: d["kind"] for d in dot}
+    assert set(kinds.values()) == set(KINDS)
+    assert [name for name, kind in kinds.items() if kind == BEST] == ["GRPO on live draws"]
+    colours = dots["layer"][0]["encoding"]["color"]["scale"]
+    assert colours["range"][colours["domain"].index(BEST)] == page.HUES["blue"]
     points = max(data_of(lines), key=len)
     named = ("GRPO on live draws", "RCE", "SFT", "careful-annotator rule")
     assert {(p["policy"], p["shots"], p["accuracy"]) for p in points} == {
