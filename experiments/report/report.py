@@ -23,7 +23,7 @@ from knobwise.experiments.report.choice_sentences import (
     setting,
 )
 from knobwise.experiments.report.page import Figure, render_page, unchecked
-from knobwise.experiments.report.result_charts import result_charts
+from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
@@ -233,7 +233,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
         "Easy and hard samples": [
             *on_difficulty(results),
-            table_of(groups),
+            difficulty(hard, unit) if groups else "",
+            Folded("The numbers", [table_of(groups)]) if groups else "",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],

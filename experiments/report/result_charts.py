@@ -222,6 +222,37 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> Figure:
     )
 
 
+def difficulty(explained: Row, unit: str) -> Figure:
+    """Draw the latency of the choice against difficulty: a dot for each sample, and lines through
+    the means of groups, of the policy with their intervals and of static.
+
+    Args:
+        explained: from `knobwise.experiments.results.explanation.by_difficulty`.
+        unit: of the latencies.
+    """
+    rows = []
+    for group in explained["groups"]:
+        place = group["difficulty_ms"]
+        rows.append([policy_name(words.LEARNED), place, group["policy_ms"], *group["ci95"]])
+        # static has no interval
+        rows.append([policy_name(STATIC), place, *[group["static_ms"]] * 3])
+    columns = ["policy", "difficulty", "latency", "low", "high"]
+    title = f"difficulty: latency of the cheapest right configuration ({unit})"
+    x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
+    y = alt.Y("latency:Q", title=f"latency of the choice ({unit})", scale=charts.CLOSE)
+    # behind the lines
+    samples = pl.DataFrame(explained["points"], schema=columns[1:3], orient="row")
+    dots = alt.Chart(samples).mark_circle(color=charts.GREY, size=14, opacity=0.4).encode(x, y)
+    groups = pl.DataFrame(rows, schema=columns, orient="row")
+    return Figure(
+        charts.layered(dots, *charts.lines(groups, x, y)),
+        f"At a budget of {words.quantity(explained['budget_ms'], unit)}: each grey dot is a test "
+        "sample, the lines are means over groups of samples of similar difficulty, shaded: 95% "
+        "interval. Where the line of the policy rises more steeply than that of static, it spends "
+        "more on hard samples than their size explains.",
+    )
+
+
 # -- over numbers of shots -------------------------------------------------------------------------
 
 
