@@ -3,6 +3,8 @@ way."""
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import altair as alt
@@ -23,6 +25,7 @@ from knobwise.experiments.report.words import POLICIES, cell, interval, number, 
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"
+CHROMIUM = shutil.which("chromium")
 
 
 def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with():
@@ -73,6 +76,17 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     assert sources["script-src"] == "'unsafe-inline'"  # the page itself; no 'unsafe-eval'
     assert re.search(r"vegaEmbed\(.*ast: true,.*\);", text, re.S)
     assert not re.search(r"<(link|iframe|script[^>]* src)", text.replace(page._vega(), ""))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_table_that_is_wider_than_its_place_says_that_it_scrolls(tmp_path):
+    blocks = [Table(["a"], [["1"]]), Table([f"column {i}" for i in range(20)], [["1"] * 20])]
+    path = page.render_page(tmp_path / "p.html", "page", "name", {"Tables": blocks})
+    options = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/user", "--dump-dom"]
+    words = [CHROMIUM, *options, "--window-size=500,800", path.as_uri()]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert re.findall('<div class="(wide.*?)">', shown) == ["wide", "wide scrolls"]
+    assert ".scrolls::before" in shown
 
 
 def test_the_script_of_the_charts_is_kept_between_processes(tmp_path, monkeypatch):
