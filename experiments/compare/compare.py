@@ -106,7 +106,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 ABOUT = {
     "deadline": "Means over the budgets. Utility is the accuracy of an answer on time, and 0 for a "
-    "late one.",
+    "late one; attained: the share of the gain that looked predictable from the features.",
     "mean": "Means over the mean budgets. Accuracy is compared with the static mix of equal mean "
     "latency.",
     "selector": "Share of held-out queries answered right, by the policy that was best on "

@@ -18,7 +18,7 @@ from knobwise.experiments.report.words import (
     place_words,
     policy_name,
 )
-from knobwise.experiments.results.problem import DECISION, OVER_SINGLE, Metric, Row
+from knobwise.experiments.results.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
 
 
@@ -136,6 +136,8 @@ def _metrics(comparison: Comparison) -> list[Metric]:
     """Return the columns of numbers, first the one that runs are ranked by."""
     problem = comparison.problem
     metrics = [metric for metric in problem.metrics if metric not in (DECISION, OVER_SINGLE)]
+    if any("attained" in row for row in comparison.rows):
+        metrics.append(ATTAINED)
     return sorted(metrics, key=lambda metric: metric.key != problem.ranked_by)
 
 

@@ -254,7 +254,8 @@ class Server:
         inference_ms = result.answer.total_ms
         overhead_ms = max(took_ms - inference_ms, 0.0)
         score = self.score(name, result.answer.text)
-        decision = (result.limit_ms, result.decision_us, result.drift)
+        _, log_latency, spread = result.expected
+        decision = (result.limit_ms, result.decision_us, log_latency, spread, result.drift)
         return Served(result.choice, score, inference_ms, overhead_ms, *decision)
 
     def by_static(self, i: int) -> Served:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.agents.policy.controller import Drift, NumpyController
+from knobwise.agents.serving.tracker import LEAST_SPREAD
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.statistics import mean_interval, with_interval
@@ -51,6 +52,10 @@ class Served(NamedTuple):
     limit_ms: float = np.nan
     """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float = 0.0
+    log_latency: float = np.nan
+    """The expected mean of ln ms, without drift; NaN where nothing was expected."""
+    spread: float = np.nan
+    """The expected standard deviation of ln ms, without drift; NaN where nothing was expected."""
     drift: Drift | None = None
     """The drift of the machine that the decision allowed for."""
 
@@ -86,10 +91,11 @@ def live_results(
     # of the controller
     decided = {name: values[0] for name, values in served.items()}
     load = os.getloadavg()[0]
+    machine = {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": load}
     results = {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
-        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": load},
+        "machine": machine | {"jitter": None},
         "requests": len(stream.rows),
         "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
         "infeasible": None,
@@ -98,6 +104,7 @@ def live_results(
         "agreement": [],
         "overhead": _overhead(decided),
         "decisions": {},
+        "timeline": _timeline(stream, decided, len(controller.configurations)),
     }
     # samples that the table does not hold cannot be replayed
     if (stream.rows >= 0).all():
@@ -129,6 +136,8 @@ def _add_replay(
     ratios = served["inference_ms"] / profiled_ms[cells].clip(LEAST_LATENCY_MS)
     low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     half_width = 1.96 * 1.25 / 1.35 * (high - low) / ratios.size**0.5
+    # the spread of ln ms of equal answers
+    results["machine"]["jitter"] = float(np.log(high / low)) / 1.35
     results["speed"] |= {"during": speed, "during_ci95": [speed - half_width, speed + half_width]}
 
     # requests whose budget some configuration meets
@@ -208,3 +217,30 @@ def _replayed_decisions(
         features = {name: block[row].numpy() for name, block in table.features.items()}
         same.append(controller.decide_index(features, float(limit), drift) == choice)
     return float(np.mean(same))
+
+
+def _timeline(stream: Stream, served: Record, configurations: int) -> list[dict[str, float]]:
+    """Return a row for each request of the controller, whose `Served` are [n], in their order.
+
+    Returns:
+        `latency_ms`, `budget_ms`; `level`, the factor on expected latencies that the tracker had
+        before the decision, and `spread`, that on expected spreads; `residual`: the rest of ln ms
+        that was not expected, in expected spreads.
+    """
+    rows = []
+    for i, drift in enumerate(served["drift"]):
+        offset, scale = drift or (0.0, 1.0)
+        # a tracker has an offset for each configuration
+        offsets = np.broadcast_to(offset, configurations)
+        expected = served["log_latency"][i] + offsets[int(served["choice"][i])]
+        inference_ms = max(served["inference_ms"][i], LEAST_LATENCY_MS)
+        row = {
+            "latency_ms": inference_ms + served["overhead_ms"][i],
+            "budget_ms": stream.budgets_ms[i],
+            "level": np.exp(offsets.mean()),
+            "spread": scale,
+            "residual": (np.log(inference_ms) - expected)
+            / max(scale * served["spread"][i], LEAST_SPREAD),
+        }
+        rows.append({name: round(float(value), 4) for name, value in row.items()})
+    return rows

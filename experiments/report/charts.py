@@ -9,11 +9,14 @@ Altair would look up each string in its schema, which takes longer than all the 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
+import numpy as np
 import polars as pl
 
 from knobwise.experiments.report.page import HUES, colours_of
@@ -26,6 +29,8 @@ DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}
 """The style of lines that mark a reference."""
 CLOSE = alt.Scale(zero=False, nice=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
+FARTHEST = 6
+"""The largest residual in a chart, in expected spreads."""
 SPARSE = alt.Axis(labelOverlap=True)
 """An axis that leaves out labels rather than print one over another."""
 
@@ -68,15 +73,21 @@ def lines(
             is the order of the points of a line.
         x: the horizontal axis.
         y: the vertical axis.
-        colour: see `colour_of`; by default that of the column policy.
+        colour: see `colour_of`; by default that of the column policy, each of which has its points
+            a little aside, since equal numbers would hide each other.
         detail: what tells lines of the same colour apart.
         size: of the points.
     """
+    aside: float | alt.ExprRef = 0
     if colour is None:
-        colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True).to_list()))
+        labels = rows["policy"].unique(maintain_order=True).to_list()
+        colour = colour_of(colours_of(labels))
+        middle = (len(labels) - 1) / 2
+        aside = alt.ExprRef(f"5 * (indexof({json.dumps(labels)}, datum.policy) - {middle})")
     order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
     base = alt.Chart(rows).encode(x, colour, *detail)
-    layers = [base.mark_line(point={"size": size}).encode(y, *order)]
+    points = base.mark_circle(size=size, opacity=1, xOffset=aside)
+    layers = [base.mark_line().encode(y, *order), points.encode(y)]
     if "low" in rows.columns:
         # an area has no order: it would be cut into one for each point
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
@@ -230,19 +241,16 @@ def dots(
     )
 
 
-def dots_of_policies(
-    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
-) -> alt.LayerChart:
+def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
         rows: policy, the metric and its interval, of each.
         metric: the key of the number.
         title: of the horizontal axis.
-        results: see `policy_name`.
     """
     drawn = [
-        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
+        [row["policy"], policy_name(row["policy"]), row[metric], *row[f"{metric}_ci95"]]
         for row in rows
     ]
     frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
@@ -260,6 +268,43 @@ def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
 
 
 # -- latencies -------------------------------------------------------------------------------------
+
+
+def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
+    """Draw latency / budget of requests in their order, and below it the tracked level.
+
+    Args:
+        requests: latency_ms, budget_ms and `level`, the factor on expected latencies that a tracker
+            allowed for.
+    """
+    share = pl.col("latency_ms") / pl.col("budget_ms")
+    rows = requests.with_row_index("request", 1).with_columns(share=share)
+    chart = alt.Chart(rows).encode(alt.X("request:Q", scale=CLOSE))
+    y = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
+    dots = chart.mark_circle(size=14, opacity=0.7).encode(y)
+    level = alt.Y("level:Q", title="tracked level", scale=CLOSE, axis=alt.Axis(tickCount=4))
+    return [
+        layered(dots, dashed(y, "share", [1.0]), height=240),
+        layered(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
+    ]
+
+
+def residuals(requests: pl.DataFrame) -> alt.LayerChart:
+    """Draw the distribution of the column `residual`, and dashed the standard normal one; residuals
+    beyond ±`FARTHEST` count as such."""
+    edges = np.arange(-FARTHEST, FARTHEST + 0.1, 0.25)
+    counts, _ = np.histogram(requests["residual"].clip(-FARTHEST, FARTHEST), edges)
+    middle = (edges[1:] + edges[:-1]) / 2
+    normal = 0.25 * np.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)
+    columns = {"from": edges[:-1], "to": edges[1:], "middle": middle, "normal": normal}
+    chart = alt.Chart(pl.DataFrame(columns | {"share": counts / len(requests)}))
+    x = alt.X("from:Q", title="residual, in expected spreads")
+    y = alt.Y("share:Q", title="share of the requests", axis=alt.Axis(format="%"))
+    return layered(
+        chart.mark_bar(color=HUES["blue"]).encode(x, y, alt.X2("to:Q")),
+        chart.mark_line(**DASHED).encode(alt.X("middle:Q"), alt.Y("normal:Q")),
+        height=220,
+    )
 
 
 # -- knobs -----------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import (
     Folded,
     Table,
+    Tile,
+    gain_tile,
     print_lines,
     print_table,
     table_of,
@@ -17,6 +19,7 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.words import (
     COMPARED,
     LEARNED,
+    STATIC,
     cell,
     difference_words,
     interval,
@@ -146,9 +149,12 @@ def print_live(results: Results, console: Console) -> None:
 
 def write_live_page(path: str | Path, results: Results) -> Path:
     """Write the page and return its path; it needs no network."""
+    import polars as pl
+
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure, render_page
 
+    timeline = pl.DataFrame(results["timeline"])
     shares = [
         charts.dots_of_policies(ranked(results), metric, title)
         for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)"))
@@ -162,17 +168,49 @@ def write_live_page(path: str | Path, results: Results) -> Path:
             )
         ],
         "What the run shows": [verdict(results)],
+        "Latency against budget": [
+            Figure(
+                charts.timeline(timeline),
+                "Each dot is a request that the controller served; above the dashed line it was "
+                "late. Below: latency here / latency predicted, as the tracker estimates it before "
+                "each decision.",
+                columns=1,
+            )
+        ],
+        "Residuals": [
+            Figure(
+                charts.residuals(timeline),
+                "What of ln(latency) the controller did not expect, in units of its expected "
+                "spread, the tracked drift allowed for. Dashed: the normal distribution.",
+            )
+        ],
         "Tables": _tables(results),
     }
     machine = results["machine"]
-    facts = f"{machine['cpu']}, torch {machine['torch']}, one thread"
+    facts = (
+        f"{machine['cpu']}, torch {machine['torch']}, one thread, load {machine['load']:.1f}, "
+        f"jitter {number(machine['jitter'], '.1%')}"
+    )
     return render_page(
         path,
         "knobwise live run",
         results["kind"],
         sections,
         facts=[f"{facts} · profile {results['profile']['name']}"],
+        tiles=_tiles(results),
     )
+
+
+def _tiles(results: Results) -> list[Tile]:
+    """Return the numbers to be seen first."""
+    rows = {row["policy"]: row for row in results["rows"]}
+    against = rows[STATIC]
+    tiles = []
+    for metric in (ON_TIME, ACCURACY):
+        value, _, interval = cell(rows[LEARNED], metric).partition("\n")
+        tiles.append(Tile(value, metric.name, interval))
+    gained = "of utility against static with the same tracker"
+    return [*tiles, gain_tile(gained, against["behind"], against["behind_ci95"])]
 
 
 def _tables(results: Results) -> list[Folded]:

@@ -27,6 +27,7 @@ from platformdirs import user_cache_path
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.experiments.report.tables import Tile
 from knobwise.experiments.report.words import POLICIES
 
 HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
@@ -118,7 +119,7 @@ def render_page(
     sections: Mapping[str, Any],
     *,
     facts: Sequence[str] = (),
-    tiles: Sequence[tuple[str, str, str]] = (),
+    tiles: Sequence[Tile] = (),
     lead: str = "",
 ) -> Path:
     """Write a page, with all scripts and styles inside the file, and return its path.
@@ -129,7 +130,7 @@ def render_page(
         name: of what it is about.
         sections: heading → blocks, in order; see this module.
         facts: in small print under the name, a line each.
-        tiles: the numbers to be seen first: the number, what it is, and another one beside it.
+        tiles: the numbers to be seen first.
         lead: the first sentence.
     """
     content = {"kind": kind, "name": name, "sections": sections, "facts": facts, "tiles": tiles}

@@ -23,12 +23,13 @@ from knobwise.experiments.report.choice_sentences import (
     setting,
 )
 from knobwise.experiments.report.page import Figure, render_page, unchecked
-from knobwise.experiments.report.result_charts import result_charts
+from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
-    MINOR,
     Folded,
+    Tile,
+    gain_tile,
     print_lines,
     print_sections,
     print_table,
@@ -42,15 +43,16 @@ from knobwise.experiments.report.words import (
     shots_words,
 )
 from knobwise.experiments.results.problem import (
+    ACCURACY,
     DEADLINE,
+    DECISION,
     DEMONSTRATIONS,
+    FEASIBLE,
     Results,
     Row,
     problem_of,
     shown_at,
 )
-
-Tiles = list[tuple[str, str, str]]
 
 
 @unchecked
@@ -139,17 +141,32 @@ def _budgets(results: Results, budgets: list[float]) -> str:
     return ", ".join(words.place_words(results, budget) for budget in budgets)
 
 
-def _tiles(results: Results) -> Tiles:
-    """Return the numbers to be seen first: those of the policy that stands for the run."""
+def _tiles(results: Results) -> list[Tile]:
+    """Return the numbers to be seen first, of the policy that stands for the run: what it gains,
+    its share on time or accuracy, and the time of a decision."""
     problem = problem_of(results)
-    row = words.rows_at(results, problem.main_place(results)).get(
-        problem.main_policy(results) or "", {}
-    )
+    policy = problem.main_policy(results) or ""
+    rows = words.rows_at(results, problem.main_place(results))
+    row = rows.get(policy, {})
     tiles = []
-    for metric in problem.metrics:
-        value, _, interval = words.cell(row, metric, words.unit_of(results)).partition("\n")
-        if metric.key in row and metric.name not in MINOR:
-            tiles.append((value, metric.name, interval))
+    # what it gains over static, or of selectors over the strongest simple baseline
+    if problem.averaged:
+        key = problem.compared[0]
+        against = problem.low
+        gain = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
+    else:
+        (against,) = words.baselines(results)[:1] or [""]
+        gain = words.differences_at(results, shown_at(results)).get((policy, against), {})
+    if words.known(gain.get("difference")):
+        gained = f"of {problem.score} against {policy_name(against)}"
+        tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
+    second = FEASIBLE if FEASIBLE in problem.metrics else ACCURACY
+    for metric in (second, DECISION):
+        value, _, beside = words.cell(row, metric).partition("\n")
+        if metric is FEASIBLE:
+            beside = f"{policy_name(against)}: {words.cell(rows.get(against, {}), metric)}"
+        if metric.key in row:
+            tiles.append(Tile(value, metric.name, beside))
     return tiles
 
 
@@ -216,7 +233,8 @@ def explanation(results: Results) -> dict[str, list[Any]]:
         "Why these settings": [about, Folded("Settings by budget", [on_usage(results)])],
         "Easy and hard samples": [
             *on_difficulty(results),
-            table_of(groups),
+            difficulty(hard, unit) if groups else "",
+            Folded("The numbers", [table_of(groups)]) if groups else "",
         ],
         "Which features matter": _importance(results),
         "In a few rules": [on_tree(why["tree"]), table_of(rules, wordy=[0, 1])],

@@ -19,9 +19,11 @@ from knobwise.experiments.report.words import (
     shots_words,
 )
 from knobwise.experiments.results.problem import (
+    CONTROLS,
     DEMONSTRATIONS,
     FEASIBLE,
     LEARNED,
+    UPPER,
     Problem,
     Results,
     Row,
@@ -31,6 +33,16 @@ from knobwise.experiments.results.problem import (
 
 Figures = dict[str, Figure]
 """Heading → figure."""
+BEST = "stands for the run"
+"""The kind of the policy that stands for a selector's run."""
+KINDS = {
+    BEST: "blue",
+    "trained": "cyan",
+    "simple baseline": "orange",
+    "upper bound": "purple",
+    "control": "grey",
+}
+"""Kind of policy → its hue."""
 
 
 def result_charts(results: Results) -> Figures:
@@ -210,6 +222,37 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> Figure:
     )
 
 
+def difficulty(explained: Row, unit: str) -> Figure:
+    """Draw the latency of the choice against difficulty: a dot for each sample, and lines through
+    the means of groups, of the policy with their intervals and of static.
+
+    Args:
+        explained: from `knobwise.experiments.results.explanation.by_difficulty`.
+        unit: of the latencies.
+    """
+    rows = []
+    for group in explained["groups"]:
+        place = group["difficulty_ms"]
+        rows.append([policy_name(words.LEARNED), place, group["policy_ms"], *group["ci95"]])
+        # static has no interval
+        rows.append([policy_name(STATIC), place, *[group["static_ms"]] * 3])
+    columns = ["policy", "difficulty", "latency", "low", "high"]
+    title = f"difficulty: latency of the cheapest right configuration ({unit})"
+    x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
+    y = alt.Y("latency:Q", title=f"latency of the choice ({unit})", scale=charts.CLOSE)
+    # behind the lines
+    samples = pl.DataFrame(explained["points"], schema=columns[1:3], orient="row")
+    dots = alt.Chart(samples).mark_circle(color=charts.GREY, size=14, opacity=0.4).encode(x, y)
+    groups = pl.DataFrame(rows, schema=columns, orient="row")
+    return Figure(
+        charts.layered(dots, *charts.lines(groups, x, y)),
+        f"At a budget of {words.quantity(explained['budget_ms'], unit)}: each grey dot is a test "
+        "sample, the lines are means over groups of samples of similar difficulty, shaded: 95% "
+        "interval. Where the line of the policy rises more steeply than that of static, it spends "
+        "more on hard samples than their size explains.",
+    )
+
+
 # -- over numbers of shots -------------------------------------------------------------------------
 
 
@@ -218,12 +261,19 @@ def _over_shots(results: Results) -> Figures:
     this number."""
     shots = shown_at(results)
     best = DEMONSTRATIONS.main_policy(results)
-    judged = words.ranked(results) + words.ranked(results, "controls")
+    kinds = _kinds() | {best: BEST}
+    rows = []
+    for row in words.ranked(results) + words.ranked(results, "controls"):
+        name = policy_name(row["policy"], results)
+        kind = kinds.get(row["policy"], "trained")
+        rows.append([name, row["accuracy"], *row["accuracy_ci95"], kind])
+    frame = pl.DataFrame(rows, schema=["name", "value", "low", "high", "kind"], orient="row")
+    hues = {kind: page.HUES[hue] for kind, hue in KINDS.items() if kind in set(frame["kind"])}
     drawn = {
         f"Accuracy with {shots_words(shots)}": Figure(
-            charts.dots_of_policies(judged, "accuracy", "accuracy (0 to 1)", results),
+            charts.dots(frame, "accuracy (0 to 1)", charts.colour_of(hues, "kind")),
             "Share of held-out queries answered right, of every policy, with 95% intervals. "
-            "Controls, in grey, should gain nothing; those that see the answer are bounds.",
+            "Controls should gain nothing; upper bounds see the answer.",
         )
     }
     if len(results["shots"]) > 1:
@@ -249,6 +299,14 @@ def _over_shots(results: Results) -> Figures:
             "the prediction is too high.",
         )
     return drawn
+
+
+def _kinds() -> dict[str, str]:
+    """Return policy → its kind, for policies of selectors that are not trained to be used."""
+    from knobwise.agents.selector.baselines import SIMPLE  # imports torch, which is slow to load
+
+    kinds = dict.fromkeys(SIMPLE, "simple baseline")
+    return kinds | dict.fromkeys(UPPER, "upper bound") | dict.fromkeys(CONTROLS, "control")
 
 
 def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:

@@ -227,9 +227,8 @@ def on_training(results: Results) -> list[str]:
             gained = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
             gains.append(f"{difference_words(gained)} {samples}")
             signs.append(sign_of(gained["ci95"]))
-    # where all weights are from before GRPO, it added nothing
     lines = []
-    if gains and (not early or early < seeds):
+    if gains:
         score = "reward" if results.get("sense") else "utility"
         # the test samples, where they are known, decide what it shows
         lines.append(f"{method} {CHANGED[signs[0]]} in {score}: {', '.join(gains)}.")

@@ -43,6 +43,17 @@ class Table(NamedTuple):
     """The indices of the columns that hold sentences."""
 
 
+class Tile(NamedTuple):
+    """A number to be seen first on a page."""
+
+    number: str
+    meaning: str
+    beside: str = ""
+    """Another number, in small print."""
+    unsure: bool = False
+    """Whether it may be chance: then it is grey, and its interval beside it as large."""
+
+
 class Folded(NamedTuple):
     """Blocks of a page behind a title that opens them with a click."""
 
@@ -58,6 +69,12 @@ def table_of(
     rows = [list(line.values()) for line in lines]
     bold = [i for i, row in enumerate(rows) if not set(strong).isdisjoint(row)]
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
+
+
+def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
+    """Return the tile of a difference, in points, with its interval."""
+    interval = words.span(ci95).strip()
+    return Tile(f"{words.points(difference)} points", meaning, interval, not words.sign_of(ci95))
 
 
 MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
@@ -204,7 +221,7 @@ def chosen(results: Results) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; a terminal gets no small print, and no columns in `MINOR`."""
+    """Print a table; a terminal gets no small print, and no columns in `MINOR`, and is told so."""
     printed = RichTable(
         box=None, header_style="bold", pad_edge=False, collapse_padding=console.is_terminal
     )
@@ -227,8 +244,11 @@ def print_table(console: Console, table: Table) -> None:
         visible = [text.replace("\n", " ") for text in cells]
         printed.add_row(*visible, style="bold" if i in table.strong else None)
     wide.print(printed, markup=False, highlight=False)
-    if console.is_terminal and "\n" in "".join(itertools.chain(*table.rows)):
-        print_lines(console, ["(a file, or a pipe, gets intervals and all columns, too)"])
+    left_out = [title for title in table.header if title in MINOR]
+    if "\n" in "".join(itertools.chain(*table.rows)):
+        left_out.append("intervals")
+    if console.is_terminal and left_out:
+        print_lines(console, [f"(left out, but not in a file or pipe: {', '.join(left_out)})"])
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:

@@ -167,6 +167,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
         null where a side is constant; and `setting`, with `setting_ci95`.
         `groups`: for some ten groups of samples from easy to hard, the means `difficulty_ms`,
         `policy_ms`, with its `ci95`, and `static_ms`.
+        `points`: difficulty and latency of the choice of each sample, in ms.
     """
     # [n, C] each, and what a configuration costs on average, [C]
     accuracy = explained.table.accuracy[explained.rows]
@@ -181,7 +182,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     static = latency_ms.gather(1, explained.static)[known].numpy()
     setting = cost_ms[explained.chosen[known]].numpy()
 
-    last: dict[str, Any] = {"budget_ms": None, "groups": []}
+    last: dict[str, Any] = {"budget_ms": None, "groups": [], "points": []}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
         by_setting, ci95 = rank_correlation(x_setting, setting[:, b])
         if by_setting is not None:
@@ -190,6 +191,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
             last["static"], _ = rank_correlation(x, static[:, b])
             points = np.stack([x, policy[:, b], static[:, b]])
             last["groups"] = _groups(points)
+            last["points"] = points[:2].T.round(4).tolist()
     return {"unanswered": int((~known).sum())} | last
 
 

@@ -59,6 +59,7 @@ ON_TIME = Metric("satisfaction", "on time", ".1%")
 FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", ".1%")
 OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f")
 OVER_SINGLE = Metric("over_best_single", "over best single", "+.3f")
+ATTAINED = Metric("attained", "attained", ".0%")
 DECISION = Metric("decision_us_p50", "decision time", unit="µs")
 
 

@@ -21,6 +21,14 @@ function draw(again) {
     });
   }
 }
+// Tables that are wider than their place say that they scroll.
+function fit() {
+  for (const table of document.querySelectorAll('.wide')) {
+    table.classList.toggle('scrolls', table.scrollWidth > table.clientWidth);
+  }
+}
 dark.addEventListener('change', () => draw(true));
-document.addEventListener('toggle', () => draw(), true);
+addEventListener('resize', fit);
+document.addEventListener('toggle', () => { draw(); fit(); }, true);
 draw();
+fit();

@@ -29,14 +29,16 @@ def printed(width, terminal=True):
     return out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [80, 180])
-def test_a_terminal_gets_what_matters(width):
+@pytest.mark.parametrize("width", [80, 110, 180])
+def test_a_terminal_gets_what_matters_and_says_what_it_leaves_out(width):
     lines = printed(width)
     assert max(map(len, lines)) <= width
-    text = " ".join(lines)
+    *table, last = " ".join(lines).partition("(left out")
+    text = "".join(table)
     assert {word for title in HEADER if title not in MINOR for word in title.split()} <= set(
         text.split()
     )
+    assert all(left_out in last for left_out in (*MINOR, "intervals"))
     assert all(values in text for values in ("-131%", "85.4%", "1,410 µs"))
     assert not any(values in text for values in ("2.79 ms", "94.0%", "[0.709"))
 

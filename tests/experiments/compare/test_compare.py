@@ -80,6 +80,22 @@ def test_two_runs_and_what_differs(tmp_path):
     assert all(part in text for part in ("loss.group_size", against, f"{utility[1]:.3f}", "Holm"))
 
 
+def test_the_share_of_what_looked_attainable_is_a_column_where_it_is_known(tmp_path):
+    comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.3}})
+    assert "attained" not in rows_of(comparison)[0]
+    rows = comparison.runs[1].results["rows"]
+    for row in rows:
+        if row["budget_ms"] is None:
+            row["attained"] = 0.71
+    change_results(tmp_path / "b", rows=rows)
+    comparison = Comparison([str(tmp_path)])
+    cells = [row["attained"] for row in rows_of(comparison)]
+    assert cells == ["–", "71%", "–", "–"]
+    assert numbers(comparison)["runs"][1]["row"]["attained"] == 0.71
+    write_comparison(comparison, tmp_path / "page.html")
+    assert "attained" in (tmp_path / "page.html").read_text()
+
+
 def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
     comparison = Comparison([str(sweep(tmp_path, 10))])
     signs = [one.sign for one in comparison.differences]

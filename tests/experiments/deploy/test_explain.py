@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from helpers import arrays
+from page_parts import charts_of, data_of
 from tensordict import TensorDict
 
 import knobwise
@@ -123,6 +124,12 @@ def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, cap
     assert ("(seed " in section.split("</p>")[0]) == (run == RUN)
     for group in why["difficulty"]["groups"]:
         assert f"<td>{quantity(group['difficulty_ms'])}</td>" in section
+    # easy → cheap, hard → costly: a dot for each sample, and the means of groups
+    drawn = [rows for rows in data_of(*charts_of(section)) if "difficulty" in rows[0]]
+    samples = [[row["difficulty"], row["latency"]] for row in drawn[0]] if drawn else []
+    assert samples == why["difficulty"]["points"]
+    groups = {row["difficulty"] for rows in drawn[1:] for row in rows}
+    assert groups == {group["difficulty_ms"] for group in why["difficulty"]["groups"]}
     questions = {row["question"] for row in why["best"] + why["worst"]}
     assert all(question is None or question in section for question in questions)
     for rule in why["tree"]["rules"]:

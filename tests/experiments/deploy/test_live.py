@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import read_json
+from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -106,12 +108,34 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
         assert (served["limit_ms"] < stream.budgets_ms).all()  # its own costs are taken off
 
 
+def check_page(text, results):
+    """The page begins with three numbers and the machine, and draws every request."""
+    rows = {row["policy"]: row for row in results["rows"]}
+    tiles = re.findall("<b>(.*?)</b>", text.split("<h2>")[0])
+    assert tiles == [
+        f"{rows['controller']['satisfaction']:.1%}",
+        f"{rows['controller']['accuracy']:.3f}",
+        f"{100 * rows['budget_aware_static']['behind']:+z.1f} points",
+    ]
+    assert f"load {results['machine']['load']:.1f}, jitter" in text
+    times, levels, residuals = charts_of(text)[2:]
+    svg_of(times, levels, residuals)
+    served = max(data_of(times), key=len)
+    assert [{key: row[key] for key in results["timeline"][0]} for row in served] == (
+        results["timeline"]
+    )
+    shares = [row["share"] for row in points_of(residuals)]
+    assert sum(shares) == pytest.approx(1)
+    assert "Live and replay" in text
+    assert "The tracker" in text
+
+
 def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
     page = tmp_path / "live.html"
     path = tmp_path / "live.json"
     config = replace(SHORT, clock="cpu")
     results = run(checkpoint, case.table, config, json=str(path), html=str(page))
-    assert "Live and replay" in page.read_text()
+    check_page(page.read_text(), results)
     assert read_json(path) == json.loads(json.dumps(results))
     assert "10 requests" in capsys.readouterr().out
     names = ["controller", "controller_frozen", "budget_aware_static"]
@@ -213,6 +237,22 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
 
 
+def test_the_timeline_by_hand():
+    stream, record = by_hand(slower=3.0)
+    record["log_latency"][0] = np.log(record["inference_ms"][0] / 6)
+    record["spread"][0] = 0.5
+    # of the level the tracker knows half; before the first answer nothing
+    offsets = np.full(small()[0].num_configurations, np.log(3))
+    record["drift"][0, 1] = (offsets, 2.0)
+    results = judged(stream, record, speed=3.0)
+    took = record["inference_ms"][0] + 0.5
+    rows = [[took[0], 1000.0, 1.0, 1.0, np.log(6) / 0.5], [took[1], 0.0, 3.0, 2.0, np.log(2)]]
+    for row, wanted in zip(results["timeline"], rows, strict=True):
+        assert list(row) == ["latency_ms", "budget_ms", "level", "spread", "residual"]
+        assert list(row.values()) == pytest.approx(wanted, abs=1e-3)
+    assert results["machine"]["jitter"] == pytest.approx(0, abs=1e-6)
+
+
 def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
     table, controller = small()
     stream, record = by_hand(slower=3.0)
@@ -276,6 +316,7 @@ def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
     results = run(checkpoint, case.table, config)
     assert results["agreement"] == []
     assert results["infeasible"] is None
+    assert results["machine"]["jitter"] is None
     assert "replay" not in capsys.readouterr().out
     stream = stream_of(case, replace(config, skip=10))
     assert set(stream.rows.tolist()) == {-1}

@@ -3,6 +3,8 @@ way."""
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import altair as alt
@@ -18,11 +20,12 @@ from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.page import print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of
-from knobwise.experiments.report.tables import Folded, Table
+from knobwise.experiments.report.tables import Folded, Table, Tile
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"
+CHROMIUM = shutil.which("chromium")
 
 
 def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with():
@@ -58,7 +61,7 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
     blocks = [ATTACK, [ATTACK], {ATTACK: ATTACK}, Table([ATTACK], [[ATTACK]])]
     blocks = [*blocks, Figure(chart, ATTACK), Folded(ATTACK, blocks), "", [], None]
-    head = {"facts": [ATTACK, ""], "tiles": [(ATTACK, ATTACK, ATTACK)], "lead": ATTACK}
+    head = {"facts": [ATTACK, ""], "tiles": [Tile(ATTACK, ATTACK, ATTACK)], "lead": ATTACK}
     sections = {ATTACK: blocks, "empty": [[], ""]}
     path = page.render_page(tmp_path / "p.html", ATTACK, ATTACK, sections, **head)
     text = path.read_text()
@@ -73,6 +76,17 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     assert sources["script-src"] == "'unsafe-inline'"  # the page itself; no 'unsafe-eval'
     assert re.search(r"vegaEmbed\(.*ast: true,.*\);", text, re.S)
     assert not re.search(r"<(link|iframe|script[^>]* src)", text.replace(page._vega(), ""))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_table_that_is_wider_than_its_place_says_that_it_scrolls(tmp_path):
+    blocks = [Table(["a"], [["1"]]), Table([f"column {i}" for i in range(20)], [["1"] * 20])]
+    path = page.render_page(tmp_path / "p.html", "page", "name", {"Tables": blocks})
+    options = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/user", "--dump-dom"]
+    words = [CHROMIUM, *options, "--window-size=500,800", path.as_uri()]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert re.findall('<div class="(wide.*?)">', shown) == ["wide", "wide scrolls"]
+    assert ".scrolls::before" in shown
 
 
 def test_the_script_of_the_charts_is_kept_between_processes(tmp_path, monkeypatch):
@@ -220,6 +234,15 @@ def test_facts_are_printed_plainly_where_there_is_no_terminal():
     for part in ("4 samples × 3 configurations (of 4", "91.7% of", facts["digest"], *lines):
         assert part in text
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)
+
+
+def test_equal_numbers_have_their_dots_side_by_side():
+    names = ["a", "<b>'", 'c"']
+    rows = pl.DataFrame({"policy": names, "budget_ms": [1.0] * 3, "utility": [0.5] * 3})
+    spec = page.specification(charts.by_budget(rows, "utility", "utility"))
+    alt.Chart.from_dict(spec)
+    places = re.findall(r'translate\(([\d.]+),[\d.]+\)" d="M3.87', svg_of(spec))
+    assert len(set(places)) == 3
 
 
 def test_a_band_is_an_area_over_all_budgets():

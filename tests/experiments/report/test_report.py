@@ -198,11 +198,16 @@ def test_the_verdict(content, start, holds):
 
 def test_the_verdict_says_nothing_else():
     assert [len(verdict(content)) for content in (results(), with_guard(PAIR))] == [3, 3]
-    silent = [trained(39), trained(40, iterations=0), {}]
-    # where all weights that are kept are from before GRPO there is nothing to add
-    for more in [*silent, trained(41) | {"grpo_gain": GAIN}]:
-        lines = [line for line in verdict(with_guard(PAIR, PAIR, **more)) if "GRPO" in line]
-        assert len(lines) == ("grpo_gain" in more)
+    for silent in (trained(39), trained(40, iterations=0), {}):
+        assert not any("GRPO" in line for line in verdict(with_guard(PAIR, PAIR, **silent)))
+
+
+def test_what_grpo_added_is_said_even_if_every_seed_keeps_its_start():
+    nothing = {"test": 0.0, "test_ci95": [0.0, 0.0], "held_out": 0.0, "held_out_ci95": [0.0, 0.0]}
+    content = with_guard(PAIR, PAIR, **trained(41), grpo_gain=nothing)
+    gain, kept = [line for line in verdict(content) if line.startswith("GRPO")]
+    assert "+0.0 points [0.0, 0.0] on test samples, +0.0 points [0.0, 0.0] on held-out" in gain
+    assert "improves nothing: " in kept
 
 
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
@@ -262,9 +267,11 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     assert "14:50 UTC · took 3 min · commit 012345678-dirty" in head
     tiles = re.findall("<b>(.*?)</b>.*?(?:<small>(.*?)</small>)?</div>", head)
     assert tiles == [
-        *(("0.600", "[0.585, 0.615]"), ("33%", "[23%, 43%]"), ("0.650", "")),
-        *(("90.0%", ""), ("12.5 µs", "")),
+        ("+10.0 points", "[9.0, 11.0]"),
+        ("96.0%", "budget-aware static: 96.0%"),
+        ("12.5 µs", ""),
     ]
+    assert "class=unsure" not in head
     assert re.findall("<p class=lead>(.*?)</p>", head) == verdict(content)[:1]
     headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
@@ -274,6 +281,13 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     # what training added is said under its heading alone
     added = [line for line in verdict(content) if line.startswith("GRPO shows")]
     assert text.split("<h2>Training</h2>")[1].count(added[0]) == text.count(added[0]) == 1
+
+
+def test_a_gain_that_may_be_chance_is_grey(tmp_path):
+    content = results({"over_static": 0.017, "over_static_ci95": [-0.013, 0.046]})
+    head = report_of(tmp_path, content).split("<h2>")[0]
+    assert "<div class=unsure><b>+1.7 points</b>of utility" in head
+    assert "<small>[-1.3, 4.6]</small>" in head
 
 
 def test_the_report_holds_every_number_of_every_policy(run):

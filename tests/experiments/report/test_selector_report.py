@@ -25,7 +25,7 @@ from page_parts import (
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
-from knobwise.experiments.report.result_charts import result_charts, result_images
+from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images
 from knobwise.experiments.report.tables import policies
 from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
@@ -116,7 +116,8 @@ def test_the_page_holds_all_sections(text):
     folded = ["Every policy, by the number of demonstrations", "Differences", "Controls"]
     assert all(f"<summary>{title}</summary>" in text for title in folded)
     for part in (
-        *("<b>0.920</b>accuracy", "<b>640 µs</b>", "digits &lt;careless&gt;: 40 queries"),
+        *("<b>+37.0 points</b>of accuracy against careful", "<b>0.920</b>", "<b>640 µs</b>"),
+        "digits &lt;careless&gt;: 40 queries",
         *("600 held-out", "bank of 12", "seeds 0, 1, 2", "train experiment=selector"),
         *(results()["profile"]["digest"], "version: v2"),
     ):
@@ -165,6 +166,11 @@ def test_the_charts_hold_the_numbers():
     assert {(d["name"], d["value"]) for d in dot} == {
         (policy_name(row["policy"], content), row["accuracy"]) for row in at_two
     }
+    kinds = {d["name"]: d["kind"] for d in dot}
+    assert set(kinds.values()) == set(KINDS)
+    assert [name for name, kind in kinds.items() if kind == BEST] == ["GRPO on live draws"]
+    colours = dots["layer"][0]["encoding"]["color"]["scale"]
+    assert colours["range"][colours["domain"].index(BEST)] == page.HUES["blue"]
     points = max(data_of(lines), key=len)
     named = ("GRPO on live draws", "RCE", "SFT", "careful-annotator rule")
     assert {(p["policy"], p["shots"], p["accuracy"]) for p in points} == {

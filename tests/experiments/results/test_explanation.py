@@ -64,7 +64,8 @@ def test_difficulty_against_latency_by_hand():
     static = rank_correlation([2.0, 2.5, 3.0, 5.0], [2.0, 2.5, 3.0, 2.0])[0]
     assert static == pytest.approx(0.5 / np.sqrt(5 * 4.5))
     tight = by_difficulty(explained(table, choose, BUDGETS[:1]))
-    assert (tight["budget_ms"], tight["groups"]) == (None, [])
+    assert (tight["budget_ms"], tight["groups"], tight["points"]) == (None, [], [])
+    assert sorted(seen["points"]) == [[2.0, 2.0], [2.5, 2.5], [3.0, 3.0], [5.0, 5.0]]
     assert [row["difficulty_ms"] for row in seen["groups"]] == [2.0, 2.5, 3.0, 5.0]
     assert all(row["difficulty_ms"] == row["policy_ms"] for row in seen["groups"])
 
