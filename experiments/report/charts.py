@@ -279,8 +279,9 @@ def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
     """
     share = pl.col("latency_ms") / pl.col("budget_ms")
     rows = requests.with_row_index("request", 1).with_columns(share=share)
-    chart = alt.Chart(rows).encode(alt.X("request:Q", scale=CLOSE))
-    y = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
+    chart = alt.Chart(rows).encode(alt.X("request:Q", scale=CLOSE), color=alt.value(HUES["blue"]))
+    scale = alt.Scale(type="log", padding=8)
+    y = alt.Y("share:Q", title="latency / budget", scale=scale, axis=alt.Axis(tickCount=5))
     dots = chart.mark_circle(size=14, opacity=0.7).encode(y)
     level = alt.Y("level:Q", title="tracked level", scale=CLOSE, axis=alt.Axis(tickCount=4))
     return [
@@ -298,7 +299,7 @@ def residuals(requests: pl.DataFrame) -> alt.LayerChart:
     normal = 0.25 * np.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)
     columns = {"from": edges[:-1], "to": edges[1:], "middle": middle, "normal": normal}
     chart = alt.Chart(pl.DataFrame(columns | {"share": counts / len(requests)}))
-    x = alt.X("from:Q", title="residual, in expected spreads")
+    x = alt.X("from:Q", bin="binned", title="residual, in expected spreads")
     y = alt.Y("share:Q", title="share of the requests", axis=alt.Axis(format="%"))
     return layered(
         chart.mark_bar(color=HUES["blue"]).encode(x, y, alt.X2("to:Q")),

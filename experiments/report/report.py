@@ -150,6 +150,7 @@ def _tiles(results: Results) -> list[Tile]:
     row = rows.get(policy, {})
     tiles = []
     # what it gains over static, or of selectors over the strongest simple baseline
+    gain: Row
     if problem.averaged:
         key = problem.compared[0]
         against = problem.low
@@ -162,11 +163,11 @@ def _tiles(results: Results) -> list[Tile]:
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
     second = FEASIBLE if FEASIBLE in problem.metrics else ACCURACY
     for metric in (second, DECISION):
-        value, _, beside = words.cell(row, metric).partition("\n")
+        value, _, detail = words.cell(row, metric).partition("\n")
         if metric is FEASIBLE:
-            beside = f"{policy_name(against)}: {words.cell(rows.get(against, {}), metric)}"
+            detail = f"{policy_name(against)}: {words.cell(rows.get(against, {}), metric)}"
         if metric.key in row:
-            tiles.append(Tile(value, metric.name, beside))
+            tiles.append(Tile(value, metric.name, detail))
     return tiles
 
 

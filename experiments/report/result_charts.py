@@ -232,10 +232,10 @@ def difficulty(explained: Row, unit: str) -> Figure:
     """
     rows = []
     for group in explained["groups"]:
-        place = group["difficulty_ms"]
-        rows.append([policy_name(words.LEARNED), place, group["policy_ms"], *group["ci95"]])
+        row = [policy_name(words.LEARNED), group["difficulty_ms"], group["policy_ms"]]
+        rows.append([*row, *group["ci95"]])
         # static has no interval
-        rows.append([policy_name(STATIC), place, *[group["static_ms"]] * 3])
+        rows.append([policy_name(STATIC), group["difficulty_ms"], *[group["static_ms"]] * 3])
     columns = ["policy", "difficulty", "latency", "low", "high"]
     title = f"difficulty: latency of the cheapest right configuration ({unit})"
     x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))

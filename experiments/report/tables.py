@@ -46,12 +46,12 @@ class Table(NamedTuple):
 class Tile(NamedTuple):
     """A number to be seen first on a page."""
 
-    number: str
+    value: str
     meaning: str
-    beside: str = ""
-    """Another number, in small print."""
+    detail: str = ""
+    """Its interval, or another number, in small print."""
     unsure: bool = False
-    """Whether it may be chance: then it is grey, and its interval beside it as large."""
+    """Whether it may be chance: then it is grey, and its interval as large."""
 
 
 class Folded(NamedTuple):
