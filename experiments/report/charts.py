@@ -333,7 +333,9 @@ def coverage(
     """
     figure = []
     scale = alt.Scale(domain=[0, 1])
-    colour = alt.Color("share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%", tickCount=3))
+    colour = alt.Color(
+        "share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%", tickCount=3)
+    )
     names = list(knobs)[:3]
     for pair in itertools.combinations(names, min(2, len(names))):
         counts = Counter[tuple[str, ...]]()
