@@ -8,6 +8,7 @@ from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.agents.checkpoint import load_checkpoint as load_checkpoint
+    from knobwise.agents.checkpoint import save_checkpoint as save_checkpoint
     from knobwise.agents.controller.actor import make_actor as make_actor
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
@@ -21,18 +22,23 @@ if TYPE_CHECKING:
     from knobwise.agents.training.selector_trainer import SelectorTrainer as SelectorTrainer
     from knobwise.agents.training.settings import OptimiserConfig as OptimiserConfig
     from knobwise.agents.training.settings import StageConfig as StageConfig
+    from knobwise.losses.settings import LossConfig as LossConfig
+    from knobwise.losses.settings import SelectorLossConfig as SelectorLossConfig
 
 MODULES = {
     "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
     "judge": "judging.evaluation",
     "Controller": "controller.controller",
     "make_actor": "controller.actor",
+    "LossConfig": "knobwise.losses.settings",
     "OptimiserConfig": "training.settings",
     "PolicyConfig": "controller.settings",
     "ControllerTrainer": "training.controller_trainer",
     "Selector": "selector.selector",
     "SelectorConfig": "selector.settings",
     "SelectorTrainer": "training.selector_trainer",
+    "SelectorLossConfig": "knobwise.losses.settings",
     "StageConfig": "training.settings",
     "AdaptiveModel": "serving.adaptive_model",
     "NumpyController": "policy.controller",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
+    from knobwise.common.errors import InputError as InputError
     from knobwise.envs.configurations.budgets import default_budgets as default_budgets
     from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
     from knobwise.envs.configurations.gymnasium_vector_env import (
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from knobwise.envs.configurations.settings import BudgetConfig as BudgetConfig
     from knobwise.envs.configurations.settings import RewardConfig as RewardConfig
     from knobwise.envs.configurations.torchrl_env import ConfigBandit as ConfigBandit
+    from knobwise.envs.demonstrations.beam_files import read_beam_data as read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable as BeamTable
     from knobwise.envs.demonstrations.gymnasium_env import (
         DemonstrationBanditEnv as DemonstrationBanditEnv,
@@ -28,18 +30,30 @@ if TYPE_CHECKING:
     from knobwise.envs.demonstrations.settings import GroupConfig as GroupConfig
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
     from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
+    from knobwise.envs.readers.joint import join_tables as join_tables
+    from knobwise.envs.simulated.calibrated import simulate as simulate
+    from knobwise.envs.simulated.settings import SimulatedConfig as SimulatedConfig
+    from knobwise.envs.tables.profile_table import Knob as Knob
     from knobwise.envs.tables.profile_table import ProfileTable as ProfileTable
+    from knobwise.envs.tables.splits import Split as Split
 
 MODULES = {
     "ConfigBandit": "configurations.torchrl_env",
     "BudgetConfig": "configurations.budgets",
     "default_budgets": "configurations.budgets",
     "builtin_profile": "readers.builtin",
+    "InputError": "knobwise.common.errors",
     "ConfigBanditEnv": "configurations.gymnasium_env",
     "ConfigBanditVectorEnv": "configurations.gymnasium_vector_env",
     "RewardConfig": "configurations.reward",
+    "join_tables": "readers.joint",
+    "SimulatedConfig": "simulated.settings",
+    "simulate": "simulated.calibrated",
+    "Knob": "tables.profile_table",
     "ProfileTable": "tables.profile_table",
+    "Split": "tables.splits",
     "BeamTable": "demonstrations.beam_table",
+    "read_beam_data": "demonstrations.beam_files",
     "DemonstrationBandit": "demonstrations.torchrl_env",
     "GroupConfig": "demonstrations.torchrl_env",
     "DemonstrationRewardConfig": "demonstrations.reward",

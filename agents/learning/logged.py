@@ -96,6 +96,8 @@ def read_log(
 ) -> ReadLog:
     """Read a log and join the labels to the requests. If a label is above 1, none counts.
 
+    A row may hold its `accuracy` itself, where it was known at once; later labels replace it.
+
     Args:
         folder: of the log.
         controller: the one that is to learn from the log; None accepts rows of any controller.
@@ -111,6 +113,7 @@ def read_log(
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
+    labels = []
     for row in _lines(folder, REQUESTS, aside):
         try:
             reason = next(_faults(row, controller, versions), "")
@@ -122,9 +125,11 @@ def read_log(
             aside[reason] += 1
         else:
             rows[row["id"]] = row | {"accuracy": None}
+            if row.get("accuracy") is not None:
+                labels.append(row)
     # a label comes after its request; of several, which other processes may have written, the
     # latest counts; labels of other programs may have no time
-    labels = sorted(_lines(folder, LABELS, aside), key=_moment)
+    labels += sorted(_lines(folder, LABELS, aside), key=_moment)
     # of labels from 0 to 100, only those of wrong answers would count
     if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
         aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)

@@ -59,29 +59,37 @@ def read_configurations(
     # a merged file replaces the files of its ranks
     ranks = _by_merge(settings)
     foreign = []
+    short = 0
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
-        for path, parts in ranks.items():
+        for done, (path, parts) in enumerate(ranks.items()):
+            tick(done)
             setting = settings[path]
             content, rows = _load(path, setting, keys)
             named = str(content["config"].get("dataset_name") or dataset)
-            # a folder with the data set's name is trusted more
-            if folder == root and named.replace("_", "-") != dataset.replace("_", "-"):
+            if named.replace("_", "-") != dataset.replace("_", "-"):
                 foreign.append(named)
-                continue
+                # a folder with the data set's name is trusted more
+                if folder == root:
+                    continue
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts])
+            counts = [record.get("num_samples") for record in (*content["summary"], content)]
+            short += sum(n for n in counts if isinstance(n, int)) > len(rows) > 0
             if not setting:
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
-            tick(len(frames) + len(foreign))
+        tick(len(ranks))
     if not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
+    others = ", ".join(sorted(set(foreign)))
+    unread = ": not read" * (folder == root)
     skipped = {
         "rank files not read, since files merged from them are there": len(settings) - len(ranks),
         "JSON files not read, since their names do not fit": _unread(folder, kind, settings),
-        "files that name another data set: not read": len(foreign),
+        f"files that name another data set ({others}){unread}": len(foreign),
+        "files with fewer rows than num_samples in their summary": short,
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
     cells = pl.concat(frames)

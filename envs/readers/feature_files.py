@@ -36,6 +36,8 @@ class Features(NamedTuple):
     """n data set names, or none."""
     columns: tuple[Column, ...] = ()
     """What the block `features` holds, if its columns have names."""
+    notes: tuple[str, ...] = ()
+    """What was left out."""
 
 
 def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
@@ -155,7 +157,7 @@ def attach_features(
         )
     rows = torch.tensor([row_of[key] for key in keys])
     blocks = {name: block[rows] for name, block in features.blocks.items()}
-    notes = table.notes
+    notes = (*table.notes, *features.notes)
     if unused := len(known) - len(keys):
         notes = (*notes, f"{unused} rows of features without a sample: not used")
     return replace(table, features=blocks, columns=features.columns, notes=notes)
@@ -226,8 +228,8 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
     frame = read_frame(path)
     arrays: dict[str, ArrayLike] = {}
     names = []
-    # the other keys are no features
-    for column in frame.drop([*KEYS - {"sample_id", "dataset"}], strict=False):
+    unused = [name for name in frame.columns if name in KEYS - {"sample_id", "dataset"}]
+    for column in frame.drop(unused):
         if column.name in ("sample_id", "dataset"):
             arrays[column.name] = name_column(column).to_numpy()
         elif not column.dtype.is_nested():
@@ -251,4 +253,7 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
             )
         named = columns or [fit_column(frame[name]) for name in names]
         arrays[FEATURES] = encode_samples(frame, named)
-    return features_from(arrays)._replace(columns=tuple(named))
+    notes: tuple[str, ...] = ()
+    if unused:
+        notes = (f"keys that are no features: {', '.join(unused)}",)
+    return features_from(arrays)._replace(columns=tuple(named), notes=notes)

@@ -49,6 +49,10 @@ READERS: dict[str, dict[str, type[Any]]] = {
 }
 """The groups whose choices have options of their own; all other groups are folders of `CONF`."""
 
+FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
+"""Groups of what is read, and their choice for a file of any name."""
+TABLES = (".csv", ".parquet", ".jsonl", ".gz")
+"""How the names of files end that are meant as a profile."""
 OF_RUN = "of_run"
 """The choice of such a group that is what the run of a checkpoint was trained on."""
 FLAGS = ("-m", "--multirun", "-sc")
@@ -289,7 +293,13 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
         names.setdefault(option.key.rpartition(".")[2], option.key)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
-        if key in groups:
+        if Path(key).suffix in TABLES:
+            # the file alone
+            value = key
+            key = "profile"
+        if key in FILES and Path(value).suffix:
+            close = [f"{key}={FILES[key]} {key}.path={value}"]
+        elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
         else:
             close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
@@ -332,7 +342,8 @@ def options_in(
         value = getattr(settings, f.name)
         key = f"{prefix}{f.name}"
         meaning = docs[f.name]
-        default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
+        words = {MISSING: "must be given", "None": "none", "": "empty"}
+        default = words.get(str(value), str(value))
         # parts of the value, by the choice that has them; "" for all
         nested = {}
         if is_dataclass(value):

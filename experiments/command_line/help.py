@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -21,6 +20,26 @@ time:
   hydra/launcher=joblib   processes on this machine; hydra.launcher.n_jobs=N sets how many
   hydra/launcher=ray      as many as Ray has cores, on this machine or a cluster"""
 
+COMMON = {
+    "train": """
+        experiment profile profile.path profile.features budget budgets_ms policy loss
+        optimiser.iterations optimiser.lr seeds name runs tracking device""",
+    "train_selector": """
+        experiment beams beams.path encoder shots judged_shots sft.epochs grpo.epochs grpo.lr
+        seeds jobs name runs tracking device""",
+    "evaluate": """
+        checkpoint profile profile.path profile.features beams budgets_ms baselines live
+        stream.requests json""",
+    "explain": "checkpoint profile profile.path profile.features sample budget_ms tracker json",
+    "inspect": "profile profile.path profile.features log json html",
+    "profile": """
+        model data out checkpoint knobs.samples importance device vlm.data vlm.embeddings""",
+    "export": "checkpoint profile profile.path profile.features out onnx int8",
+    "update": """
+        checkpoint log out accept rollback every profile profile.path trained_on trained_on.path""",
+}
+"""Verb → the options that people use most; of other verbs all options."""
+
 
 def help_lines(verb: str) -> list[Option]:
     """Return every option of a verb with its default."""
@@ -33,19 +52,26 @@ def help_lines(verb: str) -> list[Option]:
 
 
 def show_help(verb: str) -> None:
-    """Print the options by section, then the experiments."""
-    print(" ".join(str(VERBS[verb].__doc__).split()))
-    sections = defaultdict[str, list[Option]](list)
-    titles = {}
-    for line in help_lines(verb):
+    """Print the options that people use most, then all others by section, then the experiments."""
+    print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
+    lines = help_lines(verb)
+    common = COMMON.get(verb, "").split() or [line.key for line in lines]
+    # of several choices of a group that have an option, the first counts
+    most_used = {line.key: line for line in reversed(lines) if line.key in common}
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    _print_options(console, [most_used[key] for key in common])
+    # those without a section come first
+    sections: dict[str, list[Option]] = {"": []}
+    titles = {"": "others"}
+    for line in lines:
         if not line.default:  # the title of a section
             titles[line.key] = f"{line.key}: {line.meaning}"
-        else:
-            sections[line.choice or line.key.rpartition(".")[0]].append(line)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+        elif most_used.get(line.key) != line:
+            sections.setdefault(line.choice or line.key.rpartition(".")[0], []).append(line)
     for section, options in sections.items():
-        print(f"\n{titles.get(section, section)}")
-        _print_options(console, options)
+        if options:
+            print(f"\n{titles.get(section, section)}")
+            _print_options(console, options)
     if verb.startswith("train"):
         print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
         experiments = []

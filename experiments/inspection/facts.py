@@ -24,11 +24,16 @@ from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
 from knobwise.experiments.results.attainable import attainable, oracle_of_halves
+from knobwise.experiments.results.explanation import difficulty_of
 from knobwise.experiments.results.statistics import pareto_front
 from knobwise.experiments.results.summary import configurations_of
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
+QUANTILES = (0.05, 0.5, 0.95)
+"""The quantiles of latency for each configuration."""
+EXAMPLES = 6
+"""How many samples are given as examples."""
 
 
 def inspect_table(table: ProfileTable) -> dict[str, Any]:
@@ -46,7 +51,8 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `knobs`: means over the profiled cells with each value
         - `headroom`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
-        - `configuration_means`, and which of them are on the Pareto front, `pareto`
+        - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
+        - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader),
           `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
     """
@@ -56,7 +62,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     # NaN where a cell was not profiled
     accuracy = table.accuracy.double()
     latency = table.latency_ms.double()
-    means = configurations_of(table, torch.arange(table.num_samples))
+    means = _configurations(table)
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
     differs = (accuracy - accuracy.nanmean(1, keepdim=True)).abs() > 1e-6
@@ -85,6 +91,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
         "faults": list(map(str, faults_of(whole))),
+        "examples": _examples(table),
         "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }
     return facts | {"warnings": _warnings(facts) + few_budgets(budgets_ms)}
@@ -100,6 +107,32 @@ def _log_spread(latency_ms: Tensor) -> float | None:
     variance = log_moments(latency_ms)[1] * count / (count - 1)
     spreads = variance[count > 1].sqrt()
     return float(median_of(spreads)) if len(spreads) else None
+
+
+def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
+    """Return the means of every profiled configuration, how many samples it was profiled for, and
+    the quantiles of its latency over these."""
+    means = configurations_of(table, torch.arange(table.num_samples))
+    profiled = table.mask.any(0)
+    samples = table.mask.sum(0)[profiled].tolist()
+    # [3, C] → three numbers for each configuration
+    quantiles = np.nanquantile(table.latency_ms[:, profiled].numpy(), QUANTILES, axis=0).T.tolist()
+    for row, count, latencies in zip(means, samples, quantiles, strict=True):
+        row["samples"] = count
+        row["latency_ms_quantiles"] = latencies
+    return means
+
+
+def _examples(table: ProfileTable) -> list[dict[str, Any]]:
+    """Return some samples, from easy to hard: a sample is harder if its fastest right answer takes
+    longer."""
+    needed_ms = difficulty_of(table.accuracy, table.latency_ms)
+    answered = needed_ms.argsort()[: int(needed_ms.isfinite().sum())]
+    places = np.linspace(0, len(answered) - 1, min(EXAMPLES, len(answered))).round()
+    return [
+        {"sample_id": table.sample_ids[row], "needed_ms": float(needed_ms[row])}
+        for row in answered[places.astype(int)].tolist()
+    ]
 
 
 def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
@@ -118,27 +151,26 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
     return marginals
 
 
-def _headroom(table: ProfileTable, budgets_ms: Tensor) -> list[dict[str, Any]]:
-    """Return a row for each budget, float [B]: the utility of static and of the oracle, the share
-    of samples that some configuration answers on time, and what static chooses."""
+def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, list[Any]]:
+    """Return for each budget, float [B], the utility of static and of the oracle, the share of
+    samples that some configuration answers on time, and what static chooses."""
     rows = torch.arange(table.num_samples)
     static = static_of(table, rows)
     by_static = judge(static, table, rows, budgets_ms)
     by_oracle = judge(Oracle(table, rows), table, rows, budgets_ms)
-    columns = {
-        "budget_ms": budgets_ms.tolist(),
+    return {
+        "budgets_ms": budgets_ms.tolist(),
         "budget_aware_static": by_static.utility.double().mean(0).tolist(),
         "oracle": by_oracle.utility.double().mean(0).tolist(),
         "feasible": by_oracle.feasible.double().mean(0).tolist(),
         "static_choice": list(map(table.label, static.choose({}, budgets_ms.numpy()))),
     }
-    return pl.DataFrame(columns).to_dicts()
 
 
 def mean_headroom(facts: Facts) -> tuple[float, ...]:
     """Return the mean utility over the budgets of static and of the oracle."""
-    rows = pl.DataFrame(facts["headroom"])
-    return rows.select(pl.mean("budget_aware_static", "oracle")).row(0)
+    columns = pl.DataFrame(facts["headroom"])
+    return columns.select(pl.mean("budget_aware_static", "oracle")).row(0)
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -151,7 +183,8 @@ NEXT_TO_NOTHING = 0.02
 
 def _warnings(facts: Facts) -> list[str]:
     """Say what a person should know before training on this profile."""
-    gains = [row["oracle"] - row["budget_aware_static"] for row in facts["headroom"]]
+    headroom = facts["headroom"]
+    gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
     varies = facts["latency_cv_within_configuration"]
     # warning → whether it holds
     warnings = {
@@ -172,7 +205,7 @@ def _warnings(facts: Facts) -> list[str]:
             0 < varies < NEXT_TO_NOTHING
         ),
         "The oracle is hardly better than budget-aware static: choosing per input can gain next "
-        "to nothing.": max(gains) < NEXT_TO_NOTHING,
+        "to nothing.": gains.max() < NEXT_TO_NOTHING,
         "No features: a policy sees only the budget, and cannot do better than budget-aware "
         "static.": not facts["features"],
     }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+from markupsafe import Markup
 from rich.console import Console
 
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.report.sentences import learnable
 from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
 from knobwise.experiments.report.words import (
+    listed,
     number,
     points,
     policy_name,
@@ -24,9 +28,15 @@ from knobwise.experiments.report.words import (
 def lead(facts: Facts) -> str:
     """Say what a policy could gain over static: what looks predictable, and what an oracle has."""
     static, oracle = mean_headroom(facts)
-    line = "There are no features, or too few samples to tell what they can predict"
     if facts["attainable"]:
         line = learnable(facts["attainable"])
+    elif facts["features"]:
+        line = "There are too few samples to tell what your features can predict"
+    else:
+        line = (
+            "Nothing can be gained without features: a policy then sees only the budget, and "
+            "cannot beat the best static choice"
+        )
     most = points(oracle - static, ".1f")
     line += f". An oracle that knows every outcome would gain {most} points"
     halves = facts["oracle_of_halves"]
@@ -92,13 +102,13 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the page, heading → blocks, with these figures, or with none for a terminal."""
     budgets = [
         {
-            "budget": quantity(row["budget_ms"], facts["unit"]),
+            "budget": quantity(row["budgets_ms"], facts["unit"]),
             "static": f"{row['budget_aware_static']:.3f}",
             "oracle": f"{row['oracle']:.3f}",
             "feasible": f"{row['feasible']:.1%}",
             "best static configuration": row["static_choice"],
         }
-        for row in facts["headroom"]
+        for row in pl.DataFrame(facts["headroom"]).to_dicts()
     ]
     knobs = []
     for name, knob in facts["knobs"].items():
@@ -110,19 +120,28 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
             "configuration": mean["label"],
             "accuracy": f"{mean['accuracy']:.3f}",
             "latency": quantity(mean["latency_ms"], facts["unit"]),
+            "samples": f"{mean['samples']:,}",
         }
-        for mean in (facts["configuration_means"][i] for i in facts["pareto"])
+        for mean in _front(facts)
     ]
     pareto = "Pareto front: no other configuration is more accurate without being slower"
     tables = {
         "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
         "What the profile holds": _sentences(facts),
         "Faults, warnings and notes": facts["faults"] + facts["warnings"] + facts["notes"],
+        "Samples": None,
         "Accuracy and latency": Folded(pareto, [table_of(best)]),
+        "Latency distributions": None,
         "Effect of each knob": Folded("Means over all profiled cells", [table_of(knobs)]),
+        "Coverage": None,
     }
     # a figure stands above its numbers
     return {name: [*figures.get(name, []), block] for name, block in tables.items()}
+
+
+def _front(facts: Facts) -> list[Facts]:
+    """Return the facts about the configurations that no other beats."""
+    return [facts["configuration_means"][i] for i in facts["pareto"]]
 
 
 def write_inspection(facts: Facts, path: str | Path) -> Path:
@@ -140,17 +159,25 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
 
 
 def _figures(facts: Facts) -> dict[str, list[Any]]:
-    """Draw the figures of the page, heading → blocks."""
+    """Draw the figures of the page, heading → blocks; that of the coverage only where there are
+    holes."""
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
     names = {name: policy_name(name) for name in ("budget_aware_static", "oracle")}
     titles = list(names.values())
-    headroom = pl.DataFrame(facts["headroom"]).rename(names)
+    headroom = pl.DataFrame(facts["headroom"]).rename(names | {"budgets_ms": "budget_ms"})
     utility = headroom.unpivot(
         titles, index="budget_ms", variable_name="policy", value_name="utility"
     )
     utility = utility.unique(maintain_order=True)
+    spread = []
+    # a line from the fastest to the slowest samples, a dot at the median
+    for row in _front(facts):
+        low, median, high = row["latency_ms_quantiles"]
+        values = " · ".join(map(str, row["knobs"].values()))
+        name = f"{values}: {row['accuracy']:.1%} right"
+        spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
             charts.by_budget(utility, "utility", "utility (0 to 1)", unit=facts["unit"]),
@@ -162,10 +189,46 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
             charts.plane(facts["configuration_means"], unit=facts["unit"]),
             "Each dot is one configuration; no other beats those on the dashed line.",
         ),
+        "Latency distributions": Figure(
+            charts.dots(pl.DataFrame(spread), f"latency ({facts['unit']})"),
+            "Of the configurations on the dashed line above, named by their "
+            f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
+            "fastest 5% to the slowest 5%.",
+        ),
         "Effect of each knob": Figure(
             charts.knob_effects(facts["knobs"]),
             "Means over all profiled cells with this value.",
             columns=2,
         ),
     }
-    return {name: [figure] for name, figure in figures.items()}
+    if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
+        figures["Coverage"] = Figure(
+            charts.coverage(facts["knobs"], facts["configuration_means"], facts["samples"]),
+            "Share of all samples × combinations with these values that were profiled; blank: "
+            "none.",
+        )
+    return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
+
+
+def _pictures(facts: Facts) -> list[Any]:
+    """Return the examples as pictures with question and latency needed; only the built-in profile
+    has any."""
+    if facts["name"] != "builtin":
+        return []
+    from PIL import Image
+
+    from knobwise.profiling.elastic.adapter import builtin_input
+
+    cells = []
+    cell = Markup('<div><img src="{}" alt="{}"><small>{}<br>{}</small></div>')
+    for example in facts["examples"]:
+        question, pixels = builtin_input(example["sample_id"])
+        file = io.BytesIO()
+        Image.fromarray((255 * pixels).astype(np.uint8)).save(file, "PNG")
+        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        cells.append(cell.format(uri, question, question, quantity(example["needed_ms"])))
+    return [
+        "From easy to hard: below each picture its question and the latency of the cheapest "
+        "configuration that answers it right.",
+        Markup("<div class=samples>{}</div>").format(Markup("").join(cells)),
+    ]

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ CLOSE = alt.Scale(zero=False, nice=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
 FARTHEST = 6
 """The largest residual in a chart, in expected spreads."""
-SPARSE = alt.Axis(labelOverlap=True)
+SPARSE = alt.Axis(labelOverlap=True, labelAngle=0)
 """An axis that leaves out labels rather than print one over another."""
 
 
@@ -361,4 +362,40 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.L
             y = alt.Y(f"{key}:Q", title=title, scale=scale)
             dots = alt.Chart(rows).mark_circle(size=60, opacity=1)
             figure.append(layered(dots.encode(x, y), height=140))
+    return figure
+
+
+def coverage(
+    knobs: Mapping[str, Mapping[str, Sequence[Any]]], configurations: Sequence[Row], samples: int
+) -> list[alt.LayerChart]:
+    """Draw how much was profiled, a chart for every pair of the first three knobs, or one for a
+    single knob; blank is nothing.
+
+    Args:
+        knobs: name → values.
+        configurations: the knobs of each, and how many samples it was profiled for.
+        samples: how many there are.
+    """
+    figure = []
+    scale = alt.Scale(domain=[0, 1])
+    colour = alt.Color(
+        "share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%", tickCount=3)
+    )
+    names = list(knobs)[:3]
+    for pair in itertools.combinations(names, min(2, len(names))):
+        counts = Counter[tuple[str, ...]]()
+        for row in configurations:
+            counts[tuple(str(row["knobs"][name]) for name in pair)] += row["samples"]
+        # how often two values could have been profiled together
+        others = [len(knob["values"]) for name, knob in knobs.items() if name not in pair]
+        most = samples * math.prod(others)
+        rows = []
+        for values, count in counts.items():
+            rows.append(dict(zip("xy", values, strict=False)) | {"share": count / most})
+        channels = [alt.X("x:O", axis=SPARSE), alt.Y("y:O", scale=alt.Scale(reverse=True))]
+        for i, name in enumerate(pair):
+            channels[i] = channels[i].title(name).sort(list(map(str, knobs[name]["values"])))
+        cells = alt.Chart(pl.DataFrame(rows)).mark_rect()
+        cells = cells.encode(*channels[: len(pair)], colour)
+        figure.append(layered(cells, height=170))
     return figure

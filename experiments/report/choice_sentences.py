@@ -57,7 +57,7 @@ def on_usage(results: Results) -> list[str]:
 
 
 def on_difficulty(results: Results) -> list[str]:
-    """Say whether hard samples get costly settings."""
+    """Say whether hard samples get costly settings, and whether more time is used."""
     why = results["explanation"]
     hard = why["difficulty"]
     lines = [
@@ -69,6 +69,13 @@ def on_difficulty(results: Results) -> list[str]:
         lines.append(_on_correlation(results))
     else:
         lines.append("At every budget all samples get the same setting: nothing can be compared.")
+    if more := why.get("more_time"):
+        lines.append(
+            f"With the next larger budget {number(more['cheaper'], '.1%')} of the choices get "
+            f"cheaper (static: {number(more['static_cheaper'], '.1%')}), and "
+            f"{number(more['worse'], '.1%')} get slower and less accurate (static: "
+            f"{number(more['static_worse'], '.1%')}), by the means of their settings."
+        )
     return lines
 
 

@@ -109,13 +109,14 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[s
 
     Returns:
         `samples`: their number. `reads`: the budgets at which the policy decides by features.
-        `difficulty`, `importance`, `tree`: see `by_difficulty`, `importance`, `distilled`. `best`
-        and `worst`: see `best_and_worst`.
+        `difficulty`, `more_time`, `importance`, `tree`: see `by_difficulty`, `with_more_time`,
+        `importance`, `distilled`. `best` and `worst`: see `best_and_worst`.
     """
     return {
         "samples": len(explained.rows),
         "reads": explained.budgets_ms[explained.reads].tolist(),
         "difficulty": by_difficulty(explained),
+        "more_time": with_more_time(explained),
         "importance": importance(explained),
         "tree": distilled(explained),
         **best_and_worst(explained, questions),
@@ -211,6 +212,34 @@ def _groups(points: np.ndarray) -> Rows:
         row: dict[str, Any] = dict(zip(names, group.mean(1).tolist(), strict=True))
         rows.append(row | {"ci95": mean_interval(group[1])})
     return rows
+
+
+# -- more time, other choices ----------------------------------------------------------------------
+
+
+def with_more_time(explained: Explained) -> dict[str, float] | None:
+    """Return how often a larger budget leads to a cheaper or to a worse choice; None where there is
+    only one budget.
+
+    A configuration has the mean latency and the mean accuracy of its profiled cells over the
+    samples.
+
+    Returns:
+        Shares of all pairs of a sample and two neighbouring budgets. `cheaper`: the choice for the
+        larger budget has the lower mean latency. `worse`: it has the higher mean latency and the
+        lower mean accuracy. `static_cheaper`, `static_worse`: the same for static.
+    """
+    order = explained.budgets_ms.argsort()
+    if len(order) < 2:
+        return None
+    means = torch.stack(averages(explained.table, explained.rows))
+    shares = {}
+    for prefix, chosen in (("", explained.chosen), ("static_", explained.static)):
+        # between each budget and the next larger one, [n, B − 1]
+        better_by, slower_by = means[:, chosen[:, order]].diff()
+        shares[f"{prefix}cheaper"] = float((slower_by < 0).double().mean())
+        shares[f"{prefix}worse"] = float(((slower_by > 0) & (better_by < 0)).double().mean())
+    return shares
 
 
 # -- which features matter -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from helpers import TAUGHT, arrays, deployed, driven_apart, small_beams, small_t
 from replayed import untrained
 
 import knobwise
-from knobwise import api
+from knobwise import agents, api, envs, losses
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Loaded, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
@@ -354,3 +354,17 @@ def test_the_examples_run():
     names = {"knobwise": knobwise, "polars": polars, "builtin_profile": builtin_profile}
     result = doctest.testmod(api, extraglobs=names)
     assert (result.failed, result.attempted) == (0, 9)
+
+
+PUBLIC = {
+    envs: "InputError Knob ProfileTable SimulatedConfig Split join_tables read_beam_data simulate",
+    agents: "Controller LossConfig SelectorLossConfig load_checkpoint save_checkpoint make_actor",
+    losses: "GRPOLoss RCELoss group_advantage",
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_a_package_hands_out_its_public_names(package):
+    assert set(PUBLIC[package].split()) <= set(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name

@@ -144,6 +144,19 @@ def test_a_label_may_name_its_request_by_a_number(written, tmp_path):
     assert {row["id"]: row["accuracy"] for row in read.rows}["5"] == 0.75
 
 
+def test_the_accuracy_of_a_row_counts_unless_a_label_says_otherwise(written, tmp_path):
+    rows = [json.loads(line) for line in requests_in(written).read_text().splitlines()]
+    for accuracy, row in zip((0.25, 0.75, -1.0), rows, strict=False):
+        row["accuracy"] = accuracy
+    (tmp_path / requests_in(written).name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_labels(tmp_path, [(rows[1]["id"], 0.5)])
+    log, logged = checked(tmp_path)
+    accuracies = {row["id"]: row["accuracy"] for row in log.rows}
+    assert [accuracies[row["id"]] for row in rows[:4]] == [0.25, 0.5, None, None]
+    assert dict(log.aside) == {"a label outside [0, 1]": 1}
+    assert int(logged.labelled.sum()) == 2
+
+
 def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
     changed(written, tmp_path)
     first = read_log(written).rows[0]["id"]

@@ -128,9 +128,23 @@ def test_files_may_lie_in_the_directory_itself(tmp_path):
     put_exp6(tmp_path, SMALL, {0: 10.0}, dataset="")
     table = read(tmp_path)
     assert table.num_configurations == 1
-    assert "1 files that name another data set" in table.notes[0]
+    assert "1 files that name another data set (doc_qa): not read" in table.notes[0]
     with input_error("ok_vqa"):
         read(tmp_path, "ok_vqa")
+
+
+def test_files_that_name_another_data_set_or_lost_rows_are_counted(pair):
+    """Their folder says what they hold; rows that a summary counts may have been lost."""
+    config = {"dataset_name": "doc_qa"}
+    summary = [named(SMALL) | {"num_samples": 3}]
+    put_exp5(pair, SMALL, {0: 0.5, 1: 0.0}, config=config, summary=summary)
+    table = read(pair)
+    assert table.num_samples == 2
+    folder = pair / "exp5" / "exp5_accuracy_text-vqa"
+    assert table.notes == (
+        f"{folder}: 1 files that name another data set (doc_qa)",
+        f"{folder}: 1 files with fewer rows than num_samples in their summary",
+    )
 
 
 def test_several_data_sets_keep_their_ids_and_images_apart(pair):

@@ -150,6 +150,7 @@ def test_a_feature_file_may_hold_numbers_and_text(tmp_path):
     features = read_features(tmp_path / "f.csv")
     assert features.columns == COLUMNS
     assert features.blocks["features"].tolist() == BLOCK
+    assert features.notes == ("keys that are no features: split",)
     table = read(wide().drop("kind", "tokens"), features=tmp_path / "f.csv")
     assert (table.columns, table.features["features"].tolist()) == (COLUMNS, BLOCK)
     bad = samples.with_columns(features=1)

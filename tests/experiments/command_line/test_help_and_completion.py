@@ -7,6 +7,7 @@ import pytest
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import choices_of, composed, groups_of
+from knobwise.experiments.command_line.help import COMMON, help_lines
 from knobwise.experiments.settings.options import VERBS
 
 
@@ -27,6 +28,19 @@ def test_every_choice_in_help_can_be_given(verb, capsys):
         words.append([f"{group}={choice}" for choice in choices])
     for row in itertools.zip_longest(*words):  # one of each group at a time
         composed(verb, list(filter(None, row)))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_first_what_people_use(verb, capsys):
+    every = [line.key for line in help_lines(verb) if line.default]
+    common = COMMON.get(verb, " ".join(every)).split()
+    assert set(common) <= set(every)
+    assert len(common) <= 16
+    printed = shown(capsys, *verb.replace("_", " experiment=").split(), "--help")
+    keys = [line.split()[0] for line in printed.splitlines()[2:] if line[:1].strip()]
+    assert keys[: len(common)] == common
+    # the rest follows
+    assert set(every) <= set(re.findall(r"^[\w.]+", printed, re.MULTILINE))
 
 
 def test_the_summary_lists_the_readers_of_profiles(capsys):

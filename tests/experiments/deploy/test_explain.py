@@ -121,6 +121,10 @@ def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, cap
     report = (Path(run) / "report.html").read_text()
     section = report[report.index("<h2>Why these settings</h2>") :]
     assert ("accuracy minus the price of the latency" in section) == (run == MEAN)
+    assert why["more_time"].keys() == {"cheaper", "worse", "static_cheaper", "static_worse"}
+    share = f"With the next larger budget {why['more_time']['cheaper']:.1%} of the choices"
+    assert share in text
+    assert share in section
     assert ("(seed " in section.split("</p>")[0]) == (run == RUN)
     for group in why["difficulty"]["groups"]:
         assert f"<td>{quantity(group['difficulty_ms'])}</td>" in section

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from dataclasses import replace
 
 import altair as alt
@@ -17,12 +18,13 @@ from page_parts import charts_of, points_of, printed, svg_of
 
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.inspection.facts import inspect_table
-from knobwise.experiments.inspection.page import print_inspection, write_inspection
+from knobwise.experiments.inspection.page import lead, print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of
+from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
 from knobwise.experiments.report.tables import Folded, Table, Tile
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
+from knobwise.profiling.elastic.adapter import builtin_input
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"
 CHROMIUM = shutil.which("chromium")
@@ -164,12 +166,20 @@ def test_facts_worked_out_by_hand(monkeypatch):
     # at 10 ms only the first configuration is in time, for three samples: 0 + 1 + 0 of four
     # at 25 ms the second is right for the first two of four; at 40 ms the third for all three it
     # was profiled for, and the other sample gets the second one, late
-    labels = [by_hand().label(c) for c in range(3)]
-    assert [tuple(row.values()) for row in facts["headroom"]] == [
-        (10.0, 1 / 4, 1 / 4, 0.75, labels[0]),
-        (25.0, 2 / 4, 2 / 4, 0.75, labels[1]),
-        (40.0, 3 / 4, 3.5 / 4, 1.0, labels[2]),
-    ]
+    assert facts["headroom"] == {
+        "budgets_ms": [10.0, 25.0, 40.0],
+        "budget_aware_static": [1 / 4, 2 / 4, 3 / 4],
+        "oracle": [1 / 4, 2 / 4, 3.5 / 4],
+        "feasible": [0.75, 0.75, 1.0],
+        "static_choice": [by_hand().label(c) for c in range(3)],
+    }
+    assert [row["samples"] for row in facts["configuration_means"]] == [4, 4, 3]
+    assert facts["configuration_means"][0]["latency_ms_quantiles"] == pytest.approx(
+        [10.0, 10.0, 27.0]
+    )
+    # from easy to hard: right in 10 ms, in 20, and in 30 (half right)
+    assert [row["needed_ms"] for row in facts["examples"]] == [10.0, 20.0, 30.0, 40.0]
+    assert [row["sample_id"] for row in facts["examples"]] == ["1", "0", "2", "3"]
 
 
 def idle_knob():
@@ -213,18 +223,52 @@ def one_knob():
 
 
 @pytest.mark.parametrize(
-    ("table", "figures"), [(by_hand(), 6), (small_table(30, holes=0.4), 8), (one_knob(), 4)]
+    ("table", "figures"), [(by_hand(), 8), (small_table(30, holes=0.4), 12), (one_knob(), 5)]
 )
 def test_page_is_whole_and_its_charts_can_be_drawn(table, figures, tmp_path):
     path = write_inspection(inspect_table(table), tmp_path / "new" / "profile.html")
     text = path.read_text()
     assert path.stat().st_size < 2_000_000
     specs = charts_of(text)
-    assert len(specs) == figures
+    assert len(specs) == figures  # the last is the coverage, where there are holes
     svg_of(*specs)
     seen = re.sub(r"<script.*?</script>", "", text, flags=re.S)
     assert table.digest in seen
     assert not re.search("<s(olvers|001)>", seen)
+
+
+def test_the_coverage_of_two_knobs_by_hand():
+    facts = inspect_table(by_hand())
+    (chart,) = charts.coverage(facts["knobs"], facts["configuration_means"], facts["samples"])
+    shares = {(row["x"], row["y"]): row["share"] for row in points_of(specification(chart))}
+    assert shares == {("2", "fast"): 1.0, ("6", "fast"): 1.0, ("6", "slow"): 0.75}
+
+
+def test_the_page_of_the_built_in_profile_shows_samples(tmp_path):
+    facts = inspect_table(small_table(30)) | {"name": "builtin"}
+    text = write_inspection(facts, tmp_path / "profile.html").read_text()
+    pictures = re.findall(r'<img src="data:image/png;base64,(.*?)" alt="(.*?)">', text)
+    assert len(pictures) == len(facts["examples"]) == 6
+    for (picture, question), example in zip(pictures, facts["examples"], strict=True):
+        drawn = builtin_input(example["sample_id"])
+        assert question == drawn[0]
+        assert b64decode(picture).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (replace(small_table(30), features={}), "Nothing can be gained without features: a policy"),
+        (
+            replace(small_table(30), clusters=("a",) * 30),
+            "There are too few samples to tell what your features can predict",
+        ),
+    ],
+)
+def test_the_first_sentence_says_why_nothing_can_be_learned(table, words):
+    facts = inspect_table(table)
+    assert facts["attainable"] is None
+    assert lead(facts).startswith(words)
 
 
 def test_facts_are_printed_plainly_where_there_is_no_terminal():

@@ -21,6 +21,7 @@ from knobwise.experiments.results.explanation import (
     explain_policy,
     importance,
     rank_correlation,
+    with_more_time,
 )
 
 NAN = float("nan")
@@ -86,6 +87,26 @@ def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws():
         assert value == pytest.approx(spearmanr(x, y).statistic)
         inside += low <= truth <= high
     assert 43 <= inside < 50
+
+
+# -- more time -------------------------------------------------------------------------------------
+
+
+def test_choices_with_more_time_by_hand():
+    """The configurations take 1, 2 and 3 ms on average, and are right for 1/2, 1 and 0 of the
+    samples."""
+    accuracy = [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+    table = table_of(accuracy, [[1.0, 2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]))
+    order = torch.tensor([[1, 0, 2], [0, 1, 2]])  # of each sample, by budget
+
+    def choose(x, limits):
+        return order[x[:, 0].long(), (limits > 4).long() + (limits > 10).long()]
+
+    # (1 → 0 is cheaper), (0 → 2 is slower and worse), (0 → 1 is neither), (1 → 2 is slower and
+    # worse)
+    seen = with_more_time(explained(table, choose, torch.tensor([20.0, 2.5, 5.0])))
+    assert seen == {"cheaper": 1 / 4, "worse": 2 / 4, "static_cheaper": 0.0, "static_worse": 0.0}
+    assert with_more_time(explained(table, choose, torch.tensor([5.0]))) is None
 
 
 # -- importance ------------------------------------------------------------------------------------
