@@ -19,51 +19,45 @@ FEW = partial(VLMProfileConfig, samples=5, repeats=3, warm_up=0, **GRID)
 
 
 def measured(folder, **knobs):
-    """Profile; return the table and `profile.json`."""
-    folder = measure(ProfileRun(model=MODEL, out=str(folder), knobs=FEW(**knobs)))
-    facts = json.loads((folder / "profile.json").read_text())
-    return pl.read_parquet(folder / "table.parquet"), facts
+    return measure(ProfileRun(model=MODEL, out=str(folder), knobs=FEW(**knobs)))
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    return measure(
-        ProfileRun(model=MODEL, out=str(tmp_path_factory.mktemp("profile")), knobs=FEW())
-    )
+    return measured(tmp_path_factory.mktemp("profile"))
 
 
 def test_the_table_has_every_sample_at_every_configuration(out):
     rows = pl.read_parquet(out / "table.parquet")
     keys = ["sample_id", *Configuration._fields, "repeat"]
-    assert rows.height == rows.select(keys).unique().height == 5 * 8 * 3
+    assert len(rows) == rows.select(keys).n_unique() == 5 * 8 * 3
     assert (rows["latency_ms"] > 0).all()
     model = SmallElastic()
-    right = {item.id: item.answers[0] for item in model.questions}
-    correct = [right[i] == text for i, text in rows.select("sample_id", "pred").iter_rows()]
-    assert correct == rows["accuracy"].to_list()
-    # what the model answers outside of the profiler too
-    for row in rows.filter(repeat=0).iter_rows(named=True):
-        stage = model.first_stage(model.questions.request(row["sample_id"]))
+    for row in rows.iter_rows(named=True):
+        item = model.questions.item(row["sample_id"])
+        assert row["accuracy"] == (row["pred"] == item.answer)
+        # what the model answers outside of the profiler too
+        stage = model.first_stage(model.questions.request(item.id))
         (answer,) = model.answer([stage], {knob: row[knob] for knob in GRID})
         assert answer.text == row["pred"]
     table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
-    shapes = {name: tuple(block.shape) for name, block in table.features.items()}
-    assert shapes == {"image_features": (5, 192), "language_features": (5, 96)}
-    assert all(block.isfinite().all() for block in table.features.values())
+    for name, width in {"image_features": 192, "language_features": 96}.items():
+        assert table.features[name].isfinite().sum() == 5 * width
 
 
 def test_the_settings_are_those_that_measure_the_same_again(out):
     facts = json.loads((out / "profile.json").read_text())
     wanted = {"name": "elastic_scenes", "samples": 5, "max_crops": [1, 4], "warm_up": 0}
     assert facts["config"].items() >= wanted.items()
-    assert facts["class"] == MODEL
-    assert (facts["samples"], facts["configurations"], facts["machine"]["threads"]) == (5, 8, 1)
+    assert facts.items() >= {"class": MODEL, "samples": 5, "configurations": 8}.items()
+    assert facts["machine"]["threads"] == 1
     assert facts["clock"]["drift"] == "left in"
 
 
 def test_without_values_the_grid_of_the_built_in_profile_is_measured(tmp_path):
     others = dict.fromkeys(("max_crops", "num_active_blocks"), ())
-    rows, _ = measured(tmp_path, samples=1, repeats=1, top_k=(2,), **others)
+    out = measured(tmp_path, samples=1, repeats=1, top_k=(2,), **others)
+    rows = pl.read_parquet(out / "table.parquet")
     assert len(rows) == 4 * 4
     assert set(rows["max_crops"]) == {2, 4, 8, 12}
     assert set(rows["top_k"]) == {2}
