@@ -1,16 +1,14 @@
 """Recording beam data: what is written, interruptions, rounds of a policy, and the command line
 with real models."""
 
-import json
 import math
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 
 import polars as pl
 import pytest
 import torch
-from commands import launch, mistake, words_of
+from commands import launch, mistake, read_json, words_of
 from helpers import close, identical, input_error
 from PIL import Image
 from safetensors.torch import save_file
@@ -88,18 +86,14 @@ def recorded(table):
     return rows, bank_rows(table.pool[rows], table.sequences[rows, beams])
 
 
-def info_of(out):
-    return json.loads((out / "beams-info.json").read_text())
-
-
 def test_what_is_written_fits_together(out, capsys):
     table = profile_beams(out, task(), CONFIG)
     assert BeamTable.load(out / "beams.safetensors").digest == table.digest
     again = read_back(out)
     for name in ("sequences", "found_by", "candidates"):
         identical(getattr(again, name), getattr(table, name))
-    assert json.loads((out / "beams.json").read_text())["_meta"]["query_ids"] == list("abcdefg")
-    info = info_of(out)
+    assert read_json(out / "beams.json")["_meta"]["query_ids"] == list("abcdefg")
+    info = read_json(out / "beams-info.json")
     assert info["task"] == {"model": "hand"}
     assert info["beams"].items() >= {"width": 3, "retrieved": 2, "random": 2, "chunk": 2}.items()
     for name, digest in info["sha256"].items():
@@ -156,7 +150,7 @@ def test_rounds_of_a_policy_are_added_once_each(out):
     # without a policy: all there is
     assert profile_beams(out, unused, config).digest == second.digest
     assert unused.scorer.scored == []
-    info = info_of(out)
+    info = read_json(out / "beams-info.json")
     assert [beginning["policy"] for beginning in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
     assert read_back(out).round.max() == 2
@@ -185,9 +179,9 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     assert "12 queries with pools of 48 out of 300 candidates" in capsys.readouterr().out
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
-    by = {row["found_by"]: row for row in info_of(Path("out"))["figures"]["found"]}
-    assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
-    assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
+    found = read_json("out/beams-info.json")["figures"]["found"]
+    correct = {row["found_by"]: row["correct"] for row in found}
+    assert correct["beam"] > 0.8 > 0.6 > correct["random"]
 
     # a selector's own draws
     selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)
@@ -231,7 +225,7 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch):
     assert table.blocks == {"image": (0, 2), "question": (2, 5)}
     pools = [{i for i in row if i >= 0} for row in table.pool.tolist()]
     # items 0 and 4 show one image, 1 and 5 another; every pool is all that is left
-    assert pools == [{1, 2, 3, 5}, {0, 2, 3, 4}, pools[2], pools[3], {1, 2, 3, 5}, {0, 2, 3, 4}]
+    assert pools[:2] == pools[4:] == [{1, 2, 3, 5}, {0, 2, 3, 4}]
     assert all(query not in pool for query, pool in enumerate(pools))
     assert (table.fields["logprob_score"][table.beam_mask] < 0).all()
     first, second = table.fields["logprob_score"][:, :2].T

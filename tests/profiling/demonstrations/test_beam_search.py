@@ -125,20 +125,23 @@ def test_nothing_is_scored_twice():
     hand = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
     scorer = Remembering(hand)
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
-    search.score(scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE] * 2]]))
+    search.score(scorer, rows, pool, torch.tensor([[[0, 1]], [[1, NONE]]]))
     # zero-shot too
-    assert hand.scored == [(1, 2, 1), (1, 0, -1), (0, 1, 0), (0, -1, -1), (1, -1)]
-    again = [[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [1, 0, NONE], [NONE] * 3]]
+    assert hand.scored == [(1, 2, 1), (0, 1, -1), (1, -1), (0, -1)]
+    again = [[[0, 1, NONE], [0, 1, 2]], [[1, NONE, NONE], [NONE] * 3]]
     second = search.score(scorer, rows, pool, torch.tensor(again))
-    assert hand.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
-    wanted = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.0, torch.nan]]) - 3
+    assert hand.scored[4:] == [(1, 2, 1, 0)]
+    wanted = torch.tensor([[2.5, 2.5], [1.0, torch.nan]]) - 3
     close(second["logprob_score"], wanted)
     close(second["beam_score"], wanted.exp() - math.exp(-3))
-    close(second["vqa_correct"], [[0, 1, 1], [1, 0, torch.nan]])
-    # what is known from elsewhere
-    scorer.remember(torch.tensor([1]), torch.tensor([[0, 1]]), {"logprob_score": torch.ones(1)})
-    assert scorer(torch.tensor([1]), torch.tensor([[0, 1, -1]]))["logprob_score"] == 1
-    assert len(hand.scored) == 7
+    close(second["vqa_correct"], [[1, 1], [0, torch.nan]])
+    # twice in one call; what is known from elsewhere
+    row, shown = torch.tensor([1, 1]), torch.tensor([[0, 1], [0, 1]])
+    scorer(row, shown)
+    assert hand.scored[5:] == [(1, 0, 1)]
+    scorer.remember(row, shown, {"logprob_score": torch.ones(2)})
+    assert scorer(row, shown)["logprob_score"].tolist() == [1, 1]
+    assert len(hand.scored) == 6
 
 
 def pool_of(sampler, queries, bank, size, seed=0, of_bank=False, **more):

@@ -2,13 +2,13 @@
 were written."""
 
 import itertools
-import json
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from commands import read_json
 from helpers import identical, input_error
 from PIL import Image
 
@@ -22,6 +22,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     KeepsConfiguration,
     KnobSupport,
 )
+from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import LOG, appended, missing, read_measurements
 from knobwise.profiling.measuring.outputs import knob_lines, knob_report
 from knobwise.profiling.measuring.profiler import profile_vlm
@@ -95,10 +96,6 @@ def table_of(out):
     return pl.read_parquet(out / "table.parquet")
 
 
-def facts_of(out):
-    return json.loads((out / "profile.json").read_text())
-
-
 def features_of(out):
     return read_features(out / "features.safetensors")
 
@@ -139,14 +136,14 @@ def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
         assert np.array_equal(read.features["image_features"][1], mean)
         identical(read.accuracy, table.accuracy)
         identical(read.repeats_ms, table.repeats_ms)
-    path = next((out / "exp6").rglob("*crops8_topk0_blocks3.json"))
-    row = json.loads(path.read_text())["per_sample_latencies"][0]
+    (path,) = (out / "exp6").rglob("*crops8_topk0_blocks3.json")
+    row = read_json(path)["per_sample_latencies"][0]
     names = ("question_id", "num_vision_tokens", "num_total_tokens")
     assert [row[name] for name in names] == ["id0", 64, 67]
 
 
 def test_the_description_says_what_was_measured_where_and_what_knobs_do(out, capsys):
-    facts = facts_of(out)
+    facts = read_json(out / "profile.json")
     wanted = {"samples": 6, "configurations": 4, "metrics": {"exact": 6}, "model": "blurred"}
     assert facts.items() >= (wanted | {"weights": 1}).items()
     assert facts["machine"]["torch"] == torch.__version__
@@ -244,9 +241,7 @@ def test_the_first_stage_runs_once_for_the_features_and_for_all_that_is_answered
     model = measured(tmp_path, replace(TWICE, samples=3), AtOnce())
     # of two samples one value of max_crops is missing, of the third everything
     assert (model.first, len(model.asked)) == (1 + 3 * 2, 2 * (2 * 2 + 4))
-    table = table_of(tmp_path)
-    assert len(table) == 2 * 3 * 4
-    assert features_of(tmp_path).sample_ids == (*table["sample_id"].unique().sort(),)
+    assert len(table_of(tmp_path)) == 2 * 3 * 4
 
 
 def test_two_processes_do_not_measure_into_one_file(tmp_path):
@@ -305,9 +300,8 @@ def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
     assert question_text(choice) == "Which {choices}?\nA. red\nB. green"
     assert question_text(choice, "{question} Briefly.") == "Which {choices}? Briefly."
     three = replace(ITEMS[0], answers=("red", "red", "dark red"))
-
     measured(tmp_path, replace(CONFIG, name="both"), items=(choice, replace(three, id="2")))
-    assert facts_of(tmp_path)["metrics"] == {"choice": 1, "vqa": 1}
+    assert read_json(tmp_path / "profile.json")["metrics"] == {"choice": 1, "vqa": 1}
     accuracy = table_of(tmp_path).filter(max_crops=8)["accuracy"]
     assert sorted({*accuracy}) == pytest.approx([(0.5 + 0.5 + 1) / 3, 1])
 
@@ -319,6 +313,7 @@ def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
         ("samples", 0),
         ("metric", "bleu"),
         ("count", 5),
+        ("count", -1),
         ("prompt", "Answer!"),
         ("max_crops", (1, 9)),
         ("top_k", (2,)),
@@ -331,6 +326,21 @@ def test_mistakes_are_refused_before_anything_is_written(tmp_path, name, value):
     with input_error(name):
         measured(tmp_path / "out", replace(CONFIG, **{name: value}))
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"a": 1, "a": 2}', "[" * 100_000, "7"])
+def test_a_damaged_note_of_what_is_measured_is_refused_in_a_line(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with input_error(r"run\.json: is damaged .*; choose another out folder") as refused:
+        claim(tmp_path / "run.json", {"a": 1})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", '{\n "a', '{\n "a": 1\0\0\0', "\0\0"])
+def test_a_note_that_a_power_cut_left_half_is_written_again(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    claim(tmp_path / "run.json", {"a": 1})
+    assert read_json(tmp_path / "run.json") == {"a": 1}
 
 
 @pytest.mark.parametrize("changed", [{"prefill_ms": 1e9}, {"extra": {"pred": 1.0}}])
