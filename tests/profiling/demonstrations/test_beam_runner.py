@@ -8,7 +8,7 @@ from hashlib import sha256
 import polars as pl
 import pytest
 import torch
-from commands import launch, mistake, read_json, words_of
+from commands import launch, mistake, read_json, refused, words_of
 from helpers import close, identical, input_error
 from PIL import Image
 from safetensors.torch import save_file
@@ -259,11 +259,10 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch):
     }.items(),
 )
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files, out, monkeypatch, capsys, words, fault
+    vlm_files, monkeypatch, capsys, words, fault
 ):
     monkeypatch.chdir(vlm_files)
-    assert fault in mistake(["profile", *words.split(), f"out={out}"], capsys)
-    assert not out.exists()
+    assert fault in refused(words_of("profile out=out", words), capsys)
 
 
 def test_a_bank_of_its_own(vlm_files, monkeypatch):

@@ -70,9 +70,15 @@ def asked(vlm, *sizes):
 @torch.inference_mode()
 def generated(model, inputs, use_cache):
     """Four tokens of each answer, int64 [n, 4], and what they were chosen by, [n, 4, V]."""
-    length = {"min_new_tokens": 4, "max_new_tokens": 4, "do_sample": False}
-    kept = {"output_logits": True, "return_dict_in_generate": True}
-    found = model.generate(**inputs, **length, **kept, use_cache=use_cache)
+    found = model.generate(
+        **inputs,
+        min_new_tokens=4,
+        max_new_tokens=4,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        use_cache=use_cache,
+    )
     return found.sequences[:, -4:], torch.stack(found.logits, 1)
 
 

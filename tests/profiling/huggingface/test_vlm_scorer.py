@@ -3,7 +3,6 @@ download."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -56,31 +55,22 @@ def by_hand(model, processor, text, images, answer):
     return float(log_probs.gather(1, torch.tensor(words)[:, None]).sum())
 
 
-ASK = "user :<image> {}\nAnswer with a single word or a short phrase. <end>\nassistant :"
+CHAT = "user :<image> {}\nAnswer with a single word or a short phrase. <end>\nassistant :"
+PLAIN = "<image> Question: {} Answer:"
 
 
 @pytest.mark.parametrize("shown", [[], [0], [0, 1], [1, 0]])
-def test_likelihoods_are_the_sums_over_the_models_own_logits(llava, shown):
-    demonstrations, query = [BANK[row] for row in shown], QUERIES[0]
-    text = "".join(f"{ASK.format(item.question)} {item.answer} <end>\n" for item in demonstrations)
-    text += ASK.format(query.question)
+@pytest.mark.parametrize(("ask", "end"), [(CHAT, " <end>"), (PLAIN, "\n")])
+def test_likelihoods_are_the_sums_over_the_models_own_logits(llava, ask, end, shown):
+    demonstrations, query, text = [BANK[row] for row in shown], QUERIES[0], ""
+    for item in demonstrations:
+        text += f"{ask.format(item.question)} {item.answer}{end}".strip() + "\n"
+    text += ask.format(query.question)
     images = [item.picture() for item in (*demonstrations, query)]
-    wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in query.choices]
-    scorer = VLMScorer(*llava, DATA)
+    wanted = [by_hand(*llava, text, images, f" {answer}{end}") for answer in query.choices]
+    scorer = VLMScorer(*llava, DATA, chats=ask == CHAT)
     assert scorer.answers(0) == query.choices
-    np.testing.assert_allclose(scorer.log_likelihoods([(0, shown)])[0], wanted, atol=1e-4)
-
-
-def test_without_a_chat_template_the_prompt_is_plain(llava):
-    model, processor = tiny_model("llava")
-    processor.chat_template = None
-    text = (
-        "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
-    )
-    (likelihoods,) = VLMScorer(model, processor, DATA).log_likelihoods([(2, [3])])
-    images = [BANK[3].picture(), QUERIES[2].picture()]
-    wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
-    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
+    close(scorer.log_likelihoods([(0, shown)])[0], wanted, 1e-4)
 
 
 def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
@@ -159,12 +149,31 @@ class Uncached(transformers.LlavaForConditionalGeneration):
         return super().forward(**inputs | {"use_cache": False})
 
 
+class AllLogits(transformers.LlavaForConditionalGeneration):
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+def like(model, kind):
+    other = kind(model.config)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
 @pytest.mark.parametrize("kind", [Misplaced, Uncached])
 def test_a_model_whose_cache_does_not_serve_is_refused(llava, kind):
-    model = kind(llava[0].config)
-    model.load_state_dict(llava[0].state_dict())
     with input_error(f"{kind.__name__}: .* cache"):
-        VLMScorer(model, llava[1], DATA)(*rows(MIXED))
+        VLMScorer(like(llava[0], kind), llava[1], DATA)(*rows(MIXED))
+
+
+def test_answers_of_one_token_and_models_that_give_all_logits(llava):
+    scorer, prompt, answers = VLMScorer(*llava, DATA), (0, [0, 1]), [[5], [7]]
+    every = VLMScorer(like(llava[0], AllLogits), llava[1], DATA)
+    with torch.inference_mode():
+        wanted = scorer._whole(prompt, answers)
+        close(every._whole(prompt, answers), wanted, 1e-4)
+        for each in (scorer, every):
+            close(each._after_cache(each._inputs([prompt]), [answers])[0], wanted, 1e-4)
 
 
 @pytest.mark.parametrize(

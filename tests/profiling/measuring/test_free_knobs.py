@@ -155,11 +155,6 @@ def controller_of(names):
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns), 0.0, 0.1),
-        choose_expected=lambda blocks, limits, mask, drift: (
-            np.fromiter(turns, int, len(limits)),
-            0 * limits,
-            0 * limits + 0.1,
-        ),
     )
 
 

@@ -43,7 +43,8 @@ class Blurred(KeepsConfiguration):
     )
     configuration = {}
 
-    def __init__(self):
+    def __init__(self, **changed):
+        self.changed = changed  # of every answer
         self.asked = []
         self.first = 0
 
@@ -64,7 +65,8 @@ class Blurred(KeepsConfiguration):
         text = ("red", "#0f0", "blue")[small[0, 0].argmax()]
         seen_ms += rounds + len(self.asked) / 1e3
         times = 2 * seen_ms, seen_ms, seen_ms
-        return Answer(text, *times, side * side, 2, 1, {"cpu_ms": 2 * seen_ms})
+        answer = Answer(text, *times, side * side, 2, 1, {"cpu_ms": 2 * seen_ms})
+        return replace(answer, **self.changed)
 
 
 def corner(colour):
@@ -345,9 +347,5 @@ def test_a_note_that_a_power_cut_left_half_is_written_again(tmp_path, content):
 
 @pytest.mark.parametrize("changed", [{"prefill_ms": 1e9}, {"extra": {"pred": 1.0}}])
 def test_answers_that_cannot_be_are_refused_at_once(tmp_path, changed):
-    class Odd(Blurred):
-        def _answer(self, *asked):
-            return replace(super()._answer(*asked), **changed)
-
     with input_error("times|pred"):
-        measured(tmp_path, model=Odd())
+        measured(tmp_path, model=Blurred(**changed))
