@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,19 @@ from knobwise.common.files import (
 from knobwise.envs.readers.feature_files import read_features
 
 
-def test_a_file_appears_when_the_block_ends_well(tmp_path):
+@contextmanager
+def limited(kind, most):
+    """A block with a limit of the system."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def test_a_file_appears_when_the_block_ends_well_as_readable_as_any_new_file(tmp_path):
+    (tmp_path / "any").touch()
     path = tmp_path / "new" / "deep" / "t.csv"
     with written_whole(path) as temporary:
         temporary.write_text("whole")
@@ -35,6 +48,7 @@ def test_a_file_appears_when_the_block_ends_well(tmp_path):
         assert not path.exists()
     assert path.read_text() == "whole"
     assert list(path.parent.iterdir()) == [path]
+    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -44,13 +58,6 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
         temporary.write_text("half" * 10_000 + "\ud800", encoding="utf-8")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_file_is_as_readable_as_any_new_file(tmp_path):
-    (tmp_path / "any").touch()
-    with written_whole(tmp_path / "ours") as temporary:
-        temporary.touch()
-    assert os.stat(tmp_path / "ours").st_mode == os.stat(tmp_path / "any").st_mode
 
 
 def test_nowhere_to_write(tmp_path):
@@ -89,11 +96,8 @@ def test_the_file_before_is_kept_where_that_is_asked_for(tmp_path):
     for content in ("first", "second", "third"):
         with written_whole(tmp_path / "last.pt", previous=tmp_path / "previous.pt") as temporary:
             temporary.write_text(content)
-    assert [(tmp_path / name).read_text() for name in ("last.pt", "previous.pt")] == [
-        "third",
-        "second",
-    ]
-    assert len(list(tmp_path.iterdir())) == 2
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == {"last.pt": "third", "previous.pt": "second"}
 
 
 KILLED = """
@@ -115,11 +119,8 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path
             fast.write_text("fast")
         assert (tmp_path / "last.pt").read_text() == "fast"
     assert (tmp_path / "last.pt").read_text() == "slow"
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [
-        ".other",
-        "last.pt",
-        "last[1].pt",
-    ]
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert names == {".other", "last.pt", "last[1].pt"}
 
 
 def test_a_small_archive_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
@@ -145,51 +146,37 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
     whole = path.read_bytes()
     assert not is_damaged(path)
     first = whole[: len(whole) // 4096 * 4096]
-    for cut in (
-        b"",
-        whole[: len(whole) // 2],
-        first,
-        first.ljust(len(whole), b"\0"),
-        bytes(len(whole)),
-        bytes(99),
-    ):
-        path.write_bytes(cut)
-        assert is_damaged(path)
+    half = whole[: len(whole) // 2]
+    damaged = [b"", half, first, first.ljust(len(whole), b"\0"), bytes(len(whole)), bytes(99)]
     begin = whole.index(torch.arange(5000.0).numpy().tobytes())
     for place in draw.sample(range(begin, begin + 20_000), 50):
-        path.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :]
-        )
+        damaged.append(bytearray(whole))
+        damaged[-1][place] ^= 1 << draw.randrange(8)
+    for content in damaged:
+        path.write_bytes(content)
         assert is_damaged(path)
     for foreign in (b"text", b"\x80\x02}q\x00."):
         path.write_bytes(foreign)
         assert not is_damaged(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "short"),
-    [
-        (b"", 1),
-        (b"a: \xc3", 1),
-        (b"a\0\0\0", 1),
-        (bytes(9), 1),
-        (b"a: \xc3\xa9", 0),
-        (b"b", 0),
-        (b"a: x", 0),
-    ],
-)
-def test_a_text_is_cut_short_where_its_beginning_is_left_or_zeros_follow(content, short):
-    assert is_cut_short(content, "a: é") == bool(short)
+@pytest.mark.parametrize("content", [b"", b"a: \xc3", b"a\0\0\0", bytes(9)])
+def test_a_text_is_cut_short_where_its_beginning_is_left_or_zeros_follow(content):
+    assert is_cut_short(content, "a: é")
+
+
+@pytest.mark.parametrize("content", [b"a: \xc3\xa9", b"b", b"a: x"])
+def test_a_whole_or_another_text_is_not_cut_short(content):
+    assert not is_cut_short(content, "a: é")
 
 
 def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_says(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
-    try:
-        with pytest.raises(OSError) as caught, written_whole(tmp_path / "t.pt") as temporary:
-            torch.save(torch.zeros(100_000), temporary)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with (
+        limited(resource.RLIMIT_FSIZE, 8192),
+        pytest.raises(OSError) as caught,
+        written_whole(tmp_path / "t.pt") as temporary,
+    ):
+        torch.save(torch.zeros(100_000), temporary)
     assert not list(tmp_path.iterdir())
     status, line = refused_by_system(caught.value)
     assert (status, "ulimit -f" in line) == (1, True)
@@ -197,15 +184,10 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
 
 
 def test_too_little_address_space_is_refused_before_a_library_ends_the_process():
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (LEAST_ADDRESSES, before[1]))
+    with limited(resource.RLIMIT_AS, LEAST_ADDRESSES):
         check_address_space()
-        resource.setrlimit(resource.RLIMIT_AS, (LEAST_ADDRESSES - 1, before[1]))
-        with pytest.raises(OSError) as caught:
-            check_address_space()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    with limited(resource.RLIMIT_AS, LEAST_ADDRESSES - 1), pytest.raises(OSError) as caught:
+        check_address_space()
     status, line = refused_by_system(caught.value)
     assert (status, "ulimit -v" in line) == (1, True)
 

@@ -15,29 +15,19 @@ from pathlib import Path
 import commands
 import pytest
 import torch
-from commands import (
-    COMMAND,
-    REPLAY,
-    TABLE,
-    VARIABLES,
-    iteration_of,
-    same,
-    visible,
-    wait_for,
-)
-from helpers import small_beams, small_table
+from commands import COMMAND, VARIABLES, ctrl_c, iteration_of, same, visible, wait_for, words_of
+from helpers import controller_trainer, small_beams, small_table
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 pytestmark = pytest.mark.usefixtures("_signals_arrive")
@@ -67,10 +57,7 @@ def test_each_signal_stops_at_once_and_gives_its_status(number, status):
         send(number)
     assert status_of(stop.value) == status
     assert signal.getsignal(number) is handler
-
-
-def test_an_interrupt_without_a_signal_is_ctrl_c():
-    assert status_of(KeyboardInterrupt()) == 130
+    assert status_of(KeyboardInterrupt()) == 130  # without a signal
 
 
 def test_what_was_told_to_be_ignored_stays_ignored():
@@ -151,17 +138,16 @@ SHORT = OptimiserConfig(
 def controller(folder, how):
     """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes
     8 iterations."""
-    table, (kind, objective) = small_table(80, holes=0.2), how.split()
+    kind, objective = how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
-    return ControllerTrainer(
-        table,
-        table.split(),
+    return controller_trainer(
+        small_table(80, holes=0.2),
+        PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught),
+        "mean" if kind == "mean" else "deadline",
         folder=folder,
-        policy=PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught),
         loss=LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1)),
         optimiser=SHORT,
         reward=RewardConfig("utility"),
-        budget=BudgetConfig(sense="mean") if kind == "mean" else None,
     )
 
 
@@ -169,33 +155,27 @@ def selector(folder, how):
     """`how`: stage, and which epoch is kept."""
     (table, scorer), (stage, keep) = small_beams(), how.split()
     torch.manual_seed(0)
-    start = Selector.fitted(
-        SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates
-    )
-    live = stage == "live"
+    config = SelectorConfig(width=16, heads=2, dropout=0.3)
+    band = (0.0, 0.001)
     return SelectorTrainer(
-        "grpo" if live else stage,
+        "grpo" if stage == "live" else stage,
         table,
         table.split(0.8, 0.1),
-        start,
+        Selector.fitted(config, table.queries, table.candidates),
         scorer=scorer,
-        live=live,
+        live=stage == "live",
         folder=folder,
-        loss=SelectorLossConfig(
-            kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
-        ),
+        loss=SelectorLossConfig(kl_band=band, temperature_band=band, curriculum=0.4),
         config=StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep),
     )
 
 
-def press(trainer, iteration, times=1, error=None):
-    """Have signals sent to this process, or an error raised, in the middle of an iteration."""
+def press(trainer, iteration, times=1):
+    """Have signals sent to this process in the middle of an iteration."""
     learn = trainer._learn
 
     def pressed(data):
         if trainer.iteration == iteration:
-            if error is not None:
-                raise error
             for _ in range(times):
                 send()
         return learn(data)
@@ -229,26 +209,26 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, 
         return trainer
 
     for stop in stops:
-        press(trainer := resumed(), stop)
+        trainer = resumed()
+        press(trainer, stop)
         (note,) = stopped(trainer.run).__notes__
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"holds iteration {stop + 1} of {trainer.total}" in note
         assert resumed().iteration == stop + 1  # nothing of what was done is lost
-    press(trainer := resumed(), crash, error=RuntimeError("no power"))
-    with pytest.raises(RuntimeError, match="no power"):
-        trainer.run()
-    trainer, every = resumed(), trainer.settings.evaluate_every
+    crashing = ctrl_c(lambda trainer: trainer.iteration == crash, EOFError())
+    with crashing, pytest.raises(EOFError):
+        resumed().run()
+    trainer = resumed()
+    every = trainer.settings.evaluate_every
     assert trainer.iteration == crash // every * every
     trainer.run()
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == names
-    for name in names:
-        checkpoints = [
-            torch.load(tmp_path / runs / name, weights_only=True) for runs in ("whole", "stopped")
-        ]
-        for end in checkpoints:
-            end["extra"].pop("policy", None)  # named after the folder
-        assert same(*checkpoints), name
+    whole, again = (
+        {path.name: torch.load(path, weights_only=True) for path in (tmp_path / run).iterdir()}
+        for run in ("whole", "stopped")
+    )
+    for end in (*whole.values(), *again.values()):
+        end["extra"].pop("policy", None)  # named after the folder
+    assert same(whole, again)
 
 
 def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path, monkeypatch):
@@ -270,25 +250,17 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
 
 # -- the command -----------------------------------------------------------------------------------
 
-TRAIN = [
-    *("train", *TABLE, "policy=utility", "seeds=[0,1]"),
-    *("policy.hidden=16", "baselines=false", "tracking=disabled", "name=x"),
-    *(
-        "optimiser.teacher_iterations=10",
-        "optimiser.warmup_iterations=20",
-        "optimiser.iterations=180",
-    ),
-    *("optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
-]
-BEAMS = [
-    *(
-        *REPLAY,
-        "variants.shuffled_recorded=null",
-        "variants.grpo_recorded.epochs=1",
-        "sft.epochs=20",
-    ),
-    *("seeds=[0,1,2]", "jobs=2", "name=x"),
-]
+TRAIN = words_of(
+    ["train", *commands.TABLE],
+    """policy=utility seeds=[0,1] policy.hidden=16 baselines=false tracking=disabled name=x
+    optimiser.teacher_iterations=10 optimiser.warmup_iterations=20 optimiser.iterations=180
+    optimiser.contexts=64 optimiser.evaluate_every=25 optimiser.patience=0""",
+)
+BEAMS = words_of(
+    commands.REPLAY,
+    """variants.shuffled_recorded=null variants.grpo_recorded.epochs=1 sft.epochs=20
+    seeds=[0,1,2] jobs=2 name=x""",
+)
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
 SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for seed in (0, 1)]
 
@@ -320,24 +292,6 @@ def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
 
 
-def check_stopped(message, children):
-    """No process is left, and what waited was not begun."""
-    assert "Traceback" not in message
-    assert len(children) >= 2
-    wait_for(lambda: not any(map(commands.alive, children)), 10)
-    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
-
-
-def in_terminal(words):
-    """The command in a terminal of its own: the number of its process, and what reads and writes
-    the terminal."""
-    process, terminal = pty.fork()
-    if process == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execve(sys.executable, [*COMMAND, *words], {**os.environ, **VARIABLES, **TERMINAL})
-    return process, terminal
-
-
 def read_to_end(terminal, output):
     """What is written until all who could write have gone."""
     with suppress(OSError):
@@ -347,7 +301,10 @@ def read_to_end(terminal, output):
 
 @commands.in_proc
 def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
-    process, terminal = in_terminal(BEAMS)
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execve(sys.executable, [*COMMAND, *BEAMS], {**os.environ, **VARIABLES, **TERMINAL})
     output = bytearray()
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
     reader.start()
@@ -366,7 +323,11 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
     os.close(terminal)
     message = visible(output)
     assert os.waitstatus_to_exitcode(status) == 130, message
-    check_stopped(message, children)
+    assert "Traceback" not in message
+    # no process is left, and what waited was not begun
+    assert len(children) >= 2
+    wait_for(lambda: not any(map(commands.alive, children)), 10)
+    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
     assert bar.search(message), message
 
 
@@ -378,15 +339,19 @@ def test_a_stderr_that_is_gone_does_not_stop_training(folder, gone):
     assert Path("runs/controller/x/report.html").exists()
 
 
+CLOSED = """
+import os, sys
+from knobwise.__main__ import main
+main(["--version"])
+sys.stderr.flush()
+print([os.get_inheritable(n) for n in (0, 2)], open("/dev/zero").fileno() > 2)
+"""
+
+
 def test_closed_streams_are_opened_for_libraries_and_other_processes():
-    lines = (
-        "import os, sys; from knobwise.__main__ import main; "
-        "main(['--version']); sys.stderr.flush(); "
-    )
-    lines += "print([os.get_inheritable(n) for n in (0, 2)], open('/dev/zero').fileno() > 2)"
-    command = ["bash", "-c", '"$@" 0<&- 2>&-', "", sys.executable, "-c", lines]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines()[1:] == ["[True, True] True"]
+    command = ["bash", "-c", '"$@" 0<&- 2>&-', "", sys.executable, "-c", CLOSED]
+    printed = subprocess.check_output(command, text=True)
+    assert printed.splitlines()[1:] == ["[True, True] True"]
 
 
 WORK = """

@@ -13,10 +13,13 @@ from knobwise.common.parquet import read_parquet
 def test_a_file_on_which_polars_panics_is_refused_and_nothing_reaches_stderr(tmp_path, capfd):
     path = tmp_path / "t.parquet"
     pl.DataFrame({"a": range(1000), "b": [None, "x"] * 500}).write_parquet(path)
-    whole, refused = path.read_bytes(), 0
+    whole = path.read_bytes()
     assert read_parquet(path).shape == (1000, 2)
+    refused = 0
     for place in range(4, len(whole), 7):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        damaged = bytearray(whole)
+        damaged[place] ^= 255
+        path.write_bytes(damaged)
         try:
             read_parquet(path)
         except (ValueError, OSError, pl.exceptions.PolarsError):
@@ -38,25 +41,18 @@ def test_without_stderr_a_file_is_read(tmp_path):
         read_parquet(tmp_path / "t2.parquet")
 
 
-def test_a_process_that_never_had_a_stderr_reads_a_file(tmp_path):
+READ = """
+import sys, polars
+from knobwise.common.parquet import read_parquet
+polars.DataFrame({"a": [1]}).write_parquet(sys.argv[1])
+print(read_parquet(sys.argv[1]).shape)
+"""
+
+
+def test_a_process_that_never_had_a_stderr_reads_a_file(tmp_path, monkeypatch):
     """Polars' own event queue then has the number of stderr; a reader that sent it elsewhere would
     wait for ever."""
-    lines = "import sys, polars; from knobwise.common.parquet import read_parquet; "
-    lines += (
-        "polars.DataFrame({'a': [1]}).write_parquet(sys.argv[1]); "
-        "print(read_parquet(sys.argv[1]).shape)"
-    )
-    command = [
-        "bash",
-        "-c",
-        '"$@" 2>&-',
-        "",
-        sys.executable,
-        "-c",
-        lines,
-        str(tmp_path / "t.parquet"),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "POLARS_MAX_THREADS": "1"}, capture_output=True, timeout=60
-    )
-    assert done.stdout == b"(1, 1)\n"
+    monkeypatch.setenv("POLARS_MAX_THREADS", "1")
+    words = [sys.executable, "-c", READ, str(tmp_path / "t.parquet")]
+    printed = subprocess.check_output(["bash", "-c", '"$@" 2>&-', "", *words], timeout=60)
+    assert printed == b"(1, 1)\n"

@@ -1,24 +1,25 @@
 """Recording beam data: what is written, interruptions, rounds of a policy, and the command line
 with real models."""
 
-import hashlib
-import json
+import math
 from dataclasses import replace
-from pathlib import Path
+from hashlib import sha256
 
 import polars as pl
 import pytest
 import torch
-from commands import main, mistake
+from commands import launch, mistake, read_json, refused, words_of
+from helpers import close, identical, input_error
+from PIL import Image
 from safetensors.torch import save_file
 from test_beam_search import HandScorer
+from tiny_models import saved, tiny_model
 
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
@@ -69,12 +70,9 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(out):
         assert set(table.lengths[query].tolist()) <= {min(2, size), 0}
     log_prob = table.fields["logprob_score"]
     assert (log_prob[:, 0] == log_prob.nan_to_num(-9).amax(1)).all()
-    for query, beam in table.beam_mask.nonzero().tolist():
-        rows = table.pool[query, [p for p in table.sequences[query, beam].tolist() if p >= 0]]
-        worth = sum(whole.scorer.worth[query, row] / t for t, row in enumerate(rows.tolist(), 1))
-        assert log_prob[query, beam].item() == pytest.approx(float(worth) - 3, abs=1e-5)
-    gain = (log_prob.exp() - torch.tensor(-3.0).exp()).nan_to_num()
-    assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
+    rows, shown = recorded(table)
+    close(log_prob[table.beam_mask], whole.scorer(rows, shown)["logprob_score"])
+    close(table.fields["beam_score"], log_prob.exp() - math.exp(-3), 1e-6)
 
 
 def read_back(out):
@@ -82,8 +80,10 @@ def read_back(out):
     return read_beam_data(out / "beams.json", *embeddings)
 
 
-def info_of(out):
-    return json.loads((out / "beams-info.json").read_text())
+def recorded(table):
+    """The queries of all recorded sequences, and what these show."""
+    rows, beams = table.beam_mask.nonzero(as_tuple=True)
+    return rows, bank_rows(table.pool[rows], table.sequences[rows, beams])
 
 
 def test_what_is_written_fits_together(out, capsys):
@@ -91,23 +91,19 @@ def test_what_is_written_fits_together(out, capsys):
     assert BeamTable.load(out / "beams.safetensors").digest == table.digest
     again = read_back(out)
     for name in ("sequences", "found_by", "candidates"):
-        assert torch.equal(getattr(again, name), getattr(table, name))
-    assert json.loads((out / "beams.json").read_text())["_meta"]["query_ids"] == list("abcdefg")
-    info = info_of(out)
+        identical(getattr(again, name), getattr(table, name))
+    assert read_json(out / "beams.json")["_meta"]["query_ids"] == list("abcdefg")
+    info = read_json(out / "beams-info.json")
     assert info["task"] == {"model": "hand"}
     assert info["beams"].items() >= {"width": 3, "retrieved": 2, "random": 2, "chunk": 2}.items()
     for name, digest in info["sha256"].items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+        assert sha256((out / name).read_bytes()).hexdigest() == digest
     (row,) = [r for r in info["figures"]["found"] if (r["found_by"], r["shots"]) == ("beam", 2)]
-    of = (table.found_by == BEAM) & (table.lengths == 2)
-    correct = table.fields["vqa_correct"]
-    right = [bool(correct[q][of[q]].any()) for q in range(6)]
-    wanted = {
-        "sequences": int(of.sum()),
-        "correct": float(correct[of].mean()),
-        "any_correct": sum(right) / 6,
-    }
-    assert {name: row[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
+    pairs = (table.found_by == BEAM) & (table.lengths == 2)
+    correct = table.fields["vqa_correct"].where(pairs, torch.nan)
+    shares = [correct.nanmean(), (correct == 1).any(1).sum() / 6]  # one query has a pool of one
+    assert row["sequences"] == pairs.sum()
+    close(torch.tensor([row["correct"], row["any_correct"]]), shares, 1e-6)
     assert f"{row['correct']:.1%}" in capsys.readouterr().out
     assert not list(out.rglob(".*"))
     without = profile_beams(out, task(), replace(CONFIG, json=False))
@@ -118,18 +114,15 @@ def test_what_is_written_fits_together(out, capsys):
 def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, out, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
-    stopped = HandScorer(whole.scorer.worth, at)
     with pytest.raises(KeyboardInterrupt):
-        profile_beams(out, task(stopped), CONFIG)
+        profile_beams(out, task(HandScorer(whole.scorer.worth, at)), CONFIG)
     assert not (out / "beams.safetensors").exists()
     saved = [int(path.stem) for path in (out / "state" / "search").glob("*.safetensors")]
     second = task()
     assert profile_beams(out, second, CONFIG).digest == wanted.digest
-    # nothing of a chunk that was finished is scored again
-    finished = {query for start in saved for query in (start, start + 1)}
-    before = [row for row in stopped.scored if row[0] in finished]
-    assert not {query for query, *_ in second.scorer.scored} & finished
-    assert len(before) + len(second.scorer.scored) == len(whole.scorer.scored)
+    # nothing of a chunk of two queries that was finished is scored again
+    left = [row for row in whole.scorer.scored if row[0] // 2 * 2 not in saved]
+    assert second.scorer.scored == left
     third = task()
     assert profile_beams(out, third, CONFIG).digest == wanted.digest
     assert third.scorer.scored == []
@@ -142,16 +135,12 @@ def test_rounds_of_a_policy_are_added_once_each(out):
     first = profile_beams(out, adding, config, backwards, "one")
     assert (first.round == 1).sum(1).tolist() == [4] * 7
     kept = first.sequences[:, : base.num_beams]
-    assert torch.equal(kept[base.beam_mask], base.sequences[base.beam_mask])
+    identical(kept[base.beam_mask], base.sequences[base.beam_mask])
     assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
     # each different sequence once, and none that had been recorded
-    recorded = set()
-    for query, beam in base.beam_mask.nonzero().tolist():
-        sequence = base.sequences[query, beam]
-        recorded.add((query, *base.pool[query, sequence[sequence >= 0]].tolist()))
-    scored = [tuple(row for row in rows if row >= 0) for rows in adding.scorer.scored]
-    assert len(scored) == len(set(scored))
-    assert not set(scored) & recorded
+    rows, shown = recorded(base)
+    known = map(tuple, torch.cat([rows[:, None], shown], 1).tolist())
+    assert len(adding.scorer.scored) == len(set(adding.scorer.scored) - set(known))
 
     unused = task()
     # the same command: nothing new
@@ -161,7 +150,7 @@ def test_rounds_of_a_policy_are_added_once_each(out):
     # without a policy: all there is
     assert profile_beams(out, unused, config).digest == second.digest
     assert unused.scorer.scored == []
-    info = info_of(out)
+    info = read_json(out / "beams-info.json")
     assert [beginning["policy"] for beginning in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
     assert read_back(out).round.max() == 2
@@ -174,60 +163,52 @@ def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path, out):
     with pytest.raises(KeyboardInterrupt):
         profile_beams(out, task(HandScorer(like.scorer.worth, 2)), CONFIG, backwards, "one")
     for policy in ((), (backwards, "two")):
-        with pytest.raises(InputError, match="round-1"):
+        with input_error("round-1"):
             profile_beams(out, task(), CONFIG, *policy)
     assert profile_beams(out, task(), CONFIG, backwards, "one").digest == wanted.digest
 
 
 ITEMS = "model=model vlm.data=items.jsonl"
 VLM = f"{ITEMS} vlm.embeddings=e.safetensors"
-TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
+TINY = "profile model=learner learner.queries=12 learner.candidates=300 beams.chunk=5 out=out"
 
 
 def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", *TINY]) == 0
+    launch(TINY)
     assert "12 queries with pools of 48 out of 300 candidates" in capsys.readouterr().out
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
-    by = {row["found_by"]: row for row in info_of(Path("out"))["figures"]["found"]}
-    assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
-    assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
+    found = read_json("out/beams-info.json")["figures"]["found"]
+    correct = {row["found_by"]: row["correct"] for row in found}
+    assert correct["beam"] > 0.8 > 0.6 > correct["random"]
 
     # a selector's own draws
     selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)
     save_checkpoint("policy.pt", selector, table, {})
-    digests = []
-    for _ in range(2):
-        assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
+    for _ in range(2):  # the second time nothing is new
+        launch(TINY, "checkpoint=policy.pt beams.draws=3")
         with_draws = BeamTable.load("out/beams.safetensors")
-        digests.append(with_draws.digest)
-    assert digests[0] == digests[1]
-    assert int((with_draws.found_by == POLICY).sum()) == 36
-    assert (with_draws.lengths[with_draws.round == 1] == 2).all()
+        assert (with_draws.found_by == POLICY).sum() == 36
+        assert (with_draws.lengths[with_draws.round == 1] == 2).all()
     # another setting in the same folder
-    assert main(["profile", *TINY, "beams.random=1"]) == 2
-    assert "random: 4 → 1" in capsys.readouterr().err
+    assert "random: 4 → 1" in mistake(words_of(TINY, "beams.random=1"), capsys)
 
 
 @pytest.fixture(scope="module")
 def vlm_files(tmp_path_factory):
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
-    from PIL import Image
-    from tiny_models import saved, tiny_model
-
     folder = tmp_path_factory.mktemp("vlm")
     saved(folder / "model", *tiny_model("llava"))
     (folder / "empty").mkdir()
     for row in range(4):
         Image.new("RGB", (8, 8), (40 * row, 90, 10)).save(folder / f"{row}.png")
-    items = {
-        "id": [f"q{row}" for row in range(6)],
-        "image": [f"{row % 4}.png" for row in range(6)],
-        "answers": [[str(1 + row % 3)] for row in range(6)],
-        "choices": [["1", "2", "3"]] * 6,
-    }
-    pl.DataFrame(items | {"question": "How many dogs ?"}).write_ndjson(folder / "items.jsonl")
+    known = {"question": "How many dogs ?", "choices": ["1", "2", "3"]}
+    rows = [
+        known | {"id": f"q{row}", "image": f"{row % 4}.png", "answers": str(1 + row % 3)}
+        for row in range(6)
+    ]
+    pl.DataFrame(rows).write_ndjson(folder / "items.jsonl")
     embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     parts = {"e": embeddings, "narrow": embeddings[:, :3].contiguous(), "short": embeddings[:4]}
     for name, part in parts.items():
@@ -235,30 +216,29 @@ def vlm_files(tmp_path_factory):
     return folder
 
 
-def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
+def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch):
     monkeypatch.chdir(vlm_files)
     options = "vlm.image_columns=2 vlm.device=cpu pool.size=4 beams.width=2 beams.random=1"
-    words = f"{VLM} {options} out={tmp_path}"
-    assert main(["profile", *words.split()]) == 0, capsys.readouterr().err
+    launch("profile", VLM, options, [f"out={tmp_path}"])
     table = BeamTable.load(tmp_path / "beams.safetensors")
     assert table.query_ids == tuple(f"q{i}" for i in range(6))
     assert table.blocks == {"image": (0, 2), "question": (2, 5)}
     pools = [{i for i in row if i >= 0} for row in table.pool.tolist()]
     # items 0 and 4 show one image, 1 and 5 another; every pool is all that is left
-    assert pools == [{1, 2, 3, 5}, {0, 2, 3, 4}, pools[2], pools[3], {1, 2, 3, 5}, {0, 2, 3, 4}]
+    assert pools[:2] == pools[4:] == [{1, 2, 3, 5}, {0, 2, 3, 4}]
     assert all(query not in pool for query, pool in enumerate(pools))
     assert (table.fields["logprob_score"][table.beam_mask] < 0).all()
-    beams = table.fields["logprob_score"][:, :2]
-    assert (beams[:, 0] >= beams[:, 1]).all()
-    assert (tmp_path / "beams.json").stat().st_size > 0
+    first, second = table.fields["logprob_score"][:, :2].T
+    assert (first >= second).all()
+    assert (tmp_path / "beams.json").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "fault"),
     {
         "model=gpt": "vlm.data",
-        "model=model vlm.data=items.jsonl": "vlm.embeddings",
-        "model=model vlm.data=none.jsonl vlm.embeddings=e.safetensors": "none.jsonl",
+        ITEMS: "vlm.embeddings",
+        f"{VLM} vlm.data=none.jsonl": "none.jsonl",
         f"{ITEMS} vlm.embeddings=none.npz": "none.npz",
         f"{ITEMS} vlm.embeddings=short.safetensors": "short",
         f"{VLM} vlm.bank=items.jsonl": "query_embeddings",
@@ -279,11 +259,10 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
     }.items(),
 )
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files, out, monkeypatch, capsys, words, fault
+    vlm_files, monkeypatch, capsys, words, fault
 ):
     monkeypatch.chdir(vlm_files)
-    assert fault in mistake(["profile", *words.split(), f"out={out}"], capsys)
-    assert not out.exists()
+    assert fault in refused(words_of("profile out=out", words), capsys)
 
 
 def test_a_bank_of_its_own(vlm_files, monkeypatch):
@@ -294,7 +273,7 @@ def test_a_bank_of_its_own(vlm_files, monkeypatch):
     )  # fmt: skip
     found = vlm_task("model", config, PoolConfig(sampler="random", size=3, seed=1))
     assert found.table.query_ids[:2] == ("q0", "q1")
-    assert not set(found.table.pool[0].tolist()) & {0, 4}
-    assert not set(found.table.pool[1].tolist()) & {1, 5}
+    for query in (0, 1):
+        assert not set(found.table.pool[query].tolist()) & {query, query + 4}
     assert set(found.sources) == {"items.jsonl"}
     assert found.options["pool"] == {"sampler": "random", "size": 3, "seed": 1}

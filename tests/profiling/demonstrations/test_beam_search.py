@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers import close, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations import beam_search as search
 from knobwise.profiling.demonstrations import pools
@@ -39,12 +39,8 @@ class HandScorer:
         if self.calls == 0:  # Ctrl-C after so many calls
             raise KeyboardInterrupt
         self.calls -= 1
-        self.scored += [
-            (q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        ]
-        worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(
-            demonstrations < 0, 0.0
-        )
+        self.scored += map(tuple, torch.cat([queries[:, None], demonstrations], 1).tolist())
+        worth = self.worth[queries[:, None], demonstrations].where(demonstrations >= 0, 0.0)
         log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
         return {
             "logprob_score": log_prob,
@@ -66,42 +62,31 @@ def test_beam_search_by_hand():
     # four single ones, three after each of two
     assert len(scorer.scored) == len(set(scorer.scored)) == 4 + 2 * 3
     assert set(scorer.scored) >= {(1, 3), (1, 3, 2), (1, 2, 0)}
-    fields = search.score(scorer, rows, pool, torch.tensor([[[0, NONE], [0, 1], [NONE, NONE]]]))
-    assert fields["logprob_score"].tolist()[0][:2] == [-1, -0.5]
-    gains = [math.exp(x) - math.exp(-3) for x in (-1, -0.5)]
-    assert fields["beam_score"].tolist()[0][:2] == pytest.approx(gains)
-    assert fields["vqa_correct"].tolist()[0][:2] == [0, 1]
-    assert all(field[0, 2].isnan() for field in fields.values())
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    worth=st.lists(
-        st.lists(st.floats(-2, 2, width=16), min_size=4, max_size=4), min_size=1, max_size=3
-    ),
+    seed=st.integers(0, 99),
     sizes=st.lists(st.integers(0, 4), min_size=3, max_size=3),
     width=st.integers(1, 30),
     shots=st.integers(1, 5),
 )
-def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, sizes, width, shots):
-    """Pools of 0 to 4, smaller than the beam and than the shots."""
-    scorer, n = HandScorer(worth), len(worth)
-    pool = torch.tensor([[i if i < size else NONE for i in range(4)] for size in sizes[:n]])
-    found = search.beam_search(scorer, torch.arange(n), pool, shots, width)
-    scores = search.score(scorer, torch.arange(n), pool, found)["vqa_gt_prob"]
-    for query, size in enumerate(sizes[:n]):
+def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(seed, sizes, width, shots):
+    """Pools of 0 to 4, smaller than the beam and than the shots; many sequences are equally
+    good."""
+    worth = torch.randint(-4, 5, (3, 4), generator=torch.Generator().manual_seed(seed)) / 2
+    pool = torch.arange(4).where(torch.arange(4) < torch.tensor(sizes)[:, None], NONE)
+    found = search.beam_search(HandScorer(worth), torch.arange(3), pool, shots, width)
+    for query, size in enumerate(sizes):
+        gains = {
+            sequence: float(sum(worth[query, p] / t for t, p in enumerate(sequence, 1)))
+            for sequence in itertools.permutations(range(size), min(shots, size))
+        }
         sequences = [tuple(p for p in row if p >= 0) for row in found[query].tolist()]
-        mine = list(filter(None, sequences))
-        possible = [*itertools.permutations(range(size), min(shots, size))] if size else []
-        assert len(set(mine)) == len(mine)
-        assert set(mine) <= set(possible)
-        if width >= 24:  # nothing is ever cut off
-            best = [
-                math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1)))
-                for s in possible
-            ]
-            kept = scores[query][: len(mine)].tolist()
-            assert kept == pytest.approx(sorted(best, reverse=True)[:width], rel=1e-5)
+        mine = [gains[sequence] for sequence in sequences if sequence]
+        assert len(set(sequences) - {()}) == len(mine)
+        if size and width >= 24:  # nothing is ever cut off
+            assert mine == pytest.approx(sorted(gains.values(), reverse=True)[:width], abs=1e-5)
 
 
 def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
@@ -126,45 +111,44 @@ def test_draws_are_uniform_without_repeats():
     sequences = search.drawn(pool, 2, 1, torch.Generator().manual_seed(0))[:, 0]
     places, counts = sequences.unique(dim=0, return_counts=True)
     assert places.tolist() == [[0, 1], [0, 3], [1, 0], [1, 3], [3, 0], [3, 1]]
-    assert torch.allclose(counts / 4000, torch.full((6,), 1 / 6), atol=0.03)
+    close(counts / 4000, [1 / 6] * 6, 0.03)
 
 
 def test_draws_from_small_pools_are_short_and_different():
     pool = torch.tensor([[4, 5, NONE], [4, NONE, NONE], [NONE] * 3])
-    sequences = search.drawn(pool, 2, 40, torch.Generator().manual_seed(0))
-    found = [[tuple(row) for row in query if row[0] >= 0] for query in sequences.tolist()]
-    assert sorted(found[0]) == [(0, 1), (1, 0)]
-    assert found[1:] == [[(0, NONE)], []]
+    sequences = search.drawn(pool, 2, 40, torch.Generator().manual_seed(0)).tolist()
+    first, second, none = (sorted(row for row in query if row[0] >= 0) for query in sequences)
+    assert (first, second, none) == ([[0, 1], [1, 0]], [[0, NONE]], [])
 
 
 def test_nothing_is_scored_twice():
     hand = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
     scorer = Remembering(hand)
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
-    first = torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]])
-    search.score(scorer, rows, pool, first)
+    search.score(scorer, rows, pool, torch.tensor([[[0, 1]], [[1, NONE]]]))
     # zero-shot too
-    assert hand.scored == [(1, 2, 1), (1, 0, -1), (0, 1, 0), (0, -1, -1), (1, -1)]
-    again = torch.tensor(
-        [[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]]
-    )
-    second = search.score(scorer, rows, pool, again)
-    assert hand.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
-    want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
-    assert torch.allclose(second["logprob_score"], want, equal_nan=True)
-    assert torch.allclose(second["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
-    # what is known from elsewhere
-    scorer.remember(torch.tensor([1]), torch.tensor([[0, 1]]), {"logprob_score": torch.ones(1)})
-    assert scorer(torch.tensor([1]), torch.tensor([[0, 1, -1]]))["logprob_score"] == 1
-    assert len(hand.scored) == 7
+    assert hand.scored == [(1, 2, 1), (0, 1, -1), (1, -1), (0, -1)]
+    again = [[[0, 1, NONE], [0, 1, 2]], [[1, NONE, NONE], [NONE] * 3]]
+    second = search.score(scorer, rows, pool, torch.tensor(again))
+    assert hand.scored[4:] == [(1, 2, 1, 0)]
+    wanted = torch.tensor([[2.5, 2.5], [1.0, torch.nan]]) - 3
+    close(second["logprob_score"], wanted)
+    close(second["beam_score"], wanted.exp() - math.exp(-3))
+    close(second["vqa_correct"], [[1, 1], [0, torch.nan]])
+    # twice in one call; what is known from elsewhere
+    row, shown = torch.tensor([1, 1]), torch.tensor([[0, 1], [0, 1]])
+    scorer(row, shown)
+    assert hand.scored[5:] == [(1, 0, 1)]
+    scorer.remember(row, shown, {"logprob_score": torch.ones(2)})
+    assert scorer(row, shown)["logprob_score"].tolist() == [1, 1]
+    assert len(hand.scored) == 6
 
 
-def pool_of(sampler, queries, bank, size, *, of_bank=False, seed=0, **more):
+def pool_of(sampler, queries, bank, size, seed=0, of_bank=False, **more):
     """The pools of a table with these embeddings."""
     names = tuple(map(str, range(len(queries))))
-    table = BeamTable(
-        "t", names, **no_beams(len(queries)), queries=queries, candidates=bank, **more
-    )
+    fields = no_beams(len(queries)) | {"blocks": BLOCKS, "queries": queries, "candidates": bank}
+    table = BeamTable("t", names, **fields | more)
     return draw_pools(table, PoolConfig(sampler, size, seed), of_bank)
 
 
@@ -177,32 +161,28 @@ def pool_of(sampler, queries, bank, size, *, of_bank=False, seed=0, **more):
     ],  # mixed: .8, .7, .5, .4
 )
 def test_the_most_similar_come_first(sampler, wanted):
-    assert pool_of(sampler, QUERY, BANK, 3, blocks=BLOCKS).tolist() == [wanted]
+    assert pool_of(sampler, QUERY, BANK, 3).tolist() == [wanted]
 
 
 def test_without_known_parts_the_whole_embedding_is_compared():
-    whole = torch.nn.functional.cosine_similarity(QUERY, BANK)
+    wanted = torch.nn.functional.cosine_similarity(QUERY, BANK).argsort(descending=True)
     for sampler in SAMPLERS[1:]:
-        assert pool_of(sampler, QUERY, BANK, 4).tolist() == [
-            whole.argsort(descending=True).tolist()
-        ]
+        assert pool_of(sampler, QUERY, BANK, 4, blocks={}).tolist() == [wanted.tolist()]
 
 
 def test_the_similarity_of_a_pool():
-    pool = torch.tensor([[3, 2, -1], [1, -1, -1]])
+    pool, x = torch.tensor([[3, 2, -1], [1, -1, -1]]), -torch.inf
     both = QUERY.expand(2, -1)
-    for by, wanted in (
-        ("mixed", [[0.4, 0.8, -torch.inf], [0.7, -torch.inf, -torch.inf]]),
-        ("image_similarity", [[0.0, 0.6, -torch.inf], [0.8, -torch.inf, -torch.inf]]),
-    ):
-        assert torch.allclose(similarity(both, BANK, pool, BLOCKS, by), torch.tensor(wanted))
+    for by, wanted in {
+        "mixed": [[0.4, 0.8, x], [0.7, x, x]],
+        "image_similarity": [[0.0, 0.6, x], [0.8, x, x]],
+    }.items():
+        close(similarity(both, BANK, pool, BLOCKS, by), wanted)
 
 
 def test_equals_come_in_random_order():
-    queries, bank = torch.ones(300, 4), torch.ones(6, 4)
-    pool = pool_of("text_similarity", queries, bank, 3, blocks=BLOCKS)
-    share = pool.flatten().bincount(minlength=6) / 900
-    assert ((share - 1 / 6).abs() < 0.05).all()
+    pool = pool_of("text_similarity", torch.ones(300, 4), torch.ones(6, 4), 3)
+    close(pool.flatten().bincount(minlength=6) / 900, [1 / 6] * 6, 0.05)
 
 
 @settings(max_examples=25, deadline=None)
@@ -216,34 +196,29 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size
     """One bank serves as queries too."""
     count = len(images)
     items = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
-    known = {"blocks": BLOCKS, "query_images": tuple(images), "candidate_images": tuple(images)}
-    pool = pool_of(sampler, items, items, size, of_bank=True, seed=seed, **known)
+    known = {"query_images": tuple(images), "candidate_images": tuple(images)}
+    pool = pool_of(sampler, items, items, size, seed, of_bank=True, **known)
     assert pool.shape == (count, min(size, count))
     for query, row in enumerate(pool.tolist()):
-        real = [i for i in row if i >= 0]
-        allowed = {
-            i for i in range(count) if i != query and not (images[i] and images[i] == images[query])
-        }
-        assert row == real + [-1] * (len(row) - len(real))
-        assert len(set(real)) == len(real) == min(size, len(allowed))
+        others = {i for i, image in enumerate(images) if image == "" or image != images[query]}
+        allowed = others - {query}
+        real = row[: len(allowed)]
+        assert row[len(allowed) :] == [-1] * (len(row) - len(real))
         assert set(real) <= allowed
+        assert len(set(real)) == len(real)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_seed_decides_and_chunks_do_not_matter(sampler, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     queries, bank = torch.randn(40, 4, generator=generator), torch.randn(64, 4, generator=generator)
-    first = pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3)
-    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
-    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (
-        sampler != "random"
-    )
+    first, again, other = (pool_of(sampler, queries, bank, 7, seed) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert torch.equal(first, other) == (sampler != "random")
     monkeypatch.setattr(pools, "_CELLS", 3 * 64)
-    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
+    assert torch.equal(first, pool_of(sampler, queries, bank, 7, 3))
 
 
 def test_a_part_that_the_embeddings_lack_is_named():
-    with pytest.raises(
-        InputError, match="mixed compares question, but the embeddings have only image"
-    ):
+    with input_error("question"):
         pool_of("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})

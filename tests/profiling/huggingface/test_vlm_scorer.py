@@ -1,14 +1,12 @@
 """The scorer of Hugging Face models, on tiny random ones of three families made here without any
 download."""
 
-import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import input_error
+from helpers import close, input_error
 from tiny_models import FAMILIES, SCORERS, chat, picture, rows, tiny_model
 
 from knobwise.profiling.huggingface.scorer import VLMScorer
@@ -46,53 +44,43 @@ def llava():
     return tiny_model("llava")
 
 
+@torch.no_grad()
 def by_hand(model, processor, text, images, answer):
     """ln P of the words of an answer after a text, from the model's logits over the whole, word by
     word."""
     inputs = processor(text=[text + answer], images=[images], return_tensors="pt")
     words = processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        logits = model(**inputs).logits[0]
-    ids, total = inputs["input_ids"][0].tolist(), 0.0
-    assert ids[-len(words) :] == words
-    for place in range(len(ids) - len(words), len(ids)):
-        odds = [math.exp(x) for x in logits[place - 1].tolist()]
-        total += math.log(odds[ids[place]] / sum(odds))
-    return total
+    log_probs = model(**inputs).logits[0, -1 - len(words) : -1].log_softmax(-1)
+    assert inputs["input_ids"][0, -len(words) :].tolist() == words
+    return float(log_probs.gather(1, torch.tensor(words)[:, None]).sum())
 
 
-def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
-    scorer = VLMScorer(*llava, DATA)
-    text = "user :<image> How many {} ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
-    text = f"{text.format('cats')} 3 <end>\n{text.format('dogs')}"
-    (likelihoods,) = scorer.log_likelihoods([(0, [0])])
-    images = [BANK[0].picture(), QUERIES[0].picture()]
-    assert scorer.answers(0) == ("2", "3", "red", "red blue green")
-    wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in scorer.answers(0)]
-    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
+CHAT = "user :<image> {}\nAnswer with a single word or a short phrase. <end>\nassistant :"
+PLAIN = "<image> Question: {} Answer:"
 
 
-def test_without_a_chat_template_the_prompt_is_plain(llava):
-    model, processor = tiny_model("llava")
-    processor.chat_template = None
-    text = (
-        "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
-    )
-    (likelihoods,) = VLMScorer(model, processor, DATA).log_likelihoods([(2, [3])])
-    images = [BANK[3].picture(), QUERIES[2].picture()]
-    wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
-    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
+@pytest.mark.parametrize("shown", [[], [0], [0, 1], [1, 0]])
+@pytest.mark.parametrize(("ask", "end"), [(CHAT, " <end>"), (PLAIN, "\n")])
+def test_likelihoods_are_the_sums_over_the_models_own_logits(llava, ask, end, shown):
+    demonstrations, query, text = [BANK[row] for row in shown], QUERIES[0], ""
+    for item in demonstrations:
+        text += f"{ask.format(item.question)} {item.answer}{end}".strip() + "\n"
+    text += ask.format(query.question)
+    images = [item.picture() for item in (*demonstrations, query)]
+    wanted = [by_hand(*llava, text, images, f" {answer}{end}") for answer in query.choices]
+    scorer = VLMScorer(*llava, DATA, chats=ask == CHAT)
+    assert scorer.answers(0) == query.choices
+    close(scorer.log_likelihoods([(0, shown)])[0], wanted, 1e-4)
 
 
 def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
     scorer = VLMScorer(*family, DATA)
     with torch.inference_mode():
         whole = [scorer._whole(prompt, scorer._candidates(prompt[0]).tokens) for prompt in MIXED]
-    together = scorer.log_likelihoods(MIXED)
-    alone = [scorer.log_likelihoods([prompt])[0] for prompt in MIXED]
     assert all(values.std() > 0.01 for values in whole)
-    torch.testing.assert_close(together, whole, rtol=0, atol=1e-4)
-    torch.testing.assert_close(alone, whole, rtol=0, atol=1e-4)
+    alone = [scorer.log_likelihoods([prompt])[0] for prompt in MIXED]
+    for found in (scorer.log_likelihoods(MIXED), alone):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
 
 
 def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(llava):
@@ -105,27 +93,6 @@ def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(llava):
         torch.testing.assert_close(pairs[field].flip(0), values, rtol=1e-4, atol=1e-4)
 
 
-def test_the_probabilities_of_everything_that_can_be_said_sum_to_one(llava):
-    scorer, words = VLMScorer(*llava, DATA), range(len(llava[1].tokenizer))
-    inputs = scorer._inputs([(0, [0, 1]), (2, [])])
-    one, two = [[word] for word in words], [[first, second] for first in words for second in words]
-    with torch.inference_mode():
-        firsts, pairs = (scorer._after_cache(inputs, [said, said]) for said in (one, two))
-    for first, pair in zip(firsts, pairs, strict=True):
-        assert float(pair.exp().sum()) == pytest.approx(1, abs=1e-4)
-        # a word is as likely as all that begins with it
-        torch.testing.assert_close(pair.view(len(words), -1).logsumexp(1), first, rtol=0, atol=1e-4)
-
-
-def test_the_order_the_number_and_the_presence_of_demonstrations_matter(llava):
-    prompts = [(0, [0, 1]), (0, [1, 0]), (0, [0]), (0, [])]
-    scores = VLMScorer(*llava, DATA)(*rows(prompts))
-    assert len(scores["logprob_score"].unique()) == 4
-    # zero-shot, whatever the width
-    narrow = VLMScorer(*llava, DATA)(torch.tensor([0]), torch.tensor([[-1]]))
-    assert narrow["logprob_score"][0] == pytest.approx(float(scores["logprob_score"][3]), abs=1e-4)
-
-
 def test_fields_follow_from_the_ranking(llava):
     words = ("1", "2", "3", "red")
 
@@ -133,25 +100,26 @@ def test_fields_follow_from_the_ranking(llava):
         return VQAData((item(0, "How many dogs ?", *answers, choices=words),), BANK)
 
     (found,) = VLMScorer(*llava, with_answers("1")).log_likelihoods([(0, [0, 1])])
-    order = found.argsort(descending=True).tolist()
-    ranked, values = [words[place] for place in order], found[order].tolist()
-    cases = {  # references → the answer that counts as right, soft accuracy of the first, correct
-        (ranked[0],): (0, 1.0, 1.0),
-        (ranked[2],): (2, 0.0, 0.0),
-        (*[ranked[0]] * 3, *[ranked[1]] * 7): (1, 1.0, 1.0),
-        (*[ranked[0]] * 2, *[ranked[1]] * 8): (1, 2 / 3, 0.0),
-        (ranked[3], ranked[0]): (0 if order[0] < order[3] else 3, 0.5, 1.0),
-    }
-    for answers, (right, accuracy, correct) in cases.items():
-        scores = VLMScorer(*llava, with_answers(*answers))(*rows([(0, [0, 1])]))
+    values, order = found.sort(descending=True)
+    first, second, third, last = (words[place] for place in order)
+    for references, right, accuracy, correct in (
+        ([first], 0, 1.0, 1.0),
+        ([third], 2, 0.0, 0.0),
+        ([first] * 3 + [second] * 7, 1, 1.0, 1.0),
+        ([first] * 2 + [second] * 8, 1, 2 / 3, 0.0),
+        ([last, first], 0 if order[0] < order[3] else 3, 0.5, 1.0),
+    ):
+        scores = VLMScorer(*llava, with_answers(*references))(*rows([(0, [0, 1])]))
         wanted = {
             "logprob_score": values[right],
-            "vqa_gt_prob": math.exp(values[right]),
+            "vqa_gt_prob": values[right].exp(),
             "vqa_acc_score": accuracy,
             "vqa_correct": correct,
-            "vqa_rel_score": math.exp(values[right] - values[0]),
+            "vqa_rel_score": (values[right] - values[0]).exp(),
         }
-        assert {k: v.item() for k, v in scores.items()} == pytest.approx(wanted, abs=1e-5)
+        assert scores.keys() == wanted.keys()
+        for field, value in wanted.items():
+            close(scores[field][0], value, 1e-5)
 
 
 def test_a_vote_counts_the_demonstrations_own_answers(llava):
@@ -159,43 +127,59 @@ def test_a_vote_counts_the_demonstrations_own_answers(llava):
     bank = tuple(item(10 + place, "How many ?", answer) for place, answer in enumerate(answers))
     queries = item(0, "How many ?", "2"), item(1, "How many ?", *"33322224")
     scorer = VLMScorer(*llava, VQAData(queries, bank))
-    shown = [
-        ([0, 2, -1], 1, 1),  # a tie: the first counts, which is right for the first query
+    for shown, first, second in (
+        ([0, 2], 1, 1),  # a tie: the first counts, which is right for the first query
         # 3 is right for the second one too: three of its references are as good as four
-        ([2, 0, -1], 0, 1),
+        ([2, 0], 0, 1),
         ([2, 0, 1], 1, 1),  # 2 and "Two." are one answer
         ([4, 2, 3], 0, 1),
-        ([4, -1, -1], 0, 0),
-        ([-1, -1, -1], 0, 0),
-    ]
-    demonstrations, *right = map(torch.tensor, zip(*shown, strict=True))
-    for query in (0, 1):
-        found = scorer.vote(torch.full((len(shown),), query), demonstrations)
-        assert torch.equal(found, right[query].float())
+        ([4], 0, 0),
+        ([], 0, 0),
+    ):
+        assert scorer.vote(*rows([(0, shown), (1, shown)])).tolist() == [first, second]
 
 
-@pytest.mark.parametrize("how", ["another likelihood", "no cache"])
-def test_without_a_cache_that_serves_every_answer_is_computed_whole(llava, how):
-    class Stubborn(transformers.LlavaForConditionalGeneration):
-        def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-            positions = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-            return positions * 2 if how == "another likelihood" else positions
+class Misplaced(transformers.LlavaForConditionalGeneration):
+    def _prepare_position_ids_for_generation(self, *arguments):
+        return 2 * super()._prepare_position_ids_for_generation(*arguments)
 
-        def forward(self, **inputs):
-            outputs = super().forward(**inputs)
-            if how == "no cache":
-                outputs.past_key_values = None
-            return outputs
 
-    model = Stubborn(llava[0].config)
-    model.load_state_dict(llava[0].state_dict())
-    scorer = VLMScorer(model, llava[1], DATA)
-    with pytest.warns(UserWarning, match="Stubborn"):
+class Uncached(transformers.LlavaForConditionalGeneration):
+    def forward(self, **inputs):
+        return super().forward(**inputs | {"use_cache": False})
+
+
+class AllLogits(transformers.LlavaForConditionalGeneration):
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+def like(model, kind):
+    other = kind(model.config)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("kind", [Misplaced, Uncached])
+def test_without_a_cache_that_serves_every_answer_is_computed_whole(llava, kind):
+    scorer = VLMScorer(like(llava[0], kind), llava[1], DATA)
+    with pytest.warns(UserWarning, match=kind.__name__):
         scores = scorer(*rows(MIXED))
     assert scorer.reuse_prompt is False
     wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
-    for name, values in wanted.items():
-        torch.testing.assert_close(scores[name], values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_answers_of_one_token_and_models_that_give_all_logits(llava):
+    prompt = (0, [0, 1])
+    answers = [[5], [7]]
+    scorer = VLMScorer(*llava, DATA)
+    every = VLMScorer(like(llava[0], AllLogits), llava[1], DATA)
+    with torch.inference_mode():
+        wanted = scorer._whole(prompt, answers)
+        close(every._whole(prompt, answers), wanted, 1e-4)
+        for each in (scorer, every):
+            close(each._after_cache(each._inputs([prompt]), [answers])[0], wanted, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +202,7 @@ def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
 def test_a_tokenizer_without_padding_pads_with_its_end(llava):
     model, processor = tiny_model("llava")
     processor.tokenizer.pad_token = None
-    wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
-    found = VLMScorer(model, processor, DATA)(*rows(MIXED))
+    wanted, found = (VLMScorer(*own, DATA)(*rows(MIXED)) for own in (llava, (model, processor)))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -1,5 +1,5 @@
 """Hugging Face models behind the interface of adaptive models, on a tiny random one of every
-family."""
+family, and a language model."""
 
 import itertools
 import sys
@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import input_error
+from helpers import close, input_error
 from PIL import Image
 from tiny_models import (
     BLOCKS,
+    EXPERTS,
     FAMILIES,
     TOP_K,
     picture,
     saved,
     state_of,
+    tiny_language_model,
     tiny_model,
     tower_of,
     watched,
@@ -65,6 +67,10 @@ def without_reuse(stages):
     return [replace(stage, kept=None) for stage in stages]
 
 
+def texts(answers):
+    return [answer.text for answer in answers]
+
+
 def answered(vlm, request=REQUESTS[0]):
     """The answer to one request by the unchanged model."""
     (answer,) = vlm.answer([vlm.first_stage(request)], {})
@@ -93,13 +99,10 @@ def test_an_answer_runs_the_blocks_and_experts_that_were_set_on_fewer_crops(vlm)
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe", "idefics3", "aria"])
 def test_features_are_means_of_the_models_own_first_stage(name):
     vlm = HuggingFaceModel(*tiny_model(name))
-    model, processor, request = vlm.model, vlm.processor, REQUESTS[0]
+    request = REQUESTS[0]
     found = vlm.first_stage(request).features
-    content = [{"type": "image"}, {"type": "text", "text": f"{request.question}\n{INSTRUCTION}"}]
-    turns = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(turns, add_generation_prompt=True)
     with vlm.set_knobs({"max_crops": vlm.knobs[0].least}), torch.no_grad():
-        inputs = processor(text=text, images=request.image, return_tensors="pt")
+        inputs = vlm.inputs([request])
         pixels, options, rows = inputs["pixel_values"], {}, slice(None)
         if name == "llava_next":
             pixels = pixels[0, :1]
@@ -110,20 +113,20 @@ def test_features_are_means_of_the_models_own_first_stage(name):
             options, rows = {"patch_attention_mask": shown}, slice(20)
         else:
             options = {"grid_thw": inputs["image_grid_thw"]}
-        states = tower_of(model)(pixels, **options).last_hidden_state.flatten(0, -2)[rows]
+        states = tower_of(vlm.model)(pixels, **options).last_hidden_state.flatten(0, -2)[rows]
         letters = f"user: {request.question}\n{INSTRUCTION}<end>\nassistant:"
-        words = model.get_input_embeddings().weight[processor.tokenizer(letters)["input_ids"]]
-    torch.testing.assert_close(torch.tensor(found["image_features"]), states.mean(0))
-    torch.testing.assert_close(torch.tensor(found["language_features"]), words.mean(0))
+        words = vlm.model.get_input_embeddings().weight[vlm.tokenizer(letters)["input_ids"]]
+    close(states.mean(0), found["image_features"])
+    close(words.mean(0), found["language_features"])
 
 
 def test_features_tell_requests_apart_and_do_not_depend_on_what_was_set_before(vlm):
     one, other = (vlm.first_stage(request).features for request in REQUESTS[:2])
     vlm.answer([vlm.first_stage(REQUESTS[0])], settings(vlm))
     again = vlm.first_stage(REQUESTS[0]).features
+    np.testing.assert_equal(again, one)
     for name, values in one.items():
         assert (values.ndim, values.dtype) == (1, np.float32)
-        assert np.array_equal(again[name], values)
         assert np.abs(other[name] - values).max() > 1e-3
 
 
@@ -131,29 +134,27 @@ def test_going_on_from_the_first_stage_changes_nothing_but_the_work(vlm):
     stages = [vlm.first_stage(request) for request in REQUESTS[:2]]
     goes_on = family(vlm) in GOING_ON
     assert [stage.kept is not None for stage in stages] == [goes_on] * 2
-    for configuration in ({}, settings(vlm, 1)):
-        for group in (stages[:1], stages):
-            with watched(vlm.model) as seen:
-                answers = vlm.answer(group, configuration)
-            with watched(vlm.model) as afresh:
-                wanted = vlm.answer(without_reuse(group), configuration)
-            assert [answer.text for answer in answers] == [answer.text for answer in wanted]
-            torch.testing.assert_close(seen["logits"], afresh["logits"], rtol=1e-4, atol=1e-4)
-            assert seen["rows"] == afresh["rows"]
-            assert sum(afresh["computed"]) - sum(seen["computed"]) == len(group) * goes_on
-            for answer, fresh in zip(answers, wanted, strict=True):
-                assert fresh.extra == {"reused_ms": 0}
-                assert (answer.extra["reused_ms"] > 0) == goes_on
-            if goes_on:
-                share = sum(stage.total_ms - stage.extra_ms for stage in group)
-                assert answers[0].extra["reused_ms"] == pytest.approx(share)
+    for configuration, group in itertools.product(({}, settings(vlm, 1)), (stages[:1], stages)):
+        with watched(vlm.model) as seen:
+            answers = vlm.answer(group, configuration)
+        with watched(vlm.model) as afresh:
+            wanted = vlm.answer(without_reuse(group), configuration)
+        assert texts(answers) == texts(wanted)
+        torch.testing.assert_close(seen["logits"], afresh["logits"], rtol=1e-4, atol=1e-4)
+        assert seen["rows"] == afresh["rows"]
+        assert sum(afresh["computed"]) - sum(seen["computed"]) == len(group) * goes_on
+        share = sum(stage.total_ms - stage.extra_ms for stage in group)
+        assert (share > 0) == goes_on
+        for answer, fresh in zip(answers, wanted, strict=True):
+            assert fresh.extra == {"reused_ms": 0}
+            assert answer.extra["reused_ms"] == pytest.approx(share)
 
 
 def test_an_image_asked_about_twice_is_known_once(llava):
     stages = [llava.first_stage(replace(REQUESTS[0], question=text)) for text in ("Why?", "Who?")]
     with watched(llava.model) as seen:
         answers = llava.answer(stages, {})
-    assert [a.text for a in answers] == [a.text for a in llava.answer(without_reuse(stages), {})]
+    assert texts(answers) == texts(llava.answer(without_reuse(stages), {}))
     assert sum(seen["rows"]) - sum(seen["computed"]) == 2
 
 
@@ -163,15 +164,17 @@ def test_tiles_that_look_like_the_overview_are_computed_all_the_same(llava):
     with watched(llava.model) as seen:
         (answer,) = llava.answer([stage], {})
     assert (seen["rows"], seen["computed"]) == ([5], [4])
-    assert answer.text == llava.answer(without_reuse([stage]), {})[0].text
+    assert [answer.text] == texts(llava.answer(without_reuse([stage]), {}))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK"])
 def test_a_picture_of_any_mode_and_size_is_asked_about_as_in_rgb(llava, mode):
     for size in ((1, 1), (1, 50), (64, 40)):
-        one = Request(picture(0, *size).convert(mode), "Où est-ce? 🙂")
-        found = answered(llava, one)
-        wanted = answered(llava, replace(one, image=one.image.convert("RGB")))
+        image = picture(0, *size).convert(mode)
+        found, wanted = (
+            answered(llava, Request(shown, "Où est-ce? 🙂"))
+            for shown in (image, image.convert("RGB"))
+        )
         assert (found.text, found.vision_tokens) == (wanted.text, wanted.vision_tokens)
 
 
@@ -181,8 +184,8 @@ def test_a_batch_answers_as_one_by_one(vlm):
         together = vlm.answer(stages, configuration)
         alone = [vlm.answer([stage], configuration)[0] for stage in stages]
         for one, other in zip(together, alone, strict=True):
-            for name in ("text", "output_tokens", "vision_tokens"):
-                assert getattr(one, name) == getattr(other, name)
+            times = {"total_ms": 0, "prefill_ms": 0, "vision_ms": 0, "extra": {}}
+            assert replace(one, **times) == replace(other, **times)
         assert len({answer.language_tokens for answer in alone}) == 3
     assert vlm.answer([], {}) == []
 
@@ -202,18 +205,18 @@ def test_times_are_in_order(vlm):
 
 
 def test_times_hold_what_is_used_again_of_the_first_stage_and_nothing_else_of_it(llava):
-    stage = replace(llava.first_stage(REQUESTS[0]), total_ms=1e8, extra_ms=4e7)
-    (answer,), (fresh,) = (llava.answer(group, {}) for group in ([stage], without_reuse([stage])))
+    stages = [replace(llava.first_stage(REQUESTS[0]), total_ms=1e8, extra_ms=4e7)]
+    (answer,), (fresh,) = (llava.answer(group, {}) for group in (stages, without_reuse(stages)))
     assert 6e7 < answer.vision_ms < answer.total_ms < 6.1e7
     assert fresh.total_ms < 1e6
 
 
 def test_a_forward_of_the_towers_own_is_restored(llava, monkeypatch):
-    part = tower_of(llava.model)
+    tower = tower_of(llava.model)
     # as tools do that spread a model over devices
-    monkeypatch.setitem(vars(part), "forward", own := part.forward)
+    monkeypatch.setattr(tower, "forward", own := tower.forward)
     answered(llava)
-    assert vars(part)["forward"] is own
+    assert vars(tower)["forward"] is own
 
 
 def test_prefill_ends_with_the_first_token_and_vision_with_the_projector(llava, monkeypatch):
@@ -280,10 +283,9 @@ def test_everything_is_restored(vlm):
 
 def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     model, processor = tiny_model("llava_next")
-    vlm = HuggingFaceModel(model, processor, max_new_tokens=5)
     tokenizer = processor.tokenizer
+    free = answered(vlm := HuggingFaceModel(model, processor, max_new_tokens=5))
     assert tokenizer.convert_ids_to_tokens(vlm.end_tokens) == ["</s>", "<end>"]
-    free = answered(vlm)
     assert free.output_tokens == len(free.text) == 5
     stop = free.text[2]
     model.generation_config.eos_token_id = [3, tokenizer.convert_tokens_to_ids(stop)]
@@ -336,7 +338,7 @@ def test_half_precision(name):
     for feature, values in wanted.features.items():
         np.testing.assert_allclose(stage.features[feature], values, rtol=0.1, atol=0.1)
     (answer,) = vlm.answer([stage], {})
-    assert answer.text == vlm.answer(without_reuse([stage]), {})[0].text
+    assert [answer.text] == texts(vlm.answer(without_reuse([stage]), {}))
     assert (answer.extra["reused_ms"] > 0) == (name in GOING_ON)
 
 
@@ -355,7 +357,83 @@ def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     refused("pip install")
 
 
-@pytest.mark.parametrize(("image", "question"), [("a.png", "Why?"), (picture(0), 3)])
-def test_what_is_no_picture_or_no_text_is_said(llava, image, question):
-    with input_error("PIL image and a text"):
-        llava.first_stage(Request(image, question))
+# -- a language model without images -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def language():
+    return HuggingFaceModel(*tiny_language_model(), max_new_tokens=5)
+
+
+WHAT, WHY = (Request(None, question) for question in ("What is this?", "Why?"))
+
+
+def said(model, requests, **configuration):
+    stages = [model.first_stage(request, features=False) for request in requests]
+    return texts(model.answer(stages, configuration))
+
+
+def test_knobs_of_a_language_model_are_experts_and_blocks(language):
+    crops, top_k, blocks = language.knobs
+    assert not crops.available
+    assert "image" in crops.note
+    assert (top_k.least, top_k.default, top_k.most) == (1, TOP_K, EXPERTS)
+    assert (blocks.least, blocks.most) == (1, BLOCKS)
+    with input_error("max_crops"):
+        said(language, [WHY], max_crops=2)
+
+
+def test_features_of_a_language_model_are_the_mean_embedding_of_the_prompt(language):
+    stage = language.first_stage(WHAT)
+    prompt = "Question: What is this?\nAnswer:"
+    ids = language.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    wanted = language.model.get_input_embeddings().weight[ids].mean(0)
+    assert set(stage.features) == {"language_features"}
+    close(wanted, stage.features["language_features"])
+    # nothing of it serves the answer
+    assert stage.extra_ms == stage.total_ms > 0
+
+
+def test_answers_of_a_language_model_are_those_of_plain_generation(language):
+    prompt = "Question: Why?\nAnswer:"
+    inputs = language.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    tokens = language.model.generate(**inputs, max_new_tokens=5, do_sample=False)[0]
+    length = inputs["input_ids"].shape[1]
+    plain = language.tokenizer.decode(tokens[length:], skip_special_tokens=True)
+    answer = answered(language, WHY)
+    assert answer.text == plain.strip().partition("\n")[0].rstrip()
+    assert (answer.vision_tokens, answer.language_tokens) == (0, length)
+    assert 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms
+
+
+def test_a_language_model_answers_a_batch_as_one_request_after_the_other(language):
+    for configuration in ({}, {"top_k": 1, "num_active_blocks": 2}):
+        alone = [
+            text for request in (WHAT, WHY) for text in said(language, [request], **configuration)
+        ]
+        assert said(language, [WHAT, WHY], **configuration) == alone
+
+
+def test_a_block_that_is_left_out_does_not_count(language):
+    left_out, _ = tiny_language_model()
+    active = language.knobs_of_model.active_blocks(3)
+    left_out.model.layers = torch.nn.ModuleList(left_out.model.layers[i] for i in active)
+    left_out.config.num_hidden_layers = 3
+    for i, block in enumerate(left_out.model.layers):
+        block.self_attn.layer_idx = i
+    smaller = HuggingFaceModel(left_out, language.processor, max_new_tokens=5)
+    requests = [WHAT, WHY]
+    assert said(language, requests, num_active_blocks=3) == said(smaller, requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "question", "needed"),
+    [
+        ("llava", "a.png", "Why?", "PIL image and a text"),
+        ("llava", picture(0), 3, "PIL image and a text"),
+        ("language", None, 3, "needs a text"),
+    ],
+)
+def test_what_is_no_picture_or_no_text_is_said(request, name, image, question, needed):
+    with input_error(needed):
+        request.getfixturevalue(name).first_stage(Request(image, question))
