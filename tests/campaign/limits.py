@@ -9,7 +9,8 @@ import subprocess
 import sys
 from functools import partial
 
-from campaign.children import ROOT, VARIABLES, Ended, run
+from campaign import ROOT
+from campaign.children import VARIABLES, Ended, run
 from campaign.kills import reference_of
 from campaign.state import difference, state_of
 from campaign.workloads import LEAN, TABLE, Workload, write_table
@@ -21,11 +22,8 @@ INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(words, folder, before=None, **variables):
-    try:
-        return _ended(_begun(words, folder, before, **variables))
-    except subprocess.TimeoutExpired:
-        return Ended(None, "", "", LIMIT_S)
+def _command(*about, **variables):
+    return _ended(_begun(*about, **variables))
 
 
 def _begun(words, folder, before=None, **variables):
@@ -33,25 +31,19 @@ def _begun(words, folder, before=None, **variables):
     # where a file may not be long, Python leaves half a .pyc, which later commands trip over
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words],
-        cwd=folder,
-        env=environment,
-        preexec_fn=before,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
+    command = [sys.executable, "-m", "knobwise", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=before, **pipes)
 
 
 def _ended(process):
     with process:
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
+            printed = process.communicate(timeout=LIMIT_S)
+            return Ended(process.returncode, *printed, 0.0)
+        except subprocess.TimeoutExpired:
             process.kill()
-    return Ended(process.returncode, out, err, 0.0)
+            return Ended(None, "", "", LIMIT_S)
 
 
 def _judged(end, statuses=(0, 1, 2), blames=""):
@@ -68,11 +60,8 @@ def _judged(end, statuses=(0, 1, 2), blames=""):
     return "refused" if plain else "vague", note
 
 
-def _limited(folder, words, blames="", **limits):
-    def lower():
-        for name, value in limits.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-
+def _limited(folder, words, number, value, blames=""):
+    lower = partial(resource.setrlimit, number, (value, value))
     return _judged(_command(words, folder, lower), blames=blames)
 
 
@@ -80,8 +69,8 @@ def _fine(folder, **variables):
     return _judged(_command(INSPECT, folder, **variables), (0,))
 
 
-def _refused(folder, words, lower=None):
-    return _judged(_command(words, folder, lower), (2,))
+def _refused(folder, words, before=None):
+    return _judged(_command(words, folder, before), (2,))
 
 
 def _removed(folder):
@@ -121,7 +110,7 @@ def _at_once(folder):
     outcomes = [_judged(_ended(process)) for process in both]
     if any(outcome != "fine" for outcome, _ in outcomes):
         return max(outcomes)
-    states = [state_of(folder / "runs" / "lean" / name) for name in ("r", "r-2")]
+    states = [state_of(folder / "runs/lean" / name) for name in ("r", "r-2")]
     unlike = difference(*states, noise=set()).unlike if all(states) else ["there are not two runs"]
     named = ("report.html", "config.yaml", "results.json .command")
     unlike = [place for place in unlike if not place.startswith(named)]
@@ -138,10 +127,8 @@ def _stopped(folder, number, status, set_back_s=0.0):
     if end.status != status or "repeat the command to resume" not in end.err:
         return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
     for path in folder.rglob("*"):
-        times = path.lstat()
-        os.utime(
-            path, (times.st_atime + set_back_s, times.st_mtime + set_back_s), follow_symlinks=False
-        )
+        modified_s = path.lstat().st_mtime + set_back_s
+        os.utime(path, (modified_s, modified_s), follow_symlinks=False)
     end = run(RUN.work, folder)
     if end.status != 0:
         return _judged(end)
@@ -151,18 +138,20 @@ def _stopped(folder, number, status, set_back_s=0.0):
     return ("unlike" if left.unlike else "leftovers", str(left)) if any(left) else ("fine", "")
 
 
+inspected = partial(_limited, words=INSPECT, blames="t.parquet")
+stopped = partial(_stopped, number=signal.SIGINT, status=130)
 LIMITS = {
-    "file size": partial(_limited, words=RUN.work, FSIZE=20_000),
-    "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
-    "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
-    "more address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=8 << 30),
+    "file size": partial(_limited, words=RUN.work, number=resource.RLIMIT_FSIZE, value=20_000),
+    "open files": partial(inspected, number=resource.RLIMIT_NOFILE, value=12),
+    "address space": partial(inspected, number=resource.RLIMIT_AS, value=4 << 30),
+    "more address space": partial(inspected, number=resource.RLIMIT_AS, value=8 << 30),
     "ASCII output": partial(_fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
     "removed working folder": _removed,
     "no home": partial(_fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
     "read-only folder": _read_only,
     "two at once": _at_once,
-    "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
-    "clock set back": partial(_stopped, number=signal.SIGINT, status=130, set_back_s=86_400.0),
+    "Ctrl-C": stopped,
+    "clock set back": partial(stopped, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
     "long option": partial(_refused, words=[*LEAN, f"name={'a' * 5000}"]),
     "long path": partial(_refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from helpers import small_table
+from helpers import arrays, small_table
 from tensordict import TensorDict
 
 import knobwise
@@ -53,7 +53,7 @@ class Served:
         shape = (SERVED, len(self.budgets), self.table.num_configurations)
         self.propensity = torch.zeros(shape).double()
         for row in range(SERVED):
-            features = {name: block[row].numpy() for name, block in self.table.features.items()}
+            features = arrays(self.table, row)
             for b, budget in enumerate(self.budgets.tolist()):
                 flight = Result(budget, self.agent.decider, None, explored=False, overhead=None)
                 flight.limit_ms = budget
@@ -64,10 +64,11 @@ class Served:
 
     def decided(self, agent):
         """The choices of a controller for all samples and budgets, int64 [N, B]."""
-        blocks = {name: block.numpy() for name, block in self.table.features.items()}
-        choices = []
-        for budget in self.budgets.tolist():
-            choices.append(agent.decider.choose(blocks, np.full(SERVED, budget)))
+        blocks = arrays(self.table)
+        limits = np.full(SERVED, 1.0)
+        choices = [
+            agent.decider.choose(blocks, limits * budget) for budget in self.budgets.tolist()
+        ]
         return torch.from_numpy(np.stack(choices, 1))
 
 
@@ -90,7 +91,7 @@ class Log:
     limit_ms: torch.Tensor
     propensity: torch.Tensor
     """[n, C]."""
-    features: dict
+    features: TensorDict
     answer_ms: torch.Tensor
     met: torch.Tensor
     label: torch.Tensor
@@ -102,39 +103,25 @@ class Log:
         """Requests whose draw was not the best."""
         return self.choice != self.best
 
-    @property
-    def values(self):
-        """The values of the knobs of each choice, by knob."""
-        table = served().table
-        named = {}
-        for k, knob in enumerate(table.knobs):
-            named[knob.name] = torch.tensor(knob.values)[table.configurations[self.choice, k]]
-        return named
-
     def draw(self, share):
         """A random part of the requests, bool [n]."""
         return torch.rand(len(self.rows), generator=self.random) < share
 
+    def order(self):
+        """A random order of the requests, int64 [n]."""
+        return torch.randperm(len(self.rows), generator=self.random)
+
     def take(self, kept):
         """Only these requests, by a mask or by indices."""
-        for name in (
-            "rows",
-            "best",
-            "choice",
-            "limit_ms",
-            "propensity",
-            "answer_ms",
-            "met",
-            "label",
-        ):
-            setattr(self, name, getattr(self, name)[kept])
-        self.features = {name: block[kept] for name, block in self.features.items()}
+        for name, values in vars(self).items():
+            if isinstance(values, torch.Tensor | TensorDict):
+                setattr(self, name, values[kept])
 
     def logged(self):
         """The log as `update` reads it."""
         n = len(self.rows)
         return Logged(
-            TensorDict(self.features, [n]),
+            self.features,
             seen=torch.ones(n, dtype=torch.bool),
             offset=torch.zeros(n, self.propensity.shape[1]),
             scale=torch.ones(n).double(),
@@ -152,9 +139,9 @@ class Log:
 def log_of(seed, change=None):
     """A sound log of the served controller, in a world that some function has changed."""
     base = served()
-    world = base.world
+    world = replace(base.world)
     if change is not None:
-        world = change(replace(world), np.random.default_rng(seed))
+        change(world, np.random.default_rng(seed))
     random = torch.Generator().manual_seed(seed)
     rows = torch.randint(SERVED, (REQUESTS,), generator=random)
     budget = torch.randint(len(base.budgets), (REQUESTS,), generator=random)
@@ -169,7 +156,7 @@ def log_of(seed, change=None):
         choice=choice,
         limit_ms=limit,
         propensity=propensity,
-        features={name: block[rows] for name, block in base.table.features.items()},
+        features=TensorDict(base.table.features, [SERVED])[rows],
         answer_ms=took,
         met=took <= limit,
         label=world.accuracy[rows, choice].double(),
