@@ -16,6 +16,7 @@ import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from campaign import ROOT, children
@@ -37,7 +38,6 @@ COLUMNS = {
     "unlike": "unlike the unbroken run",
     "leftovers": "leftovers",
 }
-NOT_AT_ALL = COLUMNS.keys() - {"fine", "refused"}
 
 
 def _rows(path):
@@ -79,54 +79,52 @@ class Campaign:
             progress("campaign", total, len(self.made), every_s=30) as tick,
             ThreadPoolExecutor(jobs) as pool,
         ):
-            futures = [pool.submit(work) for work in self._works()]
-            while not all(future.done() for future in futures):
-                time.sleep(0.5)
-                tick(len(self.made), f"{len(self.broken())} not as promised")
-            for future in futures:
+            for future in [pool.submit(work) for work in self._works()]:
+                while not future.done():
+                    time.sleep(0.5)
+                    tick(len(self.made), f"{len(self.broken())} not as promised")
                 future.result()
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _works(self):
         kills, rest = [], []
         for kind, count in self.plan.items():
+            what, _, name = kind.partition(": ")
             missing = [number for number in range(count) if (kind, number) not in self.made]
-            what = kind.partition(": ")[0]
             if what == "mutation":
                 parts = (missing[i : i + CHUNK] for i in range(0, len(missing), CHUNK))
-                rest += [(part[0], partial(self._mutations, kind, part)) for part in parts]
+                rest += [(part[0], partial(self._mutations, kind, name, part)) for part in parts]
             elif what == "limit":
-                rest += [(CHUNK, partial(self._limit, kind)) for _ in missing]
+                rest += [(CHUNK, partial(self._limit, kind, name)) for _ in missing]
             else:
-                kills += [(number, partial(self._kill, kind, number)) for number in missing]
+                kills += [(number, partial(self._kill, kind, name, number)) for number in missing]
         # all kinds in turn, so that a campaign that is stopped has seen something of each
         for works in (kills, rest):
-            yield from (work for _, work in sorted(works, key=lambda pair: pair[0]))
+            yield from (work for _, work in sorted(works, key=itemgetter(0)))
 
-    def _kill(self, kind, number):
-        what, _, name = kind.partition(": ")
+    def _folder(self, kind, number):
+        return self.work / f"{kind} {number}".replace(":", "").replace("/", " ")
+
+    def _kill(self, kind, name, number):
         workload = BY_NAME[name]
         with self._making[name]:
             if name not in self._references:
                 self._references[name] = reference_of(workload, self.work / f"reference {name}")
-        folder = self.work / f"{kind} {number}".replace(": ", " ")
+        folder = self._folder(kind, number)
         draw = random.Random(f"{self.seed} {kind} {number}")
-        torn = what == "torn"
-        self._note(kind, number, *kill_trial(workload, self._references[name], folder, draw, torn))
+        about = workload, self._references[name], folder, draw, kind.startswith("torn")
+        self._note(kind, number, *kill_trial(*about))
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _limit(self, kind):
-        folder = self.work / kind.replace(": ", " ")
-        self._note(kind, 0, *limit_trial(kind.partition(": ")[2], folder))
+    def _limit(self, kind, name):
+        self._note(kind, 0, *limit_trial(name, self._folder(kind, 0)))
 
-    def _mutations(self, kind, numbers):
+    def _mutations(self, kind, name, numbers):
         """In a process of its own, so that a crash costs one trial."""
         while numbers:
-            folder = self.work / f"{kind} {numbers[0]}".replace(": ", " ").replace("/", " ")
-            shutil.rmtree(folder, ignore_errors=True)
+            folder = self._folder(kind, numbers[0])
             folder.mkdir(parents=True)
-            mutations = Mutations(kind.partition(": ")[2], self.seed, numbers)
-            end = children.run(mutations, folder, limit_s=1800)
+            end = children.run(Mutations(name, self.seed, numbers), folder, limit_s=1800)
             made = list(_rows(folder / "outcomes.jsonl"))
             for trial in made:
                 self._note(kind, *trial)
@@ -151,9 +149,9 @@ class Campaign:
             for row in (kind, f"**all: {kind.partition(':')[0]}**"):
                 counts[row][outcome] += 1
         rows = [["kind", "trials", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 2)]
-        for kind in [*self.plan, *sorted(k for k in counts if k[0] == "*")]:
-            if row := counts[kind]:
-                rows.append([kind, row.total(), *(row[name] for name in COLUMNS)])
+        sums = sorted(counts.keys() - self.plan.keys())
+        for kind in (kind for kind in [*self.plan, *sums] if kind in counts):
+            rows.append([kind, counts[kind].total(), *(counts[kind][name] for name in COLUMNS)])
         return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
     def broken(self):
@@ -161,7 +159,7 @@ class Campaign:
         return [
             f"{kind} {number}: {outcome}: {note}"
             for (kind, number), (outcome, note) in sorted(self.made.items())
-            if outcome in NOT_AT_ALL
+            if outcome not in ("fine", "refused")
         ]
 
 

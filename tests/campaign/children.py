@@ -1,20 +1,19 @@
 """Commands in processes of their own, forked from one that has imported everything, which die where
 a trial wants."""
 
-import json
 import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from itertools import count, dropwhile
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
+
+import commands
 
 from campaign import ROOT
 
@@ -30,12 +29,7 @@ PRELOADED = [
     "knobwise.experiments.compare.compare",
     "knobwise.experiments.deploy.update",
 ]
-VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "POLARS_MAX_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+VARIABLES = commands.VARIABLES | {"POLARS_MAX_THREADS": "1"}
 CHANGES = re.compile(r"os\.(rename|remove|rmdir|mkdir|chmod|symlink|link|truncate)")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 LIMIT_S = 300
@@ -54,6 +48,9 @@ class Ended(NamedTuple):
     seconds: float
     writes: int = 0
     """Changes of files below its folder; 0 for a process that did not come to its end."""
+
+    def __str__(self):
+        return f"{self.status} {self.err.strip()[-400:]!r}"
 
     @property
     def traceback(self):
@@ -96,7 +93,10 @@ def run(
     names = ("out", "err", "writes")
     printed = [Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in names]
     start = time.monotonic()
-    process = _started(work, folder, printed, die_at, fresh)
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    process = context.Process(target=_work, args=(work, str(folder), printed, die_at))
+    with _starting:
+        process.start()
     try:
         if die_after_s is not None and _status(process, die_after_s) is None:
             single = alone or number != signal.SIGKILL
@@ -104,7 +104,7 @@ def run(
         status = _status(process, limit_s)
         if status is None or not alone:
             kill(session(process.pid))
-        _status(process, ORPHANS_S)
+        process.join(ORPHANS_S)
         last = time.monotonic() + ORPHANS_S
         while session(process.pid):
             if time.monotonic() > last:
@@ -118,26 +118,10 @@ def run(
             path.unlink()
 
 
-def _started(work, folder, printed, die_at, fresh):
-    about = work, str(folder), list(map(str, printed)), die_at
-    if fresh:
-        command = [sys.executable, "-m", "campaign.children", json.dumps(about)]
-        return subprocess.Popen(command, cwd=ROOT / "tests")
-    process = multiprocessing.get_context("forkserver").Process(target=_work, args=about)
-    with _starting:
-        process.start()
-    return process
-
-
 def _status(process, seconds):
     """The exit status, as soon as there is one; None after this time without."""
-    if isinstance(process, BaseProcess):
-        process.join(seconds)
-        return process.exitcode
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+    process.join(seconds)
+    return process.exitcode
 
 
 def session(leader):
@@ -182,7 +166,7 @@ def _work(work, folder, printed, die_at):
             sys.argv += work
             status = knobwise.__main__.main(work)
     finally:
-        Path(printed[2]).write_text(str(next(changes) - 1))
+        printed[2].write_text(str(next(changes) - 1))
         sys.stdout.flush()
         sys.stderr.flush()
     sys.exit(status)
@@ -212,7 +196,3 @@ def die_at_change(changes, folder, number):
 
     sys.addaudithook(watch)
     os.write = written
-
-
-if __name__ == "__main__":
-    _work(*json.loads(sys.argv[1]))

@@ -24,18 +24,17 @@ from safetensors.numpy import save as safetensors_save
 from safetensors.torch import save_file
 
 from campaign import mutate, oracle
+from knobwise.agents import NumpyController
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
+from knobwise.envs import BeamTable, ProfileTable
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells
 from knobwise.experiments.report.words import write_results

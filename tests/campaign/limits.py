@@ -48,16 +48,15 @@ def _ended(process):
 
 def _judged(end, statuses=(0, 1, 2), blames=""):
     """Fine, or a complaint of one line, which must not blame this file."""
-    note = f"{end.status} {end.err.strip()[-300:]!r}"
     if end.status is None:
-        return "hang", note
+        return "hang", str(end)
     if end.traceback:
-        return "traceback", note
+        return "traceback", str(end)
     if end.status == 0:
-        return ("fine", "") if 0 in statuses else ("wrong", note)
+        return ("fine", "") if 0 in statuses else ("wrong", str(end))
     blamed = blames and blames in end.err
     plain = len(end.complaint) == 1 and end.status in statuses and not blamed
-    return "refused" if plain else "vague", note
+    return "refused" if plain else "vague", str(end)
 
 
 def _limited(folder, words, number, value, blames=""):
@@ -125,7 +124,7 @@ def _stopped(folder, number, status, set_back_s=0.0):
     shutil.copytree(reference.prepared, folder, symlinks=True)
     end = run(RUN.work, folder, die_after_s=reference.seconds * 0.4, number=number)
     if end.status != status or "repeat the command to resume" not in end.err:
-        return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
+        return ("traceback" if end.traceback else "vague"), str(end)
     for path in folder.rglob("*"):
         modified_s = path.lstat().st_mtime + set_back_s
         os.utime(path, (modified_s, modified_s), follow_symlinks=False)

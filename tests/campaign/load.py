@@ -20,17 +20,11 @@ import torch
 from helpers import arrays, table_of
 from replayed import ReplayedModel, untrained
 
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents import AdaptiveModel, ControllerTrainer, OptimiserConfig, PolicyConfig, judge
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs import builtin_profile
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs import ProfileTable, builtin_profile, default_budgets
 from knobwise.profiling.measuring.adaptive_model import Request
 
 PART = 100_000

@@ -12,22 +12,20 @@ import torch
 from helpers import arrays, driven_apart, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import settled_for
+from replayed import settled_for, teacher_beside
 
+from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.knob_policy import EXACT, KnobPolicy
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import StaticMix, compared
-from knobwise.agents.stack.teacher import Teacher
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 TABLE = small_table(40)
-ROWS = torch.arange(40)
 CONFIG = PolicyConfig(teacher=True, members=2, hidden=8, teacher_hidden=8, drift=0.3)
 MARGINS = [0.7, 0.7, 1.0, 1.0, 1.0]
 DEPLOY = [True, True, True, True, False]
 MEANS = torch.tensor([9.0, 15.0, 12.0])
+MIX = StaticMix.of_table(TABLE, torch.arange(40), MEANS)
 
 
 @functools.cache
@@ -37,19 +35,13 @@ def policy_of(kind):
     controller = driven_apart(TABLE, CONFIG, sense=sense)
     settled = settled_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
     if kind == "mean":
-        mix = StaticMix.of_table(TABLE, ROWS, MEANS)
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
         settled.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
-        settled.mean = {f"mix.{name}": values for name, values in mix.arrays().items()}
+        settled.mean = {f"mix.{name}": values for name, values in MIX.arrays().items()}
         settled.mean["budgets_ms"] = MEANS.double().numpy()
         settled.mean["worths"] = np.array([20.0, 1000.0, 50.0])
         settled.mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
-    teacher = None
-    if kind != "heads":
-        everything = torch.ones(2, 40, dtype=torch.bool)
-        teacher = Teacher.for_table(TABLE, ROWS, CONFIG, controller.normaliser, everything, sense)
-        for parameter in teacher.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
+    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, sense)
     agent = DeployedController(controller, teacher, settled).eval()
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
@@ -101,8 +93,7 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     blocks = TABLE.blocks(row)
     explanation = policy.decide(blocks, 15.0, explain=True)
     # at 12 ms the mix takes turns between its sides
-    mix = StaticMix.of_table(TABLE, ROWS, MEANS)
-    sides = [policy.configurations[int(side[2])] for side in (mix.first, mix.second)]
+    sides = [policy.configurations[int(side[2])] for side in (MIX.first, MIX.second)]
     assert all(policy.decide(blocks, 12.0) in sides for _ in range(20))
     chosen = {9.0: [decided[0][row]], 12.0: sides, 15.0: [decided[1][row]]}
     assert len(explanation.by_budget) > 1
@@ -129,12 +120,12 @@ def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
     for each in policy.decide(TABLE.features, budget, explain=True):
         assert each.guard == policy.agent.settled.guard[place]
         assert reason in each.reason
-        most_probable.append(each.decision == each.expected[0]["configuration"])
+        first = each.expected[0]
+        most_probable.append(each.decision == first["configuration"])
         if place != -1:
-            row = next(r for r in each.expected if r["configuration"] == each.decision)
-            best = max(r["utility"] for r in each.expected)
+            best = max(row["utility"] for row in each.expected)
             doubts = each.reason.endswith("expects more of another")
-            assert doubts == (row["utility"] < best - 1e-6)
+            assert doubts == (first["utility"] < best - 1e-6)
     assert all(most_probable) == (place != -1)
     for kind in ("heads", "teacher"):
         assert policy_of(kind).decide(TABLE.blocks(0), 9.0, explain=True).guard is None
@@ -157,13 +148,12 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
         "on_time": on_time,
         "utility": accuracy * on_time,
     }
-    order = [policy.configurations.index(row["configuration"]) for row in explanation.expected]
-    assert sorted(order) == list(range(12))
+    order = probability.argsort(descending=True)
+    listed = [policy.configurations.index(row["configuration"]) for row in explanation.expected]
+    assert listed == order.tolist()
     for name, values in wanted.items():
         listed = [row[name] for row in explanation.expected]
         assert listed == pytest.approx(values[order].tolist(), rel=1e-4, abs=1e-4)
-    listed = [row["probability"] for row in explanation.expected]
-    assert listed == sorted(listed, reverse=True)
     assert explanation.runner_up == explanation.expected[1]
     alone = policy_of("heads").decide(TABLE.blocks(7), budget, explain=True)
     assert alone.expected[0].keys() == {"configuration", "probability"}
@@ -191,8 +181,8 @@ def test_a_drift_by_a_factor_is_a_budget_divided_by_it():
     moved = policy.decide(TABLE.blocks(5), 12.0, explain=True, drift=(0.2, 1.0))
     plain = policy.decide(TABLE.blocks(5), 12.0 * np.exp(-0.2), explain=True)
     assert (moved.decision, moved.guard) == (plain.decision, plain.guard)
+    slower = np.exp(0.2)
     for row, same in zip(moved.expected, plain.expected, strict=True):
         assert row.pop("configuration") == same.pop("configuration")
-        slower = np.exp(0.2)
         wanted = same | {"latency_ms": slower * same["latency_ms"], "slower": slower}
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -5,22 +5,18 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from helpers import arrays, driven_apart, gappy_table, small_table
+from helpers import arrays, driven_apart, gappy_table, input_error, small_table
 from replayed import untrained
 
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 
 @pytest.mark.parametrize(("guarded", "utility_head"), [(True, True), (False, True), (False, False)])
 def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
-    guarded,
-    utility_head,
-    tmp_path,
+    guarded, utility_head, tmp_path
 ):
     table = gappy_table()
     # static decides in two groups
@@ -38,12 +34,12 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     assert counts["same"] + counts["rounding"] == 900
     assert counts["rounding"] <= 9
     for row in range(5):
-        request = {name: block[row] for name, block in arrays(table).items()}
+        request = arrays(table, row)
         for budget in budgets.tolist():
             assert graph.decide_index(request, budget) == light.decide_index(request, budget)
     session = onnxruntime.InferenceSession(path)
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["configurations"]) == configurations_of(agent.decider)
+    assert json.loads(about["configurations"]) == configurations_of(light)
     assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
     # it holds the deployed network alone
     weights = onnx.load(path).graph.initializer
@@ -55,8 +51,8 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
 def test_what_has_no_graph_is_refused(monkeypatch):
     table = small_table(60)
     agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
-    with pytest.raises(InputError, match="budget=quantiles"):
+    with input_error("budget=quantiles"):
         Deployed(agent)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(InputError, match=r"onnxscript.*knobwise\[onnx\]"):
+    with input_error("onnxscript"):
         Deployed(untrained(table))

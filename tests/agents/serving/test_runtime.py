@@ -14,9 +14,8 @@ from helpers import arrays, input_error, small_table, table_of
 from replayed import untrained
 from torch.utils.data import default_collate
 
+from knobwise.agents import AdaptiveModel, PolicyConfig
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
@@ -94,12 +93,19 @@ class ByLimit(ByFeatures):
 
 
 class Noting:
-    """An adaptive model that takes 3 ms by its own account, and notes what it was asked to do."""
+    """An adaptive model that notes what it was asked to do.
+
+    Args:
+        sleeps_s: how long a first stage, and setting the knobs, truly take.
+        answer_ms: how long an answer takes by the model's own account.
+        stage: what is different about its first stages.
+    """
 
     name = "noting"
     knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
 
-    def __init__(self):
+    def __init__(self, sleeps_s=(0.0, 0.001), answer_ms=3.0, **stage):
+        self.sleeps_s, self.answer_ms, self.stage = sleeps_s, answer_ms, stage
         self.running = []
         self.groups = []
 
@@ -113,38 +119,19 @@ class Noting:
             self.running.pop()
 
     def first_stage(self, request, features=True):
+        time.sleep(self.sleeps_s[0])
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32)}
-        return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
+        times = {"total_ms": 2.0, "extra_ms": 1.0}
+        return FirstStage(request, blocks, None, **times | self.stage)
 
     def answer(self, stages, configuration):
         with self.set_knobs(configuration):
             questions = [stage.request.question for stage in stages]
             self.groups.append((dict(configuration), questions))
-            time.sleep(0.001)
-            return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in questions]
-
-
-class Later(Noting):
-    """A first stage of 400 ms, and knobs that take 20 ms to set."""
-
-    def first_stage(self, request, features=True):
-        time.sleep(0.4)
-        return replace(super().first_stage(request, features), total_ms=400.0)
-
-    def answer(self, stages, configuration):
-        time.sleep(0.02)
-        return [replace(answer, total_ms=402.0) for answer in super().answer(stages, configuration)]
-
-
-class Looking(Noting):
-    """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue
-    from."""
-
-    def first_stage(self, request, features=True):
-        stage = super().first_stage(request, features)
-        return replace(stage, reused_by=lambda configuration: configuration["max_crops"] == 1)
+            time.sleep(self.sleeps_s[1])
+            return [Answer(f"to {a}", self.answer_ms, 2.0, 1.0, 1, 1, 1) for a in questions]
 
 
 def by_limit(model, **options):
@@ -157,7 +144,8 @@ def requests_of(*questions):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(together):
-    model = by_limit(Looking())
+    # a first look of 1 ms beside 1 ms of pooling
+    model = by_limit(Noting(reused_by=lambda configuration: configuration["max_crops"] == 1))
     seen = []
     model.tracker.update = lambda choice, mean, spread, ms: seen.append((choice, ms))
     requests, budgets = requests_of("a", "b"), [4.9, 900.0]
@@ -199,12 +187,8 @@ def test_what_a_decision_costs_is_charged_to_the_budget():
 
 
 def test_the_model_is_charged_for_nothing_that_the_controller_took():
-    class Sleepy(Noting):
-        def first_stage(self, request, features=True):
-            time.sleep(0.5)  # beside what it says that it took
-            return super().first_stage(request, features)
-
-    model = by_limit(Sleepy())
+    # beside what it says that it took
+    model = by_limit(Noting((0.5, 0.001)))
     result = model.answer(requests_of("a")[0], 60_000.0)
     assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
     assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
@@ -292,7 +276,7 @@ def test_the_median_of_the_latest_decisions_is_charged():
 
 
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice():
-    model = by_limit(Later())
+    model = by_limit(Noting((0.4, 0.02), 402.0, total_ms=400.0))
     arrived = [time.perf_counter()] * 2
     for result in model.generate(requests_of("a", "b"), 60_000.0, arrived):
         assert result.overhead_ms > 15

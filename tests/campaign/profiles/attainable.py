@@ -16,7 +16,7 @@ from helpers import table_of
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 from knobwise.experiments.results.attainable import (
     QUICK,
     attainable_by,

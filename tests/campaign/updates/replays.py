@@ -4,7 +4,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from campaign.updates.kinds import FEWER_LABELS, POISONED, SOUND
-from campaign.updates.worlds import log_of, served
+from campaign.updates.worlds import Log, served
 from knobwise.agents.learning import adaptation
 from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.update import Update, update
@@ -34,7 +34,7 @@ class Replay(NamedTuple):
 
 def replay(kind, seed, accepts=True):
     """Replay one kind of log; without `accepts`, what accept=true would change is left out."""
-    log = log_of(seed, SOUND.get(kind))
+    log = Log(seed, SOUND.get(kind))
     if tamper := (FEWER_LABELS | POISONED).get(kind):
         tamper(log)
     with patch.object(adaptation, "STEPS", LESSONS), patch.object(update_module, "FOLDS", FOLDS):

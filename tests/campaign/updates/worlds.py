@@ -12,7 +12,7 @@ import knobwise
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import Result
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 TRAINED, SERVED = 500, 800
 """Samples that the controller was trained on, and others that requests are drawn from."""
@@ -55,20 +55,15 @@ class Served:
         for row in range(SERVED):
             features = arrays(self.table, row)
             for b, budget in enumerate(self.budgets.tolist()):
-                flight = Result(budget, self.agent.decider, None, explored=False, overhead=None)
-                flight.limit_ms = budget
-                flight.features = features
-                flight.best = int(self.best[row, b])
+                decided = {"limit_ms": budget, "features": features, "best": int(self.best[row, b])}
+                flight = Result(budget, self.agent.decider, None, False, None, **decided)
                 for choice, chance in exploration.chances(flight).items():
                     self.propensity[row, b, choice] = chance
 
     def decided(self, agent):
         """The choices of a controller for all samples and budgets, int64 [N, B]."""
-        blocks = arrays(self.table)
-        limits = np.full(SERVED, 1.0)
-        choices = [
-            agent.decider.choose(blocks, limits * budget) for budget in self.budgets.tolist()
-        ]
+        limits = np.full((len(self.budgets), SERVED), self.budgets.numpy()[:, None])
+        choices = [agent.decider.choose(arrays(self.table), each) for each in limits]
         return torch.from_numpy(np.stack(choices, 1))
 
 
@@ -78,25 +73,33 @@ def served():
     return Served()
 
 
-@dataclass
 class Log:
-    """A log of n requests that can be tampered with. Tensors [n] unless said otherwise."""
+    """A sound log of n requests to the served controller, in a world that some function has
+    changed; it can be tampered with.
 
-    world: World
-    rows: torch.Tensor
-    """The sample of each request."""
-    best: torch.Tensor
-    """What the controller chose before anything was drawn."""
-    choice: torch.Tensor
-    limit_ms: torch.Tensor
-    propensity: torch.Tensor
-    """[n, C]."""
-    features: TensorDict
-    answer_ms: torch.Tensor
-    met: torch.Tensor
-    label: torch.Tensor
-    """NaN for none."""
-    random: torch.Generator
+    Attributes:
+        rows: the sample of each request, as all else a tensor [n].
+        best: what the controller chose before anything was drawn.
+        propensity: [n, C].
+        label: NaN for none.
+    """
+
+    def __init__(self, seed, change=None):
+        base = served()
+        self.world = world = replace(base.world)
+        if change is not None:
+            change(world, np.random.default_rng(seed))
+        torch.manual_seed(seed)
+        self.rows = rows = torch.randint(SERVED, (REQUESTS,))
+        budget = torch.randint(len(base.budgets), (REQUESTS,))
+        self.best = base.best[rows, budget]
+        self.propensity = base.propensity[rows, budget]
+        self.choice = choice = self.propensity.multinomial(1).squeeze(1)
+        self.limit_ms = base.budgets[budget]
+        self.features = TensorDict(base.table.features, [SERVED])[rows]
+        self.answer_ms = world.latency_ms[rows, choice].double()
+        self.met = self.answer_ms <= self.limit_ms
+        self.label = world.accuracy[rows, choice].double()
 
     @property
     def explored(self):
@@ -105,11 +108,11 @@ class Log:
 
     def draw(self, share):
         """A random part of the requests, bool [n]."""
-        return torch.rand(len(self.rows), generator=self.random) < share
+        return torch.rand(len(self.rows)) < share
 
     def order(self):
         """A random order of the requests, int64 [n]."""
-        return torch.randperm(len(self.rows), generator=self.random)
+        return torch.randperm(len(self.rows))
 
     def take(self, kept):
         """Only these requests, by a mask or by indices."""
@@ -134,31 +137,3 @@ class Log:
             accuracy=self.label,
             batch_size=[n],
         )
-
-
-def log_of(seed, change=None):
-    """A sound log of the served controller, in a world that some function has changed."""
-    base = served()
-    world = replace(base.world)
-    if change is not None:
-        change(world, np.random.default_rng(seed))
-    random = torch.Generator().manual_seed(seed)
-    rows = torch.randint(SERVED, (REQUESTS,), generator=random)
-    budget = torch.randint(len(base.budgets), (REQUESTS,), generator=random)
-    propensity = base.propensity[rows, budget]
-    choice = propensity.multinomial(1, generator=random).squeeze(1)
-    limit = base.budgets[budget]
-    took = world.latency_ms[rows, choice].double()
-    return Log(
-        world=world,
-        rows=rows,
-        best=base.best[rows, budget],
-        choice=choice,
-        limit_ms=limit,
-        propensity=propensity,
-        features=TensorDict(base.table.features, [SERVED])[rows],
-        answer_ms=took,
-        met=took <= limit,
-        label=world.accuracy[rows, choice].double(),
-        random=random,
-    )

@@ -4,6 +4,7 @@ import math
 import time
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,13 +14,10 @@ from commands import read_json
 from helpers import arrays, driven_apart, input_error
 from replayed import small_stack, untrained
 
+from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs import builtin_profile, default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
@@ -45,20 +43,16 @@ def case():
     return Case(table, split, split.fitted, untrained(table, CONFIG))
 
 
-def saved(path, case):
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(case, config, model=None, **files):
     rows = {f"{part}_rows": rows for part, rows in case.split._asdict().items()}
-    save_checkpoint(path, case.controller, case.table, rows)
-    return path
-
-
-@pytest.fixture
-def checkpoint(case, tmp_path):
-    return saved(tmp_path / "best.pt", case)
-
-
-def run(checkpoint, table, config, model=None, **files):
-    about = load_checkpoint(checkpoint), table, model or ElasticAdaptive(), ElasticRequests()
-    return live.run_live(checkpoint, *about, EvaluateRun(stream=config, **files))
+    save_checkpoint("best.pt", case.controller, case.table, rows)
+    about = load_checkpoint("best.pt"), case.table, model or ElasticAdaptive(), ElasticRequests()
+    return live.run_live("best.pt", *about, EvaluateRun(stream=config, **files))
 
 
 def server_of(case, config):
@@ -79,32 +73,29 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
     assert server.serve() is None
     fields = server.served.items()
     learned, frozen, static = ({key: values[p] for key, values in fields} for p in range(3))
-    for served in (learned, frozen):
-        for i, name in enumerate(stream.ids):
-            # the profile holds them in half precision, and a near tie can go either way
-            features = server.model.model.first_stage(stream.requests[name]).features
+    for i, name in enumerate(stream.ids):
+        # the profile holds them in half precision, and a near tie can go either way
+        features = server.model.model.first_stage(stream.requests[name]).features
+        for served in (learned, frozen):
             request = features, served["limit_ms"][i], served["drift"][i]
             assert server.model.controller.decide_index(*request) == served["choice"][i]
-    for limit, drift, choice in zip(
-        *(static[k] for k in ("limit_ms", "drift", "choice")), strict=True
-    ):
-        assert server.static.single(limit * math.exp(-drift[0].mean(dtype=float))) == choice
+        level = static["drift"][i][0].mean(dtype=float)
+        limit_ms = static["limit_ms"][i] * math.exp(-level)
+        assert server.static.single(limit_ms) == static["choice"][i]
     assert set(frozen["drift"]) == {None}
     for served in (learned, static):
         assert None not in served["drift"].tolist()  # from its own answers, from the first on
         assert (served["limit_ms"] < stream.budgets_ms).all()  # its own costs are taken off
 
 
-def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
-    page = tmp_path / "live.html"
-    path = tmp_path / "live.json"
-    config = replace(SHORT, clock="cpu")
-    results = run(checkpoint, case.table, config, json=str(path), html=str(page))
-    assert "Live and replay" in page.read_text()
-    assert read_json(path) == json.loads(json.dumps(results))
+def test_a_run_prints_and_writes_what_it_found(case, capsys):
+    results = run(case, replace(SHORT, clock="cpu"), json="live.json", html="live.html")
+    assert "Live and replay" in Path("live.html").read_text()
+    assert read_json("live.json") == json.loads(json.dumps(results))
     assert "10 requests" in capsys.readouterr().out
-    names = "controller controller_frozen budget_aware_static best_static cheapest most_accurate"
-    assert [row["policy"] for row in results["rows"]] == names.split()
+    names = ["controller", "controller_frozen", "budget_aware_static"]
+    names += ["best_static", "cheapest", "most_accurate"]
+    assert [row["policy"] for row in results["rows"]] == names
     for row in results["rows"]:
         for what in ("accuracy", "satisfaction", "utility"):
             low, high = row[f"{what}_ci95"]
@@ -139,7 +130,7 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
     # the controllers and static, then fixed configurations
     assert (overhead[:3] > decision[:3] / 1e3).all()
     assert (decision[:3] > 0).all()
-    assert (overhead[3:] == 0).all()
+    assert not overhead[3:].any()
     took = overhead[2]
     spent = [0.0, *(float(np.median(took[:i])) for i in range(1, len(took)))]
     limits = np.maximum(stream.budgets_ms - spent, 1e-9)
@@ -147,11 +138,11 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
     assert (served["limit_ms"][0, 1:] < stream.budgets_ms[1:]).all()
 
 
-def test_nothing_is_fitted_on_what_is_served(case, checkpoint, monkeypatch):
+def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
     names = ("static_of", "fixed_configurations")
     for name in names:
         monkeypatch.setattr(live, name, Mock(side_effect=getattr(live, name)))
-    results = run(checkpoint, case.table, SHORT)
+    results = run(case, SHORT)
     for name in names:
         fitted = getattr(live, name).call_args.args[1]
         assert sorted(fitted.tolist()) == sorted(case.fitted.tolist())
@@ -239,7 +230,7 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case):
     stream, again = stream_of(*about), stream_of(*about)
     for part in (stream.rows[:6], stream.rows[6:12]):
         assert sorted(part.tolist()) == sorted(few.tolist())
-    assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
+    assert {*stream.budgets_ms} == {1.0, 2.0}
     assert set(stream.timed) <= set(case.fitted.tolist())
     assert [int(name) for name in stream.ids] == stream.rows.tolist() == again.rows.tolist()
 
@@ -255,9 +246,9 @@ def test_answers_are_scored_as_in_the_profile():
     assert "a" not in requests
 
 
-def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
+def test_fresh_samples_are_served_without_a_replay(case, capsys):
     config = replace(SHORT, fresh=True)
-    results = run(checkpoint, case.table, config)
+    results = run(case, config)
     assert results["agreement"] == []
     assert results["infeasible"] is None
     assert "replay" not in capsys.readouterr().out
@@ -281,22 +272,17 @@ class Failing(ElasticAdaptive):
 
 
 @pytest.mark.parametrize(("answers", "kept"), [(3, 0), (12 + 6 * 5, 4), (12 + 6 * 14, 12)])
-def test_what_was_served_before_a_server_died_is_kept(
-    case, checkpoint, tmp_path, monkeypatch, answers, kept
-):
+def test_what_was_served_before_a_server_died_is_kept(case, monkeypatch, answers, kept):
     monkeypatch.setattr(live, "IN_A_ROW", 4)
-    config = replace(SHORT, requests=16)
-    path = tmp_path / "live.json"
     # 26 cells are timed before: 20 to warm up, then 6
     with input_error("ConnectionError"):
-        run(checkpoint, case.table, config, Failing(answers + 26), json=str(path))
-    assert path.exists() == (kept > 0)
+        run(case, LiveConfig(requests=16), Failing(answers + 26), json="live.json")
+    assert Path("live.json").exists() == (kept > 0)
     if kept:
-        assert read_json(path)["requests"] == kept
+        assert read_json("live.json")["requests"] == kept
 
 
-def test_a_controller_for_mean_budgets_is_refused(case, tmp_path):
+def test_a_controller_for_mean_budgets_is_refused(case):
     network = driven_apart(case.table, CONFIG, case.fitted[:50], sense="mean")
-    mean = case._replace(controller=DeployedController(network))
     with input_error("mean"):
-        run(saved(tmp_path / "mean.pt", mean), case.table, SHORT)
+        run(case._replace(controller=DeployedController(network)), SHORT)
