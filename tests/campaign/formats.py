@@ -94,12 +94,12 @@ def _beams():
     save_file({"embeddings": table.queries}, "q.safetensors")
 
 
-def _agent(path):
-    agent, table = small_stack(60)
-    if path.endswith(".npz"):
-        agent.export(path)
-    else:
-        save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
+def _checkpoint(path):
+    save_checkpoint(path, *small_stack(60), {"test_rows": torch.arange(9)})
+
+
+def _exported(path):
+    small_stack(60)[0].export(path)
 
 
 def _log():
@@ -124,8 +124,8 @@ def _measured():
     times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
     rows = {"sample_id": list("012345"), "content": list("abcdef")}
     Path("m").mkdir()
-    frame = pl.DataFrame(rows | times | {"repeat": 0, "max_crops": 2, "text": "a"})
-    frame.write_ndjson("m/measured.jsonl")
+    others = {"repeat": 0, "max_crops": 2, "text": "a"}
+    pl.DataFrame(rows | times | others).write_ndjson("m/measured.jsonl")
 
 
 def _questions():
@@ -148,22 +148,30 @@ def _compared():
     return results_cells(comparison), settings_cells(comparison)
 
 
+def _chosen(controller):
+    budgets = np.linspace(5, 60, 20, dtype=np.float32)
+    return controller.choose(arrays(small_table(20)), budgets).tolist()
+
+
 def _decided(path):
-    loaded = NumpyController.load(path) if path.endswith("z") else load_checkpoint(path)
-    asked = arrays(small_table(20)), np.linspace(5, 60, 20, dtype=np.float32)
-    if isinstance(loaded, NumpyController):
-        return [loaded.configuration(int(index)) for index in loaded.choose(*asked)]
-    state = loaded.controller.state_dict()
-    broken = [name for name, value in state.items() if (value != value).any()]
-    chosen = loaded.controller.choose(*asked)
-    return chosen.tolist(), {k: v.tolist() for k, v in state.items()}, broken
+    controller = NumpyController.load(path)
+    return [controller.configuration(index) for index in _chosen(controller)]
+
+
+def _deployed(path):
+    controller = load_checkpoint(path).controller
+    state = controller.state_dict()
+    broken = [name for name, value in state.items() if value.isnan().any()]
+    return broken, _chosen(controller), {k: v.tolist() for k, v in state.items()}
 
 
 def _same(result, files, whole, by_bytes):
-    """Whoever rewrites a checkpoint on purpose has made another one, which need only decide."""
-    if by_bytes and result != whole:
-        return "decides otherwise"
-    return f"NaN in {result[2]}" if not isinstance(result, list) and result[2] else ""
+    """Whoever rewrites a file on purpose has made another one."""
+    return "something else" if by_bytes and result != whole else ""
+
+
+def _whole(result, *about):
+    return f"NaN in {result[0]}" if result[0] else _same(result, *about)
 
 
 def _logged(result, files, whole, by_bytes):
@@ -177,14 +185,10 @@ def _logged(result, files, whole, by_bytes):
         # the accuracy is that of the label
         if not any(row.items() <= (line | {"accuracy": row["accuracy"]}).items() for line in lines):
             return "a row that is no line"
-        possible = 0 < row["probability"] <= 1 and row["budget_ms"] < float("inf")
+        possible = 0 < row["probability"] <= 1 and row["budget_ms"] < np.inf
         if not (possible and row["answer_ms"] > 0):
             return f"a row with {row['probability']}, {row['answer_ms']}"
     return ""
-
-
-def _stored(result, files, whole, by_bytes):
-    return "another table" if by_bytes and result.digest != whole.digest else ""
 
 
 def _by(wrong, *options):
@@ -240,12 +244,18 @@ FORMATS = {
     "beams, legacy": _beam_file("legacy.json"),
     "beams, RL data": _beam_file("rl.json"),
     "beam table": _file(
-        "b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored
+        "b.safetensors", small_beams(6)[0].save, lambda path: BeamTable.load(path).digest, _same
     ),
-    "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
+    "profile table": _file(
+        "t.safetensors", TABLE.save, lambda path: ProfileTable.load(path).digest, _same
+    ),
     # one that was rewritten to expect other features does not fit those of the profile
-    "checkpoint": _file("s.pt", _agent, _decided, _same)._replace(named=("features: block",)),
-    "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
+    "checkpoint": _file("s.pt", _checkpoint, _deployed, _whole)._replace(
+        named=("features: block",)
+    ),
+    "exported controller": _file("s.npz", _exported, _decided, _same)._replace(
+        refusals=(ValueError,)
+    ),
     "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log")),

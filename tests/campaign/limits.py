@@ -22,10 +22,6 @@ INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(*about, **variables):
-    return _ended(_begun(*about, **variables))
-
-
 def _begun(words, folder, before=None, **variables):
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     # where a file may not be long, Python leaves half a .pyc, which later commands trip over
@@ -59,23 +55,18 @@ def _judged(end, statuses=(0, 1, 2), blames=""):
     return "refused" if plain else "vague", str(end)
 
 
-def _limited(folder, words, number, value, blames=""):
-    lower = partial(resource.setrlimit, number, (value, value))
-    return _judged(_command(words, folder, lower), blames=blames)
+def _tried(folder, words=INSPECT, before=None, statuses=(0, 1, 2), blames="", **variables):
+    return _judged(_ended(_begun(words, folder, before, **variables)), statuses, blames)
 
 
-def _fine(folder, **variables):
-    return _judged(_command(INSPECT, folder, **variables), (0,))
-
-
-def _refused(folder, words, before=None):
-    return _judged(_command(words, folder, before), (2,))
+def _lower(limit, value):
+    return partial(resource.setrlimit, limit, (value, value))
 
 
 def _removed(folder):
     place = folder / "gone"
     place.mkdir()
-    return _judged(_command(INSPECT, place, place.rmdir))
+    return _tried(place, before=place.rmdir)
 
 
 def _full_disk(folder):
@@ -86,7 +77,7 @@ def _full_disk(folder):
     try:
         for name in ("t.parquet", "f.npz"):
             shutil.copy(folder / name, place)
-        return _judged(_command(RUN.work, place), (1,))
+        return _tried(place, RUN.work, statuses=(1,))
     finally:
         subprocess.run(["umount", place], check=True)
 
@@ -98,7 +89,7 @@ def _read_only(folder):
         ctypes.CDLL(None).prctl(DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0)
 
     try:
-        return _refused(folder, RUN.work, lower)
+        return refused(folder, RUN.work, lower)
     finally:
         folder.chmod(0o755)
 
@@ -106,9 +97,9 @@ def _read_only(folder):
 def _at_once(folder):
     """Two of the same command: both end well, as one after the other does."""
     both = [_begun(RUN.work, folder) for _ in range(2)]
-    outcomes = [_judged(_ended(process)) for process in both]
-    if any(outcome != "fine" for outcome, _ in outcomes):
-        return max(outcomes)
+    worst = max(_judged(_ended(process)) for process in both)
+    if worst != ("fine", ""):
+        return worst
     states = [state_of(folder / "runs/lean" / name) for name in ("r", "r-2")]
     unlike = difference(*states, noise=set()).unlike if all(states) else ["there are not two runs"]
     named = ("report.html", "config.yaml", "results.json .command")
@@ -137,24 +128,26 @@ def _stopped(folder, number, status, set_back_s=0.0):
     return ("unlike" if left.unlike else "leftovers", str(left)) if any(left) else ("fine", "")
 
 
-inspected = partial(_limited, words=INSPECT, blames="t.parquet")
+refused = partial(_tried, statuses=(2,))
+fine = partial(_tried, statuses=(0,))
+inspected = partial(_tried, blames="t.parquet")
 stopped = partial(_stopped, number=signal.SIGINT, status=130)
 LIMITS = {
-    "file size": partial(_limited, words=RUN.work, number=resource.RLIMIT_FSIZE, value=20_000),
-    "open files": partial(inspected, number=resource.RLIMIT_NOFILE, value=12),
-    "address space": partial(inspected, number=resource.RLIMIT_AS, value=4 << 30),
-    "more address space": partial(inspected, number=resource.RLIMIT_AS, value=8 << 30),
-    "ASCII output": partial(_fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
+    "file size": partial(_tried, words=RUN.work, before=_lower(resource.RLIMIT_FSIZE, 20_000)),
+    "open files": partial(inspected, before=_lower(resource.RLIMIT_NOFILE, 12)),
+    "address space": partial(inspected, before=_lower(resource.RLIMIT_AS, 4 << 30)),
+    "more address space": partial(inspected, before=_lower(resource.RLIMIT_AS, 8 << 30)),
+    "ASCII output": partial(fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
     "removed working folder": _removed,
-    "no home": partial(_fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
+    "no home": partial(fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
     "read-only folder": _read_only,
     "two at once": _at_once,
     "Ctrl-C": stopped,
     "clock set back": partial(stopped, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
-    "long option": partial(_refused, words=[*LEAN, f"name={'a' * 5000}"]),
-    "long path": partial(_refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
-    "profile=0": partial(_refused, words=["inspect", "profile=0"]),
+    "long option": partial(refused, words=[*LEAN, f"name={'a' * 5000}"]),
+    "long path": partial(refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
+    "profile=0": partial(refused, words=["inspect", "profile=0"]),
 }
 if os.geteuid() == 0:  # who else may not mount
     LIMITS["full disk"] = _full_disk

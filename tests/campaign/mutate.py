@@ -104,9 +104,8 @@ def _tree_changed(tree, random):
             pair[0] = random.choice((pair[0] + "_", pair[0].upper(), "", "sample_id", "__class__"))
     elif action == 1 and isinstance(value, list) and value:
         part = random.randrange(len(value))
-        value[part : part + 1] = random.choice(
-            ([], [value[part]] * 2, [value[part], Raw(random.choice(WEIRD))])
-        )
+        old, new = value[part], Raw(random.choice(WEIRD))
+        value[part : part + 1] = random.choice(([], [old, old], [old, new]))
     elif action == 2 and random.random() < 0.2:
         holder[i] = Raw(random.choice(DEEP))
     elif action == 3 and isinstance(value, int | float) and not isinstance(value, bool):

@@ -105,11 +105,8 @@ def identity(value):
 
 def name(value):
     """The value of a knob: 7, 7.0 and the numeral 7 are one."""
-    if (
-        value is None
-        or (isinstance(value, float) and not math.isfinite(value))
-        or isinstance(value, list | dict | bytes)
-    ):
+    endless = isinstance(value, float) and not math.isfinite(value)
+    if endless or isinstance(value, list | dict | bytes | None):
         raise Wrong(f"{value!r} as an id or the value of a knob")
     if isinstance(value, bool):
         return str(value).lower()
@@ -199,9 +196,9 @@ def _rows_of(document):
 
 def wrong_features(features, content, zipped):
     """`Features` against a file of arrays."""
-    arrays, words = npz_arrays(content) if zipped else safetensors_arrays(content)
-    ids = words["sample_id"] if "sample_id" in words else arrays.pop("sample_id").tolist()
-    arrays.pop("sample_id", None)
+    arrays = npz_arrays(content) if zipped else safetensors_arrays(content)
+    ids = arrays.pop("sample_id")
+    ids = ids if isinstance(ids, list) else ids.tolist()
     arrays.pop("dataset", None)
     if [identity(value) for value in ids] != list(features.sample_ids):
         return "other ids"
@@ -222,7 +219,7 @@ def npz_arrays(content):
                 raise Wrong("an array occurs twice")
             read = {n: io.BytesIO(archive.read(n)) for n in archive.namelist()}
         arrays = {n: np.lib.format.read_array(part) for n, part in read.items()}
-        return {n.removesuffix(".npy"): array for n, array in arrays.items()}, {}
+        return {n.removesuffix(".npy"): array for n, array in arrays.items()}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         raise Wrong(f"no archive of arrays ({error})") from error
 
@@ -231,7 +228,6 @@ def safetensors_arrays(content):
     size = struct.unpack("<Q", content[:8])[0]
     head = strict(content[8 : 8 + size])
     words = head.pop("__metadata__", None) or {}
-    words = {key: strict(words[key].encode()) for key in words if key == "sample_id"}
     arrays = {}
     for key, about in head.items():
         start, stop = about["data_offsets"]
@@ -240,7 +236,9 @@ def safetensors_arrays(content):
         # such as f4 for F32; BOOL is a byte
         dtype = np.dtype("?" if kind == "BOOL" else f"<{kind.lower()}{int(bits) // 8}")
         arrays[key] = np.frombuffer(part, dtype).reshape(about["shape"])
-    return arrays, words
+    if "sample_id" in words:
+        arrays["sample_id"] = strict(words["sample_id"].encode())
+    return arrays
 
 
 def wrong_beams(table, content):
@@ -254,7 +252,7 @@ def wrong_beams(table, content):
         if "id_list" in record:
             for ids, score in zip(record["id_list"], record["score_list"], strict=True):
                 ids = ids[:-1] if ids and name(ids[-1]) == name(key) else ids
-                expected[name(key), tuple(map(name, ids)), _rounded(number(score, False))] += 1
+                expected[_beam(key, ids, number(score, False))] += 1
             continue
         pool = record.get("candidate_pool_ids")
         for row in record.get("pointer_candidates") or ():
@@ -266,16 +264,15 @@ def wrong_beams(table, content):
                 if pointed != [*map(int, ids)]:
                     raise Wrong("a pointer that contradicts its global one")
             ids = pointer if ids is None else ids
-            score = number(row.get("beam_score"), False)
-            expected[name(key), tuple(map(name, ids)), _rounded(score)] += 1
+            expected[_beam(key, ids, number(row.get("beam_score"), False))] += 1
     got = Counter()
     scores = table.fields.get("beam_score")
     for query, row in enumerate(table.sequences.tolist()):
         for beam, places in enumerate(row):
             ids = [table.pool[query, place].item() for place in places if place >= 0]
             if ids:
-                score = None if scores is None else float(scores[query, beam])
-                got[name(table.query_ids[query]), tuple(map(name, ids)), _rounded(score)] += 1
+                score = math.nan if scores is None else float(scores[query, beam])
+                got[_beam(table.query_ids[query], ids, score)] += 1
     # empty ones are dropped, counted
     expected = Counter({beam: count for beam, count in expected.items() if beam[1]})
     if got == expected:
@@ -283,5 +280,8 @@ def wrong_beams(table, content):
     return f"{(got - expected).total()} beams too many, {(expected - got).total()} missing"
 
 
-def _rounded(score):
-    return None if score is None or math.isnan(score) else float(f"{np.float32(score):.5g}")
+def _beam(query, ids, score):
+    rounded = None
+    if score is not None and not math.isnan(score):
+        rounded = float(f"{np.float32(score):.5g}")
+    return name(query), tuple(map(name, ids)), rounded

@@ -86,8 +86,14 @@ class Clients:
             # labels come later, in another order; what was not taken is sent again
             if unlabelled and draw.random() < 0.8:
                 number = unlabelled.pop(draw.randrange(len(unlabelled)))
+                # sometimes another is sent before, which it replaces
                 final = draw.random() < 0.8
-                if not (self._label(connection, number, final) and final):
+                accuracy = label_of(number) if final else label_of(number) / 2
+                label = {"id": self.answered[number][0], "accuracy": accuracy}
+                taken = self._ask(connection, "/label", json.dumps(label)) is not None
+                if taken and final:
+                    self.labelled.add(number)
+                else:
                     unlabelled.append(number)
             if draw.random() < 0.05:
                 path = draw.choice(("/decide", "/answer", "/label"))
@@ -96,15 +102,6 @@ class Clients:
                 # the next request may go to another worker
                 connection.close()
         connection.close()
-
-    def _label(self, connection, number, final):
-        """Send a label, or first another that it replaces; return whether it was taken."""
-        accuracy = label_of(number) if final else label_of(number) / 2
-        label = {"id": self.answered[number][0], "accuracy": accuracy}
-        taken = self._ask(connection, "/label", json.dumps(label)) is not None
-        if taken and final:
-            self.labelled.add(number)
-        return taken
 
     def _ask(self, connection, path, body, expected=200):
         """Return the answer; None if the connection broke, or the answer is another status."""
@@ -163,7 +160,7 @@ class Server:
     def __init__(self, folder, workers):
         self.workers, self.kills, self.memory = workers, 0, []
         self.errors = folder / "errors.txt"
-        example = ROOT / "examples" / "serve_http.py"
+        example = ROOT / "examples/serve_http.py"
         words = sys.executable, example, folder / "controller.npz", 0, workers, folder / "log"
         with self.errors.open("w") as errors:
             command = list(map(str, words))

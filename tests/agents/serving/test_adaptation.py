@@ -70,7 +70,7 @@ def test_the_evidence_is_that_of_a_normal_density():
     assert np.ptp(constants) < 1e-6
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), factor=st.floats(-2, 2))
 def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(seed, factor):
     torch.manual_seed(seed)
@@ -161,18 +161,6 @@ def test_without_cells_nothing_changes_to_the_bit(features):
     assert all(map(torch.equal, before, after))
 
 
-def settled_logs(agent):
-    """What is settled about budgets and latencies, in ln ms."""
-    settled = agent.settled
-    return {
-        "budgets": np.log([row["budget_ms"] for row in settled.guard]),
-        "encoding": agent.controller.network.encoding.mean,
-        "bias": settled.latency["bias"],
-        "variance": settled.latency["spread"] ** 2,
-        "static": np.log(settled.static["latency_ms"]),
-    }
-
-
 @pytest.mark.parametrize("features", [True, False])
 def test_a_controller_expects_every_latency_times_its_factor(features):
     table, agent = taught(features)
@@ -183,12 +171,20 @@ def test_a_controller_expects_every_latency_times_its_factor(features):
     assert torch.equal(after.accuracy, before.accuracy)
     assert torch.allclose(after.log_latency, before.log_latency + offsets, atol=1e-5)
     assert torch.allclose(after.spread.square(), before.spread.square() + variance)
-    # what belongs to budgets moves by the mean, what tracker and static expect by configuration
-    wanted = {"budgets": 0.25, "encoding": 0.25, "bias": offsets, "static": offsets}
-    wanted["variance"] = variance
-    old, new = settled_logs(agent), settled_logs(other)
-    for name, by in wanted.items():
-        np.testing.assert_allclose(new[name], old[name] + np.asarray(by), rtol=5e-7)
+    # what belongs to budgets moves by the mean, 0.25
+    budgets = [[row["budget_ms"] for row in each.settled.guard] for each in (agent, other)]
+    assert budgets[1] == pytest.approx([budget * math.exp(0.25) for budget in budgets[0]])
+    by = other.controller.network.encoding.mean - agent.controller.network.encoding.mean
+    assert float(by) == pytest.approx(0.25, abs=1e-5)
+    # what the tracker and static expect moves by configuration
+    old, new = agent.settled, other.settled
+    np.testing.assert_allclose(
+        new.latency["bias"], old.latency["bias"] + offsets.numpy(), rtol=1e-5
+    )
+    spread = np.sqrt(old.latency["spread"] ** 2 + variance.numpy())
+    np.testing.assert_allclose(new.latency["spread"], spread, rtol=1e-5)
+    times = old.static["latency_ms"] * offsets.exp().numpy()
+    np.testing.assert_allclose(new.static["latency_ms"], times, rtol=1e-5)
     # the old one is as it was, and so are the networks beside the one that is deployed
     assert DeployedController.restored(agent.plain()).decider.digest == digest
     for p, q in zip(agent.controller.parameters(), other.controller.parameters(), strict=True):
@@ -201,7 +197,7 @@ def test_a_spread_at_least_halves():
     table, agent = taught()
     other, before, after = moved(agent, table, 0.0, -1e3)
     ratios = after.spread / before.spread
-    assert float(ratios.min()) == pytest.approx(0.5, abs=1e-4)
+    assert 0.4999 <= float(ratios.min()) < 0.5001
     assert float(ratios.max()) < 1
     spread = agent.settled.latency["spread"]
     np.testing.assert_allclose(other.settled.latency["spread"], spread / 2, rtol=1e-5)

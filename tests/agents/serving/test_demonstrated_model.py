@@ -25,9 +25,8 @@ BANK = tuple(
 
 @pytest.fixture(scope="module")
 def model():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        selector = Selector(SelectorConfig(version="v1", width=8), 80)
+    torch.manual_seed(0)
+    selector = Selector(SelectorConfig(version="v1", width=8), 80)
     return DemonstratedModel(*tiny_llama(), BANK, selector, max_new_tokens=4)
 
 

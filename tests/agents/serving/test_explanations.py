@@ -46,7 +46,7 @@ def policy_of(kind):
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["heads", "teacher", "guard"]),
     st.integers(0, 39),
@@ -159,7 +159,7 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     assert alone.expected[0].keys() == {"configuration", "probability"}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["teacher", "guard"]), st.floats(-0.5, 0.5), st.floats(6, 30), st.floats(0.5, 2)
 )

@@ -2,8 +2,8 @@
 
 import json
 import math
+import resource
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -84,20 +84,13 @@ def rows_in(folder):
     return [json.loads(line) for line in lines]
 
 
-@contextmanager
-def longest_file(size):
-    """A limit at which the system writes a part of a line, then nothing, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-
-
 def test_rows_are_lost_counted_said_once_and_begin_no_files_and_all_is_answered(tmp_path, caplog):
     model = serving(tmp_path)
-    with longest_file(5000):
-        serve_requests(model, model.model.table, 30, label=False)
+    # a limit at which the system writes a part of a line, then nothing, as on a full disk
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    serve_requests(model, model.model.table, 30, label=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     kept = len(rows_in(tmp_path))
     assert 0 < kept < 10
     assert model.log.lost == 30 - kept
@@ -108,7 +101,7 @@ def test_rows_are_lost_counted_said_once_and_begin_no_files_and_all_is_answered(
 
 
 def test_rows_of_a_file_that_others_remove_are_lost_and_the_log_goes_on(tmp_path, caplog):
-    folder = tmp_path / "logs" / "today"
+    folder = tmp_path / "logs/today"
     log = RequestLog(folder, rows_per_file=4)
     ids = [log.add({}) for _ in range(7)]
     shutil.rmtree(folder)

@@ -106,8 +106,8 @@ def changed(folder, to, **values):
 def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, reason):
     log, _ = checked(changed(written, tmp_path, **{name: value}))
     (line,) = log.lines()
+    assert line.startswith("1 ")
     assert reason in line
-    assert [*log.aside.values()] == [1]
     assert len(log.rows) == 39
 
 
@@ -176,9 +176,7 @@ def test_of_labels_from_0_to_100_none_counts(written, tmp_path):
     assert {row["accuracy"] for row in log.rows} == {None}
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cut=st.integers(0, 20_000),
     noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),

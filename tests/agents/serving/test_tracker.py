@@ -154,11 +154,9 @@ times = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, len(GRID) - 1), times, st.floats(0.0, 5.0)), max_size=200))
-def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(
-    cells,
-):
+def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(cells):
     tracker = LatencyTracker(GRID)
     logging.disable(logging.WARNING)
     for configuration, measured, spread in cells:
@@ -226,10 +224,9 @@ def test_timed_cells_start_it_at_their_median_and_learn_values():
 
 
 class Failing(ReplayedModel):
-    """A model that is slower by a factor, whose answers may fail or take no time."""
+    """A model that is slower by a factor, and fails at 0."""
 
     factor = 1.0
-    added = 0.0
 
     def __init__(self):
         super().__init__(small_table(200), lambda values: self.factor)
@@ -237,10 +234,7 @@ class Failing(ReplayedModel):
     def answer(self, stages, configuration):
         if self.factor == 0:
             raise RuntimeError("out of memory")
-        answers = super().answer(stages, configuration)
-        for answer in answers:
-            answer.total_ms += self.added
-        return answers
+        return super().answer(stages, configuration)
 
 
 def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not():
@@ -265,25 +259,21 @@ def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
         assert model.controller.decide_index(*seen) == result.choice
 
 
-def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(caplog):
+def test_answers_that_fail_are_counted_and_the_stream_goes_on(caplog):
+    """Those that take no time too, see `test_real_servers.py`."""
     agent, _ = small_stack()
     failing = Failing()
     model = AdaptiveModel(failing, agent)
     asked = Request(0, ""), 600.0
-    before = model.answer(*asked)
-    for failing.added in (math.nan, -1e9, math.inf):
-        assert model.answer(*asked).choice == before.choice
-    failing.added = failing.factor = 0.0
+    failing.factor = 0.0
     for _ in range(2):
         with pytest.raises(RuntimeError, match="memory"):
             model.answer(*asked)
     failing.factor = 1.0
-    after = model.answer(*asked)
-    assert after.met
-    assert math.isfinite(after.limit_ms)
-    assert sorted(model.tracker.ignored.values()) == [2, 3]
-    assert model.tracker.answers == 2
-    assert len(caplog.records) == 2
+    assert model.answer(*asked).met
+    assert [*model.tracker.ignored.values()] == [2]
+    assert model.tracker.answers == 1
+    assert len(caplog.records) == 1
     model._now = itertools.count(9.0, -1.0).__next__  # a clock that goes back
     assert model.answer(*asked).limit_ms <= 600.0
     assert model._decided.decision_ms >= 0

@@ -12,10 +12,10 @@ from knobwise.agents.serving import versions
 from knobwise.agents.serving.versions import add_version, serve, serving
 
 
-def slower(agent, by=1.0):
-    """A controller that decides as if budgets were shorter by a factor of e^`by`."""
+def slower(agent):
+    """A controller that decides as if budgets were shorter by a factor of e."""
     controller = copy.deepcopy(agent.controller)
-    controller.network.encoding.mean += by
+    controller.network.encoding.mean += 1.0
     return DeployedController(controller, agent.teacher, agent.settled).eval()
 
 
@@ -67,7 +67,7 @@ def test_a_new_controller_takes_over_between_two_requests(tmp_path, monkeypatch,
         caplog.clear()
         serve_requests(model, table, 3)
         assert len(caplog.records) == 1
-        assert str(tmp_path / "current" / "controller.npz") in caplog.text
+        assert str(tmp_path / "current/controller.npz") in caplog.text
         assert model.controller.digest == other.decider.digest
     serve(tmp_path, first)
     serve_requests(model, table, 1)
@@ -90,7 +90,7 @@ def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path):
     agent, _ = small_stack()
     agents = {"a.npz": agent, "b.npz": slower(agent)}
     digests = [agents[name].export(tmp_path / name).digest for name in agents]
-    current = tmp_path / "out" / "current" / "controller.npz"
+    current = tmp_path / "out/current/controller.npz"
     with child(SWAPPING, "out", "a.npz", "b.npz", cwd=tmp_path) as process:
         for _ in range(40):
             process.stdout.readline()

@@ -23,7 +23,7 @@ from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_by_check
 
-MEASURED = ROOT / "experiments" / "studies" / "measured"
+MEASURED = ROOT / "experiments/studies/measured"
 SMALL = {"image_width": 24, "language_width": 24, "samples": 500}
 INSTANCES = 20
 

@@ -71,6 +71,12 @@ def agent():
     return load_checkpoint(BEST).controller
 
 
+@pytest.fixture
+def words(tmp_path):
+    """An update from the log in `tmp_path`."""
+    return words_of(f"update log={tmp_path}/log out={tmp_path}/out")
+
+
 def facts_in(version):
     return read_json(version / "update.json")
 
@@ -139,12 +145,10 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller():
 
 
 def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
-    table, agent, tmp_path, capsys
+    table, agent, words, tmp_path, capsys
 ):
-    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
-    current = tmp_path / "out" / "current"
-    quick = words_of("update", log, out)
-    back = words_of("update rollback=true", out)
+    current = tmp_path / "out/current"
+    back = words_of("update rollback=true", words[2])
 
     def slower(values):
         return 1.0 if values["top_k"] == 4 else 3.0
@@ -152,10 +156,10 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     model = logging_model(tmp_path / "log", agent, table, slower, **EXPLORING, tracker=False)
     serve_requests(model, table, 700)
     model.log.label("nobody", 1.0)
-    launch("inspect", [log], "json=facts.json")
+    launch("inspect json=facts.json", words[1])
     assert read_json("facts.json")["set_aside"] == {"a label of an unknown request": 1}
 
-    launch(quick)
+    launch(words)
     facts = facts_in(current)
     assert (facts["before"], facts["better"], facts["requests"]) == ("0000", True, 700)
     assert decides_alike(current, table)
@@ -164,10 +168,10 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     serve_requests(model, table, 60, seed=1)
 
     # the log now holds requests of both versions; the old checkpoint is not what serves any more
-    assert out in mistake(quick, capsys)
-    launch(quick, f"checkpoint={current}")
+    assert "out=" in mistake(words, capsys)
+    launch(words, f"checkpoint={current}")
     # it may serve or not
-    assert facts_in(tmp_path / "out" / "versions" / "0002")["requests"] == 760
+    assert facts_in(tmp_path / "out/versions/0002")["requests"] == 760
     while (before := facts_in(current)["before"]) is not None:
         launch(back)
         assert current.resolve().name == before
@@ -177,27 +181,26 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     network = driven_apart(table, agent.controller.config)
     other = DeployedController(network, agent.teacher, agent.settled).eval()
     save_checkpoint("else.pt", other, table, {})
-    assert main(words_of("update", log, "out=else checkpoint=else.pt")) == 2
+    assert main([*words[:2], "out=else", "checkpoint=else.pt"]) == 2
     assert "760 set aside: of another controller" in capsys.readouterr().out
 
 
 def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
-    table, agent, tmp_path, capsys
+    table, agent, words, tmp_path, capsys
 ):
-    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     model = logging_model(tmp_path / "log", agent, table, **EXPLORING, tracker=False)
     for result in serve_requests(model, table, 1200):
         if result.choice == 0:
             model.log.label(result.request_id, 1.0)
-    launch("update", log, out)
+    launch(words)
     printed = " ".join(capsys.readouterr().out.split())
     assert str(table.configuration(0)) in printed
     assert "accept=true" in printed
-    current = tmp_path / "out" / "current"
+    current = tmp_path / "out/current"
     assert current.resolve().name == "0000"
-    waiting = facts_in(tmp_path / "out" / "versions" / "0001")
+    waiting = facts_in(tmp_path / "out/versions/0001")
     assert (waiting["better"], waiting["accepted"]) == (False, False)
-    launch("update", log, out, "accept=true")
+    launch(words, "accept=true")
     assert current.resolve().name == "0002"
     facts = facts_in(current)
     assert (facts["better"], facts["accepted"], facts["doubts"]) == (True, True, waiting["doubts"])
@@ -215,7 +218,7 @@ def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
     for _ in range(2):
         serve(tmp_path, add_version(tmp_path, write))
     back = words_of("update rollback=true", f"out={tmp_path}")
-    exported = tmp_path / "versions" / "0000" / "controller.npz"
+    exported = tmp_path / "versions/0000/controller.npz"
     whole = exported.read_bytes()
     for damage in (whole[:999], b"", whole[:-1]):
         exported.write_bytes(damage)
@@ -226,8 +229,8 @@ def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
     assert serving(tmp_path).name == "0000"
 
 
-def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
+def test_updates_go_on_while_the_log_grows(table, agent, words, tmp_path, monkeypatch):
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING)
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
     out = tmp_path / "out"
@@ -240,7 +243,7 @@ def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
     monkeypatch.setattr(adaptation, "STEPS", 5)
-    words = words_of(f"update log={tmp_path / 'log'} out={out} every=40 tracking=offline")
+    words += ["every=40", "tracking=offline"]
     assert main(words) == 130
     updates = [facts_in(path) for path in sorted((out / "versions").iterdir())]
     # of 40 requests, and of 85; not of 70, as fewer than 40 were new
@@ -283,11 +286,10 @@ main(sys.argv[1:])
 
 
 @pytest.mark.campaign
-def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
+def test_a_killed_update_leaves_what_served(table, agent, words, tmp_path, capsys):
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING)
     serve_requests(model, table, 60)
     out = tmp_path / "out"
-    words = words_of(f"update log={tmp_path / 'log'} out={out}")
     for writes in (1, 2):  # while the first version is written, and while the update is
         command = [sys.executable, "-c", KILLING, str(writes), *words]
         assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
@@ -297,11 +299,11 @@ def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
         launch(words)
         assert sorted(path.name for path in (out / "versions").iterdir()) == ["0000", "0001"]
         assert not [path for path in out.rglob(".*") if path.name != ".lock"]
-    exported = out / "versions" / "0001" / "controller.npz"
+    exported = out / "versions/0001/controller.npz"
     exported.write_bytes(exported.read_bytes()[:999])
     launch(words)
     assert f"{exported}: is damaged" in capsys.readouterr().err
-    digest_in(out / "versions" / "0002")
+    digest_in(out / "versions/0002")
 
 
 @pytest.mark.parametrize(

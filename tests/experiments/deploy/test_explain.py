@@ -164,8 +164,7 @@ def test_a_mistake_is_one_line(words, message, table, capsys):
 
 def test_a_sample_of_several_data_sets_is_named_with_its_data_set(table, capsys):
     frame = pl.read_parquet("t.parquet")
-    parts = [frame.with_columns(dataset=pl.lit(name)) for name in ("a", "b")]
-    pl.concat(parts).write_parquet("two.parquet")
+    frame.join(pl.DataFrame({"dataset": ["a", "b"]}), how="cross").write_parquet("two.parquet")
     twice = {name: np.concatenate([block, block]) for name, block in np.load("f.npz").items()}
     np.savez("two.npz", dataset=np.repeat(["a", "b"], 60), **twice)
     first = table.sample_ids[0]

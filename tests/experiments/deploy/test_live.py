@@ -61,7 +61,7 @@ def server_of(case, config):
     stream = stream_of(case, config, budgets)
     model, static = AdaptiveModel(ElasticAdaptive(), controller), static_of(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets)
-    return stream, Server(model, static, chosen, stream, ElasticRequests(), config)
+    return Server(model, static, chosen, stream, ElasticRequests(), config)
 
 
 def stream_of(case, config, budgets=BUDGETS):
@@ -69,7 +69,8 @@ def stream_of(case, config, budgets=BUDGETS):
 
 
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case):
-    stream, server = server_of(case, replace(SHORT, requests=30))
+    server = server_of(case, replace(SHORT, requests=30))
+    stream = server.stream
     assert server.serve() is None
     fields = server.served.items()
     learned, frozen, static = ({key: values[p] for key, values in fields} for p in range(3))
@@ -115,7 +116,7 @@ def test_a_run_prints_and_writes_what_it_found(case, capsys):
 
 def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
     monkeypatch.setattr(live, "WARM_UP", 0)
-    stream, server = server_of(case, SHORT)
+    server = server_of(case, SHORT)
     answer = server.model.answer
 
     def slow(*arguments, **options):
@@ -133,9 +134,10 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
     assert not overhead[3:].any()
     took = overhead[2]
     spent = [0.0, *(float(np.median(took[:i])) for i in range(1, len(took)))]
-    limits = np.maximum(stream.budgets_ms - spent, 1e-9)
+    budgets_ms = server.stream.budgets_ms
+    limits = np.maximum(budgets_ms - spent, 1e-9)
     np.testing.assert_allclose(served["limit_ms"][2], limits, rtol=1e-6)
-    assert (served["limit_ms"][0, 1:] < stream.budgets_ms[1:]).all()
+    assert (served["limit_ms"][0, 1:] < budgets_ms[1:]).all()
 
 
 def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
