@@ -83,16 +83,16 @@ def looked_at_alone(policy, results):
 
 
 def each_label_is_of_its_own_request(folder, policy, results):
+    looked_at_alone(policy, results)
     log = read_log(folder, policy.agent.decider)
     assert not log.aside
     rows = {row["id"]: row for row in log.rows}
     assert len(rows) == len(results)
-    same = []
-    for _, result in results:
-        same.append(rows[result.request_id])
-        outcome = same[-1]["accuracy"], same[-1]["knobs"], same[-1]["total_ms"]
+    rows = [rows[result.request_id] for _, result in results]
+    for row, (_, result) in zip(rows, results, strict=True):
+        outcome = row["accuracy"], row["knobs"], row["total_ms"]
         assert outcome == (result.answer[1], result.configuration, result.total_ms)
-    logged = logged_of(same, policy.agent.decider)
+    logged = logged_of(rows, policy.agent.decider)
     # where the guard fell back, no features were computed
     wanted = TABLE.blocks([row for row, _ in results])
     for name, block in wanted.items():
@@ -181,7 +181,6 @@ def test_threads_share_it_and_each_label_is_of_its_own_request(wrapped, policy, 
     with ThreadPoolExecutor(8) as pool:
         results = [*pool.map(label, range(120))]
     took = time.perf_counter() - start
-    looked_at_alone(policy, results)
     each_label_is_of_its_own_request(tmp_path, policy, results)
     assert serve.tracker.answers == 120
     # they were in flight together
@@ -204,7 +203,6 @@ def test_coroutines_are_in_flight_together_and_wait_without_a_lock(wrapped, poli
         return await asyncio.gather(*(label(row) for row in range(60)))
 
     results = asyncio.run(all_of_them())
-    looked_at_alone(policy, results)
     # the time of each is that until its answer is there
     for row, result in results:
         assert result.total_ms >= cell(row, result.configuration)[1] * 1e3
