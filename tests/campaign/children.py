@@ -1,19 +1,20 @@
 """Commands in processes of their own, forked from one that has imported everything, which die where
 a trial wants."""
 
+import json
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from itertools import count, dropwhile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
-
-import commands
 
 from campaign import ROOT
 
@@ -29,7 +30,12 @@ PRELOADED = [
     "knobwise.experiments.compare.compare",
     "knobwise.experiments.deploy.update",
 ]
-VARIABLES = commands.VARIABLES | {"POLARS_MAX_THREADS": "1"}
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "POLARS_MAX_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 CHANGES = re.compile(r"os\.(rename|remove|rmdir|mkdir|chmod|symlink|link|truncate)")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 LIMIT_S = 300
@@ -93,10 +99,7 @@ def run(
     names = ("out", "err", "writes")
     printed = [Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in names]
     start = time.monotonic()
-    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    process = context.Process(target=_work, args=(work, str(folder), printed, die_at))
-    with _starting:
-        process.start()
+    process = _started(work, folder, printed, die_at, fresh)
     try:
         if die_after_s is not None and _status(process, die_after_s) is None:
             single = alone or number != signal.SIGKILL
@@ -104,7 +107,7 @@ def run(
         status = _status(process, limit_s)
         if status is None or not alone:
             kill(session(process.pid))
-        process.join(ORPHANS_S)
+        _status(process, ORPHANS_S)
         last = time.monotonic() + ORPHANS_S
         while session(process.pid):
             if time.monotonic() > last:
@@ -118,10 +121,26 @@ def run(
             path.unlink()
 
 
+def _started(work, folder, printed, die_at, fresh):
+    about = work, str(folder), list(map(str, printed)), die_at
+    if fresh:
+        command = [sys.executable, "-m", "campaign.children", json.dumps(about)]
+        return subprocess.Popen(command, cwd=ROOT / "tests")
+    process = multiprocessing.get_context("forkserver").Process(target=_work, args=about)
+    with _starting:
+        process.start()
+    return process
+
+
 def _status(process, seconds):
     """The exit status, as soon as there is one; None after this time without."""
-    process.join(seconds)
-    return process.exitcode
+    if isinstance(process, BaseProcess):
+        process.join(seconds)
+        return process.exitcode
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def session(leader):
@@ -166,7 +185,7 @@ def _work(work, folder, printed, die_at):
             sys.argv += work
             status = knobwise.__main__.main(work)
     finally:
-        printed[2].write_text(str(next(changes) - 1))
+        Path(printed[2]).write_text(str(next(changes) - 1))
         sys.stdout.flush()
         sys.stderr.flush()
     sys.exit(status)
@@ -196,3 +215,7 @@ def die_at_change(changes, folder, number):
 
     sys.addaudithook(watch)
     os.write = written
+
+
+if __name__ == "__main__":
+    _work(*json.loads(sys.argv[1]))
