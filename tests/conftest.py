@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import yaml
@@ -28,6 +29,9 @@ PRELOADED = [
     *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
 ]
 """By the process that others are forked from: imported there once, and not for seconds in each."""
+# the machine may be busy
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 LONG = ("test_docs.py", "test_layout.py", "test_everywhere.py")
 LESS = {
     "agents.serving.own_cost.ROUNDS": (1, "serving"),

@@ -90,6 +90,17 @@ def untrained(table, config=None, margins=None, deploy=None):
     return DeployedController(controller, None, settled_for(table, margins, deploy)).eval()
 
 
+def teacher_beside(table, controller, sense="deadline"):
+    """A teacher of all samples that was not trained, whose weights differ."""
+    samples, config = table.num_samples, controller.config
+    everything = torch.ones(config.members, samples, dtype=torch.bool)
+    about = config, controller.normaliser, everything, sense
+    teacher = Teacher.for_table(table, torch.arange(samples), *about)
+    for parameter in teacher.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return teacher
+
+
 @functools.cache
 def _knows_means(samples):
     """Its teacher has the means of a small table; its heads imitate it, whatever the features."""

@@ -16,26 +16,17 @@ import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from campaign import ROOT, children
+from campaign.formats import FORMATS, OUTCOMES, Mutations
+from campaign.kills import BY_NAME, kill_trial, reference_of
+from campaign.limits import LIMITS, limit_trial
+from campaign.workloads import WORKLOADS
+from knobwise.common.progress import progress
 
-from campaign import children  # noqa: E402
-from campaign.formats import FORMATS, OUTCOMES, Mutations  # noqa: E402
-from campaign.kills import BY_NAME, kill_trial, reference_of  # noqa: E402
-from campaign.limits import LIMITS, limit_trial  # noqa: E402
-from campaign.workloads import WORKLOADS  # noqa: E402
-from knobwise.common.progress import progress  # noqa: E402
-
-DEFAULTS = {
-    "kills": "200",
-    "inputs": "20000",
-    "seed": "0",
-    "folder": "campaign",
-    "jobs": "1",
-    "only": "",
-}
+DEFAULTS = {"kills": 200, "inputs": 20_000, "seed": 0, "folder": "campaign", "jobs": 1, "only": ""}
 CHUNK = 250
 COLUMNS = {
     "fine": "fine",
@@ -47,11 +38,11 @@ COLUMNS = {
     "unlike": "unlike the unbroken run",
     "leftovers": "leftovers",
 }
-NOT_AT_ALL = COLUMNS.keys() - {"fine", "refused"}
 
 
-def _lines(path):
-    return path.read_text().splitlines() if path.exists() else []
+def _rows(path):
+    """What the lines of a file hold; none where there is no file."""
+    return map(json.loads, path.read_text().splitlines()) if path.exists() else ()
 
 
 class Campaign:
@@ -61,12 +52,12 @@ class Campaign:
         folder: of `trials.jsonl`, and of the files of trials while they run.
     """
 
-    def __init__(self, kills, inputs, seed, folder, only=""):
-        self.seed, self.folder, self.work = seed, folder, folder / "work"
-        self.path, self._lock = folder / "trials.jsonl", threading.Lock()
-        self._references = {}
+    def __init__(self, kills, inputs, seed, folder, only):
+        self.seed, self.folder = seed, Path(folder).absolute()
+        self.work, self.path = self.folder / "work", self.folder / "trials.jsonl"
+        self._lock, self._references = threading.Lock(), {}
         self._making = {workload.name: threading.Lock() for workload in WORKLOADS}
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         plan = Counter()
         for i in range(kills):
@@ -77,8 +68,7 @@ class Campaign:
         plan |= {f"limit: {name}": 1 for name in LIMITS}
         self.plan = {kind: count for kind, count in plan.items() if only in kind and count}
         self.made = {}
-        for line in _lines(self.path):
-            trial = json.loads(line)
+        for trial in _rows(self.path):
             if trial["seed"] == seed and trial["number"] < self.plan.get(trial["kind"], 0):
                 self.made[trial["kind"], trial["number"]] = trial["outcome"], trial["note"]
 
@@ -89,59 +79,56 @@ class Campaign:
             progress("campaign", total, len(self.made), every_s=30) as tick,
             ThreadPoolExecutor(jobs) as pool,
         ):
-            futures = [pool.submit(work) for work in self._works()]
-            while not all(future.done() for future in futures):
-                time.sleep(0.5)
-                tick(len(self.made), f"{len(self.broken())} not as promised")
-            for future in futures:
+            for future in [pool.submit(work) for work in self._works()]:
+                while not future.done():
+                    time.sleep(0.5)
+                    tick(len(self.made), f"{len(self.broken())} not as promised")
                 future.result()
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _works(self):
         kills, rest = [], []
         for kind, count in self.plan.items():
+            what, _, name = kind.partition(": ")
             missing = [number for number in range(count) if (kind, number) not in self.made]
-            what = kind.partition(": ")[0]
             if what == "mutation":
                 parts = (missing[i : i + CHUNK] for i in range(0, len(missing), CHUNK))
-                rest += [(part[0], partial(self._mutations, kind, part)) for part in parts]
+                rest += [(part[0], partial(self._mutations, kind, name, part)) for part in parts]
             elif what == "limit":
-                rest += [(CHUNK, partial(self._limit, kind)) for _ in missing]
+                rest += [(CHUNK, partial(self._limit, kind, name)) for _ in missing]
             else:
-                kills += [(number, partial(self._kill, kind, number)) for number in missing]
+                kills += [(number, partial(self._kill, kind, name, number)) for number in missing]
         # all kinds in turn, so that a campaign that is stopped has seen something of each
         for works in (kills, rest):
-            yield from (work for _, work in sorted(works, key=lambda pair: pair[0]))
+            yield from (work for _, work in sorted(works, key=itemgetter(0)))
 
-    def _kill(self, kind, number):
-        what, _, name = kind.partition(": ")
+    def _folder(self, kind, number):
+        return self.work / f"{kind} {number}".replace(":", "").replace("/", " ")
+
+    def _kill(self, kind, name, number):
         workload = BY_NAME[name]
         with self._making[name]:
             if name not in self._references:
                 self._references[name] = reference_of(workload, self.work / f"reference {name}")
-        folder = self.work / f"{kind} {number}".replace(": ", " ")
+        folder = self._folder(kind, number)
         draw = random.Random(f"{self.seed} {kind} {number}")
-        torn = what == "torn"
-        self._note(kind, number, *kill_trial(workload, self._references[name], folder, draw, torn))
+        about = workload, self._references[name], folder, draw, kind.startswith("torn")
+        self._note(kind, number, *kill_trial(*about))
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _limit(self, kind):
-        folder = self.work / kind.replace(": ", " ")
-        self._note(kind, 0, *limit_trial(kind.partition(": ")[2], folder.absolute()))
+    def _limit(self, kind, name):
+        self._note(kind, 0, *limit_trial(name, self._folder(kind, 0)))
 
-    def _mutations(self, kind, numbers):
+    def _mutations(self, kind, name, numbers):
         """In a process of its own, so that a crash costs one trial."""
         while numbers:
-            folder = self.work / f"{kind} {numbers[0]}".replace(": ", " ").replace("/", " ")
-            shutil.rmtree(folder, ignore_errors=True)
+            folder = self._folder(kind, numbers[0])
             folder.mkdir(parents=True)
-            end = children.run(
-                Mutations(kind.partition(": ")[2], self.seed, numbers), folder, limit_s=1800
-            )
-            lines = _lines(folder / "outcomes.jsonl")
-            for line in lines:
-                self._note(kind, *json.loads(line))
-            numbers = numbers[len(lines) :]
+            end = children.run(Mutations(name, self.seed, numbers), folder, limit_s=1800)
+            made = list(_rows(folder / "outcomes.jsonl"))
+            for trial in made:
+                self._note(kind, *trial)
+            numbers = numbers[len(made) :]
             if end.status == 1:
                 raise RuntimeError(f"{kind}: {end.err}")
             if numbers:
@@ -150,15 +137,9 @@ class Campaign:
             shutil.rmtree(folder)
 
     def _note(self, kind, number, outcome, note):
+        trial = {"seed": self.seed, "kind": kind, "number": number, "outcome": outcome}
         with self._lock, self.path.open("a") as file:
-            line = {
-                "seed": self.seed,
-                "kind": kind,
-                "number": number,
-                "outcome": outcome,
-                "note": note,
-            }
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(trial | {"note": note}) + "\n")
             self.made[kind, number] = outcome, note
 
     def table(self):
@@ -168,9 +149,9 @@ class Campaign:
             for row in (kind, f"**all: {kind.partition(':')[0]}**"):
                 counts[row][outcome] += 1
         rows = [["kind", "trials", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 2)]
-        for kind in [*self.plan, *sorted(k for k in counts if k[0] == "*")]:
-            if row := counts[kind]:
-                rows.append([kind, row.total(), *(row[name] for name in COLUMNS)])
+        sums = sorted(counts.keys() - self.plan.keys())
+        for kind in (kind for kind in [*self.plan, *sums] if kind in counts):
+            rows.append([kind, counts[kind].total(), *(counts[kind][name] for name in COLUMNS)])
         return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
     def broken(self):
@@ -178,7 +159,7 @@ class Campaign:
         return [
             f"{kind} {number}: {outcome}: {note}"
             for (kind, number), (outcome, note) in sorted(self.made.items())
-            if outcome in NOT_AT_ALL
+            if outcome not in ("fine", "refused")
         ]
 
 
@@ -188,15 +169,15 @@ def main(words):
         known = ", ".join(DEFAULTS)
         print(f"campaign: no option {', '.join(unknown)}; known are {known}", file=sys.stderr)
         return 2
-    values = DEFAULTS | given
     children.prepare_server()
-    numbers = {name: int(values[name]) for name in ("kills", "inputs", "seed")}
-    campaign = Campaign(**numbers, folder=Path(values["folder"]).absolute(), only=values["only"])
-    campaign.run(int(values["jobs"]))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    seen = f"Commit {commit.stdout.strip()}, seed {numbers['seed']}.\n\n{campaign.table()}\n"
+    # numbers where the defaults are numbers
+    values = {name: type(usual)(given.get(name, usual)) for name, usual in DEFAULTS.items()}
+    jobs = values.pop("jobs")
+    campaign = Campaign(**values)
+    campaign.run(jobs)
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    seen = f"Commit {commit}, seed {campaign.seed}.\n\n{campaign.table()}\n"
     broken = campaign.broken()
     (campaign.folder / "table.md").write_text(seen)
     (campaign.folder / "broken.txt").write_text("".join(f"{line}\n" for line in broken))

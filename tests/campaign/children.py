@@ -16,7 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from campaign import ROOT
+
 PRELOADED = [
     "campaign.workloads",
     "campaign.formats",
@@ -53,6 +54,9 @@ class Ended(NamedTuple):
     seconds: float
     writes: int = 0
     """Changes of files below its folder; 0 for a process that did not come to its end."""
+
+    def __str__(self):
+        return f"{self.status} {self.err.strip()[-400:]!r}"
 
     @property
     def traceback(self):
@@ -92,9 +96,8 @@ def run(
             session.
         fresh: in a new interpreter, which joblib and Ray start their processes from.
     """
-    printed = [
-        Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in ("out", "err", "writes")
-    ]
+    names = ("out", "err", "writes")
+    printed = [Path(tempfile.mkstemp(prefix=f"campaign-{name}-")[1]) for name in names]
     start = time.monotonic()
     process = _started(work, folder, printed, die_at, fresh)
     try:
@@ -119,14 +122,11 @@ def run(
 
 
 def _started(work, folder, printed, die_at, fresh):
+    about = work, str(folder), list(map(str, printed)), die_at
     if fresh:
-        words = [work, str(folder), [str(path) for path in printed], die_at]
-        return subprocess.Popen(
-            [sys.executable, "-m", "campaign.children", json.dumps(words)], cwd=ROOT / "tests"
-        )
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_work, args=(work, str(folder), printed, die_at)
-    )
+        command = [sys.executable, "-m", "campaign.children", json.dumps(about)]
+        return subprocess.Popen(command, cwd=ROOT / "tests")
+    process = multiprocessing.get_context("forkserver").Process(target=_work, args=about)
     with _starting:
         process.start()
     return process
@@ -185,7 +185,7 @@ def _work(work, folder, printed, die_at):
             sys.argv += work
             status = knobwise.__main__.main(work)
     finally:
-        printed[2].write_text(str(next(changes) - 1))
+        Path(printed[2]).write_text(str(next(changes) - 1))
         sys.stdout.flush()
         sys.stderr.flush()
     sys.exit(status)
@@ -218,5 +218,4 @@ def die_at_change(changes, folder, number):
 
 
 if __name__ == "__main__":
-    words, place, paths, change = json.loads(sys.argv[1])
-    _work(words, place, [Path(path) for path in paths], change)
+    _work(*json.loads(sys.argv[1]))

@@ -24,17 +24,17 @@ from safetensors.numpy import save as safetensors_save
 from safetensors.torch import save_file
 
 from campaign import mutate, oracle
+from knobwise.agents import NumpyController
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
+from knobwise.envs import BeamTable, ProfileTable
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells
 from knobwise.experiments.report.words import write_results
@@ -71,20 +71,14 @@ def _frame():
 
 
 def _core():
-    frame = _frame().with_columns(tier=pl.lit("low"))
-    for (tier, k, blocks), rows in frame.group_by("tier", "top_k", "num_active_blocks"):
+    folder = Path("d/text-vqa")
+    folder.mkdir(parents=True, exist_ok=True)
+    for (k, blocks), rows in _frame().group_by("top_k", "num_active_blocks"):
         cells = rows.unique("sample_id").sort("sample_id")
         cells = cells.select("sample_id", "accuracy", T_total="latency_ms").to_dicts()
-        content = {
-            "tier": tier,
-            "top_k": k,
-            "num_active_blocks": blocks,
-            "num_samples": 6,
-            "per_sample_results": cells,
-        }
-        path = Path(f"d/text-vqa/text_vqa_imgsizetier-{tier}_crops12_topk{k}_blocks{blocks}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
+        content = {"tier": "low", "top_k": k, "num_active_blocks": blocks, "num_samples": 6}
+        path = folder / f"text_vqa_imgsizetier-low_crops12_topk{k}_blocks{blocks}.json"
+        path.write_text(json.dumps(content | {"per_sample_results": cells}))
 
 
 def _beams():
@@ -100,12 +94,12 @@ def _beams():
     save_file({"embeddings": table.queries}, "q.safetensors")
 
 
-def _agent(path):
-    agent, table = small_stack(60)
-    if path.endswith(".npz"):
-        agent.export(path)
-    else:
-        save_checkpoint(path, agent, table, {"test_rows": torch.arange(9)})
+def _checkpoint(path):
+    save_checkpoint(path, *small_stack(60), {"test_rows": torch.arange(9)})
+
+
+def _exported(path):
+    small_stack(60)[0].export(path)
 
 
 def _log():
@@ -118,9 +112,7 @@ def _tracker():
 
 
 def _restored(state):
-    tracker = LatencyTracker(
-        [TABLE.configuration(c) for c in range(TABLE.num_configurations)], "digest"
-    )
+    tracker = LatencyTracker(configurations_of(TABLE), "digest")
     tracker.update(3, 1.0, 0.2, 4.0)
     if state:
         tracker.restore(state)
@@ -132,8 +124,8 @@ def _measured():
     times = dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), 1.5) | dict.fromkeys(TOKENS, 7)
     rows = {"sample_id": list("012345"), "content": list("abcdef")}
     Path("m").mkdir()
-    frame = pl.DataFrame(rows | times | {"repeat": 0, "max_crops": 2, "text": "a"})
-    frame.write_ndjson("m/measured.jsonl")
+    others = {"repeat": 0, "max_crops": 2, "text": "a"}
+    pl.DataFrame(rows | times | others).write_ndjson("m/measured.jsonl")
 
 
 def _questions():
@@ -156,22 +148,30 @@ def _compared():
     return results_cells(comparison), settings_cells(comparison)
 
 
+def _chosen(controller):
+    budgets = np.linspace(5, 60, 20, dtype=np.float32)
+    return controller.choose(arrays(small_table(20)), budgets).tolist()
+
+
 def _decided(path):
-    loaded = NumpyController.load(path) if path.endswith("z") else load_checkpoint(path)
-    asked = arrays(small_table(20)), np.linspace(5, 60, 20, dtype=np.float32)
-    if isinstance(loaded, NumpyController):
-        return [loaded.configuration(int(index)) for index in loaded.choose(*asked)]
-    state = loaded.controller.state_dict()
-    broken = [name for name, value in state.items() if (value != value).any()]
-    chosen = loaded.controller.choose(*asked)
-    return chosen.tolist(), {k: v.tolist() for k, v in state.items()}, broken
+    controller = NumpyController.load(path)
+    return [controller.configuration(index) for index in _chosen(controller)]
+
+
+def _deployed(path):
+    controller = load_checkpoint(path).controller
+    state = controller.state_dict()
+    broken = [name for name, value in state.items() if value.isnan().any()]
+    return broken, _chosen(controller), {k: v.tolist() for k, v in state.items()}
 
 
 def _same(result, files, whole, by_bytes):
-    """Whoever rewrites a checkpoint on purpose has made another one, which need only decide."""
-    if by_bytes and result != whole:
-        return "decides otherwise"
-    return f"NaN in {result[2]}" if not isinstance(result, list) and result[2] else ""
+    """Whoever rewrites a file on purpose has made another one."""
+    return "something else" if by_bytes and result != whole else ""
+
+
+def _whole(result, *about):
+    return f"NaN in {result[0]}" if result[0] else _same(result, *about)
 
 
 def _logged(result, files, whole, by_bytes):
@@ -182,27 +182,18 @@ def _logged(result, files, whole, by_bytes):
             lines.append(json.loads(line))
     lines = [line for line in lines if isinstance(line, dict)]
     for row in result.rows:
-        read = {key: value for key, value in row.items() if key != "accuracy"}
-        if not any(read.items() <= line.items() for line in lines):
+        # the accuracy is that of the label
+        if not any(row.items() <= (line | {"accuracy": row["accuracy"]}).items() for line in lines):
             return "a row that is no line"
-        if not (
-            0 < row["probability"] <= 1 and row["answer_ms"] > 0 and row["budget_ms"] < float("inf")
-        ):
+        possible = 0 < row["probability"] <= 1 and row["budget_ms"] < np.inf
+        if not (possible and row["answer_ms"] > 0):
             return f"a row with {row['probability']}, {row['answer_ms']}"
     return ""
-
-
-def _stored(result, files, whole, by_bytes):
-    return "another table" if by_bytes and result.digest != whole.digest else ""
 
 
 def _by(wrong, *options):
     """A judge that gives the oracle the one file that was read."""
     return lambda result, files, whole, by_bytes: wrong(result, *files.values(), *options)
-
-
-def _long(rows):
-    return _by(lambda table, content: oracle.wrong_table(table, *rows(content)))
 
 
 def _exp(core):
@@ -213,13 +204,14 @@ def _file(path, make, read, *judge):
     return Format(partial(make, path), path, partial(read, path), *judge)
 
 
+def _long(path, writer, rows):
+    judge = _by(lambda table, content: oracle.wrong_table(table, *rows(content)))
+    return _file(path, lambda path: getattr(_frame(), writer)(path), read_long_table, judge)
+
+
 def _beam_file(path):
-    return Format(
-        _beams,
-        path,
-        lambda: read_beam_data(path, "c.safetensors", "q.safetensors"),
-        _by(oracle.wrong_beams),
-    )
+    about = path, "c.safetensors", "q.safetensors"
+    return Format(_beams, path, partial(read_beam_data, *about), _by(oracle.wrong_beams))
 
 
 def _claimed(path):
@@ -235,21 +227,9 @@ def _written(path):
 
 
 FORMATS = {
-    "long CSV": _file(
-        "t.csv", lambda path: _frame().write_csv(path), read_long_table, _long(oracle.csv_rows)
-    ),
-    "long Parquet": _file(
-        "t.parquet",
-        lambda path: _frame().write_parquet(path),
-        read_long_table,
-        _long(oracle.parquet_rows),
-    ),
-    "JSON lines": _file(
-        "t.jsonl",
-        lambda path: _frame().write_ndjson(path),
-        read_long_table,
-        _long(oracle.json_rows),
-    ),
+    "long CSV": _long("t.csv", "write_csv", oracle.csv_rows),
+    "long Parquet": _long("t.parquet", "write_parquet", oracle.parquet_rows),
+    "JSON lines": _long("t.jsonl", "write_ndjson", oracle.json_rows),
     "exp5 and exp6": Format(
         lambda: write_exp5_exp6(_frame(), "a", "b", "text_vqa"),
         "[ab]/*/*.json",
@@ -264,12 +244,18 @@ FORMATS = {
     "beams, legacy": _beam_file("legacy.json"),
     "beams, RL data": _beam_file("rl.json"),
     "beam table": _file(
-        "b.safetensors", lambda path: small_beams(6)[0].save(path), BeamTable.load, _stored
+        "b.safetensors", small_beams(6)[0].save, lambda path: BeamTable.load(path).digest, _same
     ),
-    "profile table": _file("t.safetensors", TABLE.save, ProfileTable.load, _stored),
+    "profile table": _file(
+        "t.safetensors", TABLE.save, lambda path: ProfileTable.load(path).digest, _same
+    ),
     # one that was rewritten to expect other features does not fit those of the profile
-    "checkpoint": _file("s.pt", _agent, _decided, _same)._replace(named=("features: block",)),
-    "exported controller": _file("s.npz", _agent, _decided, _same)._replace(refusals=(ValueError,)),
+    "checkpoint": _file("s.pt", _checkpoint, _deployed, _whole)._replace(
+        named=("features: block",)
+    ),
+    "exported controller": _file("s.npz", _exported, _decided, _same)._replace(
+        refusals=(ValueError,)
+    ),
     "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log")),
@@ -287,29 +273,24 @@ for name in ("results.json", "config.yaml", "decisions.parquet", "metrics.csv"):
 
 
 def _arrays_changed(path, content, random):
-    file, tensors = io.BytesIO(content), path.suffix == ".pt"
-    if tensors:
+    file, out = io.BytesIO(content), io.BytesIO()
+    if path.suffix == ".pt":
         tree = torch.load(file, weights_only=True)
-    else:
-        tree = dict(np.load(file)) if path.suffix == ".npz" else safetensors_load(content)
-    heads = [] if tensors else [name for name in ("head", "header") if name in tree]
+        torch.save(mutate.tree_of_arrays_changed(tree, random, torch.from_numpy), out)
+        return out.getvalue()
+    tree = dict(np.load(file)) if path.suffix == ".npz" else safetensors_load(content)
+    heads = [name for name in ("head", "header") if name in tree]
     if heads and random.random() < 0.5:
         head = mutate.json_changed(tree[heads[0]].tobytes(), random, [])
         tree[heads[0]] = np.frombuffer(head, np.uint8)
     else:
-        tree = mutate.tree_of_arrays_changed(
-            tree, random, torch.from_numpy if tensors else np.asarray
-        )
-    out = io.BytesIO()
-    if tensors:
-        torch.save(tree, out)
-    elif path.suffix == ".npz":
+        tree = mutate.tree_of_arrays_changed(tree, random, np.asarray)
+    if path.suffix == ".npz":
         np.savez(out, allow_pickle=False, **tree)
-    else:
-        ids = {"sample_id": json.dumps(TABLE.sample_ids)} if "image_features" in tree else None
-        whole = {n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}
-        return bytes(safetensors_save(whole, ids))
-    return out.getvalue()
+        return out.getvalue()
+    ids = {"sample_id": json.dumps(TABLE.sample_ids)} if "image_features" in tree else None
+    whole = {n: np.ascontiguousarray(np.atleast_1d(x)) for n, x in tree.items()}
+    return bytes(safetensors_save(whole, ids))
 
 
 CHANGES = {
@@ -379,12 +360,8 @@ def _outcome(about, path, files, whole, by_bytes):
     try:
         result = about.read()
     except about.refusals as error:
-        places = (
-            Path(path).name,
-            *(f"{place}{end}" for place in Path(path).parents for end in ": "),
-            *about.named,
-        )
-        named = any(place in str(error) for place in places)
+        folders = [f"{place}{end}" for place in Path(path).parents for end in ": "]
+        named = any(place in str(error) for place in (Path(path).name, *folders, *about.named))
         one_line = "\n" not in str(error).strip()
         return ("refused", "") if named and one_line else ("vague", f"{str(error)[:200]!r}")
     except TimeoutError:

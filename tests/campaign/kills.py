@@ -61,30 +61,31 @@ def reference_of(workload, folder):
 def kill_trial(workload, reference, folder, random, torn):
     """Kill it once or twice, tear a file if wanted, run it to its end. The outcome and a note."""
     shutil.copytree(reference.prepared, folder, symlinks=True)
-    before, story = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, []
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    story = []
     again = partial(run, workload.work, folder, fresh=workload.fresh)
     for _ in range(random.choice((1, 1, 2))):
-        at_write, alone = random.random() < 0.6, random.random() < 0.3
-        number = random.randint(1, max(1, reference.writes))
-        moment = random.uniform(0, reference.seconds)
-        death = {"die_at": number} if at_write else {"die_after_s": moment}
-        killed = again(**death, alone=alone)
-        story.append(f"write {number}" if at_write else f"{moment:.2f} s")
+        death = {"die_after_s": random.uniform(0, reference.seconds)}
+        if random.random() < 0.6:
+            death = {"die_at": random.randint(1, max(1, reference.writes))}
+        killed = again(**death, alone=random.random() < 0.3)
+        story.append(str(death))
         if killed.status != -9:
             story[-1] += f" (ended with {killed.status} before)"
         if killed.status == 0 or _complete(folder, reference):
             break  # the same command would begin another run
         # what it started may complain of its death
         if killed.status != -9 and (outcome := _bad_end(killed)):
-            return outcome, f"{' + '.join(story)}: {_words(killed)}"
+            return outcome, f"{' + '.join(story)}: {killed}"
     complete = _complete(folder, reference)
     path = _tear(workload, folder, before, random, story) if torn else None
+    story = " + ".join(story)
     if path is None and complete:
-        return "fine", f"{' + '.join(story)}: after its last step"
+        return "fine", f"{story}: after its last step"
     end = killed if killed.status == 0 and path is None else again()
     if complete and end.status == 0:
-        return "fine", f"{' + '.join(story)}: began another run"
-    return _judged(workload, reference, folder, end, path, " + ".join(story))
+        return "fine", f"{story}: began another run"
+    return _judged(workload, reference, folder, end, path, story)
 
 
 def _complete(folder, reference):
@@ -92,11 +93,12 @@ def _complete(folder, reference):
 
 
 def _tear(workload, folder, before, random, story):
-    paths = [path for path in sorted(folder.glob(workload.torn)) if path.is_file()]
-    paths = [path for path in paths if not path.is_symlink() and path.stat().st_size]
-    paths = [path for path in paths if "tensorboard" not in path.parts]
-    if workload.name not in OF_READERS:
-        paths = [path for path in paths if before.get(path) != path.read_bytes()]
+    paths = []
+    for path in sorted(folder.glob(workload.torn)):
+        if path.is_file() and not path.is_symlink() and "tensorboard" not in path.parts:
+            content = path.read_bytes()
+            if content and (workload.name in OF_READERS or before.get(path) != content):
+                paths.append(path)
     if not paths:
         return None
     path, (name, tear) = random.choice(paths), random.choice(list(TEARS.items()))
@@ -109,17 +111,13 @@ def _bad_end(end):
     return "hang" if end.status is None else "traceback" if end.traceback else ""
 
 
-def _words(end):
-    return f"{end.status} {end.err.strip()[-400:]!r}"
-
-
 def _judged(workload, reference, folder, end, torn, story):
     if outcome := _bad_end(end):
-        return outcome, f"{story}: {_words(end)}"
+        return outcome, f"{story}: {end}"
     named = torn is not None and torn.name in end.out + end.err
     if end.status != 0:
         plain = end.status == 2 and len(end.complaint) == 1 and named
-        return ("refused" if plain else "vague" if torn else "unlike"), f"{story}: {_words(end)}"
+        return ("refused" if plain else "vague" if torn else "unlike"), f"{story}: {end}"
     if workload.check is not None:
         checked = run(_Check(workload.name), folder)
         said = torn is not None and checked.status == 1  # what a tear took is counted by its reader

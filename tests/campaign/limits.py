@@ -9,7 +9,8 @@ import subprocess
 import sys
 from functools import partial
 
-from campaign.children import ROOT, VARIABLES, Ended, run
+from campaign import ROOT
+from campaign.children import VARIABLES, Ended, run
 from campaign.kills import reference_of
 from campaign.state import difference, state_of
 from campaign.workloads import LEAN, TABLE, Workload, write_table
@@ -21,73 +22,51 @@ INSPECT = ["inspect", *TABLE, "json=i.json"]
 RUN = Workload("lean", write_table, [*LEAN, "name=r"], "")
 
 
-def _command(words, folder, before=None, **variables):
-    try:
-        return _ended(_begun(words, folder, before, **variables))
-    except subprocess.TimeoutExpired:
-        return Ended(None, "", "", LIMIT_S)
-
-
 def _begun(words, folder, before=None, **variables):
     environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT), **variables}
     # where a file may not be long, Python leaves half a .pyc, which later commands trip over
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment = {name: value for name, value in environment.items() if value != "(unset)"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words],
-        cwd=folder,
-        env=environment,
-        preexec_fn=before,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
+    command = [sys.executable, "-m", "knobwise", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=before, **pipes)
 
 
 def _ended(process):
     with process:
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
+            printed = process.communicate(timeout=LIMIT_S)
+            return Ended(process.returncode, *printed, 0.0)
+        except subprocess.TimeoutExpired:
             process.kill()
-    return Ended(process.returncode, out, err, 0.0)
+            return Ended(None, "", "", LIMIT_S)
 
 
 def _judged(end, statuses=(0, 1, 2), blames=""):
     """Fine, or a complaint of one line, which must not blame this file."""
-    note = f"{end.status} {end.err.strip()[-300:]!r}"
     if end.status is None:
-        return "hang", note
+        return "hang", str(end)
     if end.traceback:
-        return "traceback", note
+        return "traceback", str(end)
     if end.status == 0:
-        return ("fine", "") if 0 in statuses else ("wrong", note)
+        return ("fine", "") if 0 in statuses else ("wrong", str(end))
     blamed = blames and blames in end.err
     plain = len(end.complaint) == 1 and end.status in statuses and not blamed
-    return "refused" if plain else "vague", note
+    return "refused" if plain else "vague", str(end)
 
 
-def _limited(folder, words, blames="", **limits):
-    def lower():
-        for name, value in limits.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-
-    return _judged(_command(words, folder, lower), blames=blames)
+def _tried(folder, words=INSPECT, before=None, statuses=(0, 1, 2), blames="", **variables):
+    return _judged(_ended(_begun(words, folder, before, **variables)), statuses, blames)
 
 
-def _fine(folder, **variables):
-    return _judged(_command(INSPECT, folder, **variables), (0,))
-
-
-def _refused(folder, words, lower=None):
-    return _judged(_command(words, folder, lower), (2,))
+def _lower(limit, value):
+    return partial(resource.setrlimit, limit, (value, value))
 
 
 def _removed(folder):
     place = folder / "gone"
     place.mkdir()
-    return _judged(_command(INSPECT, place, place.rmdir))
+    return _tried(place, before=place.rmdir)
 
 
 def _full_disk(folder):
@@ -98,7 +77,7 @@ def _full_disk(folder):
     try:
         for name in ("t.parquet", "f.npz"):
             shutil.copy(folder / name, place)
-        return _judged(_command(RUN.work, place), (1,))
+        return _tried(place, RUN.work, statuses=(1,))
     finally:
         subprocess.run(["umount", place], check=True)
 
@@ -110,7 +89,7 @@ def _read_only(folder):
         ctypes.CDLL(None).prctl(DROP_CAPABILITY, MAY_WRITE_ANYWHERE, 0, 0, 0)
 
     try:
-        return _refused(folder, RUN.work, lower)
+        return refused(folder, RUN.work, lower)
     finally:
         folder.chmod(0o755)
 
@@ -118,10 +97,10 @@ def _read_only(folder):
 def _at_once(folder):
     """Two of the same command: both end well, as one after the other does."""
     both = [_begun(RUN.work, folder) for _ in range(2)]
-    outcomes = [_judged(_ended(process)) for process in both]
-    if any(outcome != "fine" for outcome, _ in outcomes):
-        return max(outcomes)
-    states = [state_of(folder / "runs" / "lean" / name) for name in ("r", "r-2")]
+    worst = max(_judged(_ended(process)) for process in both)
+    if worst != ("fine", ""):
+        return worst
+    states = [state_of(folder / "runs/lean" / name) for name in ("r", "r-2")]
     unlike = difference(*states, noise=set()).unlike if all(states) else ["there are not two runs"]
     named = ("report.html", "config.yaml", "results.json .command")
     unlike = [place for place in unlike if not place.startswith(named)]
@@ -136,12 +115,10 @@ def _stopped(folder, number, status, set_back_s=0.0):
     shutil.copytree(reference.prepared, folder, symlinks=True)
     end = run(RUN.work, folder, die_after_s=reference.seconds * 0.4, number=number)
     if end.status != status or "repeat the command to resume" not in end.err:
-        return ("traceback" if end.traceback else "vague"), f"{end.status} {end.err[-300:]!r}"
+        return ("traceback" if end.traceback else "vague"), str(end)
     for path in folder.rglob("*"):
-        times = path.lstat()
-        os.utime(
-            path, (times.st_atime + set_back_s, times.st_mtime + set_back_s), follow_symlinks=False
-        )
+        modified_s = path.lstat().st_mtime + set_back_s
+        os.utime(path, (modified_s, modified_s), follow_symlinks=False)
     end = run(RUN.work, folder)
     if end.status != 0:
         return _judged(end)
@@ -151,22 +128,26 @@ def _stopped(folder, number, status, set_back_s=0.0):
     return ("unlike" if left.unlike else "leftovers", str(left)) if any(left) else ("fine", "")
 
 
+refused = partial(_tried, statuses=(2,))
+fine = partial(_tried, statuses=(0,))
+inspected = partial(_tried, blames="t.parquet")
+stopped = partial(_stopped, number=signal.SIGINT, status=130)
 LIMITS = {
-    "file size": partial(_limited, words=RUN.work, FSIZE=20_000),
-    "open files": partial(_limited, words=INSPECT, blames="t.parquet", NOFILE=12),
-    "address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=4 << 30),
-    "more address space": partial(_limited, words=INSPECT, blames="t.parquet", AS=8 << 30),
-    "ASCII output": partial(_fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
+    "file size": partial(_tried, words=RUN.work, before=_lower(resource.RLIMIT_FSIZE, 20_000)),
+    "open files": partial(inspected, before=_lower(resource.RLIMIT_NOFILE, 12)),
+    "address space": partial(inspected, before=_lower(resource.RLIMIT_AS, 4 << 30)),
+    "more address space": partial(inspected, before=_lower(resource.RLIMIT_AS, 8 << 30)),
+    "ASCII output": partial(fine, PYTHONIOENCODING="ascii", LC_ALL="C"),
     "removed working folder": _removed,
-    "no home": partial(_fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
+    "no home": partial(fine, HOME="(unset)", XDG_CACHE_HOME="(unset)"),
     "read-only folder": _read_only,
     "two at once": _at_once,
-    "Ctrl-C": partial(_stopped, number=signal.SIGINT, status=130),
-    "clock set back": partial(_stopped, number=signal.SIGINT, status=130, set_back_s=86_400.0),
+    "Ctrl-C": stopped,
+    "clock set back": partial(stopped, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
-    "long option": partial(_refused, words=[*LEAN, f"name={'a' * 5000}"]),
-    "long path": partial(_refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
-    "profile=0": partial(_refused, words=["inspect", "profile=0"]),
+    "long option": partial(refused, words=[*LEAN, f"name={'a' * 5000}"]),
+    "long path": partial(refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
+    "profile=0": partial(refused, words=["inspect", "profile=0"]),
 }
 if os.geteuid() == 0:  # who else may not mount
     LIMITS["full disk"] = _full_disk

@@ -4,11 +4,12 @@ import csv
 import io
 import json
 import re
+from collections import defaultdict
 
 import numpy as np
 import polars as pl
 
-DEEP = "[" * 100_000
+DEEP = "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 20_000 + "1" + "}" * 20_000
 NUMBERS, WEIRD, CELLS = map(
     str.split,
     (
@@ -17,6 +18,8 @@ NUMBERS, WEIRD, CELLS = map(
         'nan inf -1 1e999 true x 07 1_0 " null 0x10 \u0663',
     ),
 )
+NAMES = "", "cpu_ms", "extra", "question_id", "repeat"
+"""Of columns, some of which mean something."""
 WEIRD += NUMBERS
 CELLS += ["", " 1 ", "9" * 40]
 
@@ -59,9 +62,7 @@ def json_changed(content, random, others):
         line = lines[number]
         lines[number : number + 1] = random.choice(([], [line, line], [line[: len(line) // 2]]))
         return b"\n".join(lines)
-    tree = json.loads(
-        lines[number], object_pairs_hook=lambda pairs: {"": [list(pair) for pair in pairs]}
-    )
+    tree = json.loads(lines[number], object_pairs_hook=lambda pairs: {"": list(map(list, pairs))})
     for _ in range(random.choice((1, 1, 2))):
         tree = _tree_changed(tree, random)
     lines[number] = _dumped(tree).encode(errors="surrogatepass")
@@ -74,28 +75,22 @@ def _is_object(value):
 
 def _tree_changed(tree, random):
     """Objects are {"": [[key, value], …]}, so that a key may occur twice."""
-    places = []
+    # by the key in an object: rare fields as often as those of which there are many
+    places = defaultdict(list)
 
     def walk(value):
         if _is_object(value):
             for pair in value[""]:
-                places.append((pair, 1))
+                places[pair[0]].append((pair, 1))
                 walk(pair[1])
         elif isinstance(value, list):
             for i, part in enumerate(value):
-                places.append((value, i))
+                places[""].append((value, i))
                 walk(part)
 
     top = [tree]
-    places.append((top, 0))
-    walk(tree)
-    # rare fields as often as those of which there are many
-    by_key = {}
-    for holder, i in places:
-        by_key.setdefault(
-            str(holder[0]) if i == 1 and isinstance(holder[0], str) else "", []
-        ).append((holder, i))
-    holder, i = random.choice(by_key[random.choice(sorted(by_key))])
+    walk(top)
+    holder, i = random.choice(places[random.choice(sorted(places))])
     value = holder[i]
     action = random.randrange(6)
     if action == 0 and _is_object(value) and value[""]:
@@ -109,21 +104,15 @@ def _tree_changed(tree, random):
             pair[0] = random.choice((pair[0] + "_", pair[0].upper(), "", "sample_id", "__class__"))
     elif action == 1 and isinstance(value, list) and value:
         part = random.randrange(len(value))
-        value[part : part + 1] = random.choice(
-            ([], [value[part]] * 2, [value[part], Raw(random.choice(WEIRD))])
-        )
+        old, new = value[part], Raw(random.choice(WEIRD))
+        value[part : part + 1] = random.choice(([], [old, old], [old, new]))
     elif action == 2 and random.random() < 0.2:
-        holder[i] = Raw(
-            random.choice((DEEP, DEEP + "]" * len(DEEP), '{"a":' * 20_000 + "1" + "}" * 20_000))
-        )
+        holder[i] = Raw(random.choice(DEEP))
     elif action == 3 and isinstance(value, int | float) and not isinstance(value, bool):
-        holder[i] = random.choice(
-            (-value, value + 1, value * 10, value / 3, str(value), [value], float(value))
-        )
-    elif action == 4:
-        holder[i] = Raw(random.choice(NUMBERS))
+        numbers = -value, value + 1, value * 10, value / 3, float(value)
+        holder[i] = random.choice((*numbers, str(value), [value]))
     else:
-        holder[i] = Raw(random.choice(WEIRD))
+        holder[i] = Raw(random.choice(NUMBERS if action == 4 else WEIRD))
     return top[0]
 
 
@@ -131,9 +120,8 @@ def _dumped(value):
     if isinstance(value, Raw):
         return str(value)
     if _is_object(value):
-        return (
-            "{" + ", ".join(f"{json.dumps(key)}: {_dumped(part)}" for key, part in value[""]) + "}"
-        )
+        pairs = ", ".join(f"{json.dumps(key)}: {_dumped(part)}" for key, part in value[""])
+        return f"{{{pairs}}}"
     return f"[{', '.join(map(_dumped, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
@@ -148,9 +136,7 @@ def csv_changed(content, random, others):
             case 1:
                 rows = [line + line[column : column + 1] for line in rows]
             case 2:
-                rows[0][column] = random.choice(
-                    (*rows[0], "", "cpu_ms", "extra", "question_id", "repeat")
-                )
+                rows[0][column] = random.choice((*rows[0], *NAMES))
             case 3:
                 del rows[row]
             case 4:
@@ -188,16 +174,12 @@ def frame_changed(frame, random):
         case 0:
             return frame.drop(column)
         case 1:
-            names = {
-                column: random.choice(
-                    (f"{column}_", "sample_id_", "cpu_ms", "repeat", "question_id", "")
-                )
-            }
-            return frame.rename(names) if names[column] not in frame.columns else frame
+            name = random.choice((f"{column}_", "sample_id_", *NAMES))
+            return frame if name in frame.columns else frame.rename({column: name})
         case 2:
-            kind = random.choice(
-                (pl.String, pl.Float32, pl.Boolean, pl.List(pl.Int64), pl.Binary, pl.Categorical)
-            )
+            lists = pl.List(pl.Int64)
+            kinds = pl.String, pl.Float32, pl.Boolean, lists, pl.Binary, pl.Categorical
+            kind = random.choice(kinds)
             try:
                 return frame.with_columns(pl.col(column).cast(kind, strict=False))
             except pl.exceptions.PolarsError:
@@ -214,10 +196,8 @@ def frame_changed(frame, random):
         case _:
             column = random.choice(numeric)
             value = random.choice((None, float("nan"), float("inf"), -1.0, 1e300, 1e39, 2.0, 0.5))
-            changed = (
-                pl.when(pl.int_range(pl.len()) == row).then(pl.lit(value)).otherwise(pl.col(column))
-            )
-            return frame.with_columns(changed.alias(column))
+            changed = pl.when(pl.int_range(pl.len()) == row).then(pl.lit(value))
+            return frame.with_columns(changed.otherwise(pl.col(column)).alias(column))
 
 
 def tree_of_arrays_changed(tree, random, wrap):
@@ -238,24 +218,20 @@ def tree_of_arrays_changed(tree, random, wrap):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[f"{key}_" if random.random() < 0.5 else random.choice(list(holder))] = (
-                holder.pop(key)
-            )
+            name = f"{key}_" if random.random() < 0.5 else random.choice(list(holder))
+            holder[name] = holder.pop(key)
         case 2:
-            holder[key] = random.choice(
-                (None, True, -1, 1e30, float("nan"), "x", [], {}, wrap(np.zeros(3)))
-            )
+            values = None, True, -1, 1e30, np.nan, "x", [], {}, wrap(np.zeros(3))
+            holder[key] = random.choice(values)
         case _ if hasattr(value, "dtype") and value.ndim:
             array = np.array(value)
             flat = array.reshape(-1)
             if random.random() < 0.4:
-                array = random.choice(
-                    (array[:-1], np.concatenate([array, array]), array[None], flat, array[:0])
-                )
+                twice = np.concatenate([array, array])
+                array = random.choice((array[:-1], twice, array[None], flat, array[:0]))
             elif random.random() < 0.3:
-                array = array.astype(
-                    random.choice((np.float64, np.int8, np.complex64, bool, np.uint64))
-                )
+                kinds = np.float64, np.int8, np.complex64, bool, np.uint64
+                array = array.astype(random.choice(kinds))
             elif flat.size:
                 wrong = random.choice((np.nan, np.inf, -np.inf, -1, 1e30, 0))
                 with np.errstate(all="ignore"):
@@ -263,7 +239,5 @@ def tree_of_arrays_changed(tree, random, wrap):
                 array = flat.reshape(array.shape)
             holder[key] = wrap(array)
         case _ if isinstance(value, int | float | str):
-            holder[key] = random.choice((str(value), [value], float("nan"), -1, 10**30, None))
-        case _:
-            holder[key] = value
+            holder[key] = random.choice((str(value), [value], np.nan, -1, 10**30, None))
     return tree

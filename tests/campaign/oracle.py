@@ -12,8 +12,7 @@ import statistics
 import struct
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import chain, zip_longest
 
 import numpy as np
 import polars as pl
@@ -29,20 +28,13 @@ COLUMNS = [
     "question_id",
     "image_id",
 ]
-DTYPES = {
-    "F32": "<f4",
-    "F64": "<f8",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "U8": "u1",
-    "U64": "<u8",
-    "BOOL": "?",
-    "I8": "i1",
-}
 CORE = ("tier", "top_k", "num_active_blocks")
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
-Rows = Sequence[Mapping[str, Any]]
+SIDES = {
+    "accuracy": ("exp6", "score", "accuracy"),
+    "ms": ("exp5", "T_total_ms", "latency_total", "T_total"),
+}
+"""What is measured → the experiment that has none of it, and its names, the first that is there."""
 
 
 class Wrong(Exception):
@@ -71,9 +63,7 @@ def csv_rows(content):
     head, rows = lines[0], [line for line in lines[1:] if line]
     if any(len(line) > len(head) for line in rows):
         raise Wrong("a row has more cells than there are columns")
-    return head, [
-        dict(zip(head, [*line, *[""] * (len(head) - len(line))], strict=True)) for line in rows
-    ]
+    return head, [dict(zip_longest(head, line, fillvalue="")) for line in rows]
 
 
 def json_rows(content):
@@ -115,11 +105,8 @@ def identity(value):
 
 def name(value):
     """The value of a knob: 7, 7.0 and the numeral 7 are one."""
-    if (
-        value is None
-        or (isinstance(value, float) and not math.isfinite(value))
-        or isinstance(value, list | dict | bytes)
-    ):
+    endless = isinstance(value, float) and not math.isfinite(value)
+    if endless or isinstance(value, list | dict | bytes | None):
         raise Wrong(f"{value!r} as an id or the value of a knob")
     if isinstance(value, bool):
         return str(value).lower()
@@ -134,10 +121,8 @@ def wrong_table(table, head, rows):
     """A `ProfileTable` against the rows of a long table."""
     if len(set(head)) < len(head):
         raise Wrong("a column occurs twice")
-    knobs, accuracy = (
-        [knob.name for knob in table.knobs],
-        "accuracy" if "accuracy" in head else "score",
-    )
+    knobs = [knob.name for knob in table.knobs]
+    accuracy = "accuracy" if "accuracy" in head else "score"
     if {*knobs} & {*COLUMNS, accuracy} or not {*knobs} <= {*head}:
         raise Wrong(f"the knobs {knobs}")
     cells = defaultdict(list)
@@ -145,9 +130,8 @@ def wrong_table(table, head, rows):
         right, ms = number(row.get(accuracy), True), number(row.get("latency_ms"), False)
         if right is not None and ms is not None:
             key = identity(row["dataset"]) if "dataset" in head else ""
-            cells[
-                key, identity(row.get("sample_id")), tuple(name(row.get(knob)) for knob in knobs)
-            ].append((right, ms))
+            setting = tuple(name(row.get(knob)) for knob in knobs)
+            cells[key, identity(row.get("sample_id")), setting].append((right, ms))
     return _compared(table, cells, "dataset" in head)
 
 
@@ -161,9 +145,8 @@ def _compared(table, cells, named):
         return f"{len(measured.keys() ^ cells.keys())} cells too many or missing"
     for place, values in cells.items():
         rights, times = zip(*values, strict=True)
-        if not all(-1.1e-6 <= right <= 1 + 1.1e-6 for right in rights) or not all(
-            0 <= ms < 3.5e38 for ms in times
-        ):
+        possible = -1.1e-6 <= min(rights) <= max(rights) <= 1 + 1.1e-6
+        if not (possible and 0 <= min(times) <= max(times) < 3.5e38):
             return f"{place}: out of range"
         expected = min(max(statistics.fmean(rights), 0), 1), statistics.median(times)
         if not np.allclose(measured[place], expected, rtol=1e-5, atol=1e-6):
@@ -173,69 +156,49 @@ def _compared(table, cells, named):
 
 def wrong_configurations(table, files, core):
     """A `ProfileTable` against exp5 and exp6 files, or core_exp files."""
-    sides = {
-        "accuracy": defaultdict(list),
-        "ms": defaultdict(list),
-    }
-    pattern = (
-        r"tier-([a-z]+)_crops\d+_topk(\d+)_blocks(\d+)"
-        if core
-        else r"crops(\d+)_topk(\d+)_blocks(\d+)"
-    )
+    sides = {side: defaultdict(list) for side in SIDES}
+    pattern = r"crops(\d+)_topk(\d+)_blocks(\d+)"
+    if core:
+        pattern = r"tier-([a-z]+)_crops\d+_topk(\d+)_blocks(\d+)"
     documents = {path: strict(content) for path, content in files.items()}
-    lists = {path: next(iter(_rows_of(document)), []) for path, document in documents.items()}
-    by = (
-        "question_id"
-        if all(row.get("question_id") is not None for rows in lists.values() for row in rows)
-        else ""
-    )
+    lists = {path: _rows_of(document) for path, document in documents.items()}
+    numbered = all(row.get("question_id") is not None for row in chain(*lists.values()))
     for path, document in documents.items():
-        match = re.search(pattern, path)
-        assert match
-        setting = dict(zip(CORE if core else KNOBS, match.groups(), strict=True))
+        setting = dict(zip(CORE if core else KNOBS, re.search(pattern, path).groups(), strict=True))
         for record in (document, *lists[path], *(document.get("summary") or [])):
-            if any(
-                name(record[knob]) != name(value)
-                for knob, value in setting.items()
-                if knob in record
-            ):
-                raise Wrong(f"{path}: another {list(setting)} inside")
+            for knob, value in setting.items():
+                if knob in record and name(record[knob]) != name(value):
+                    raise Wrong(f"{path}: another {knob} inside")
+        known = {key for row in lists[path] for key in row}
         for row in lists[path]:
             if core and None in (row.get("accuracy"), row.get("T_total")):
                 continue
-            place = "", identity(row.get(by or "sample_id")), tuple(map(name, setting.values()))
-            for side, keys in (
-                ("accuracy", ("score", "accuracy")),
-                ("ms", ("T_total_ms", "latency_total", "T_total")),
-            ):
-                if (side == "accuracy" and not core and "exp6" in path) or (
-                    side == "ms" and "exp5" in path
-                ):
+            sample = identity(row.get("question_id" if numbered else "sample_id"))
+            place = "", sample, tuple(map(name, setting.values()))
+            for side, (elsewhere, *keys) in SIDES.items():
+                if elsewhere in path and not core:
                     continue
-                key = next(
-                    (key for key in keys if any(key in other for other in lists[path])), keys[0]
-                )
+                key = next((key for key in keys if key in known), keys[0])
                 value = number(row.get(key), side == "accuracy")
                 if value is not None:
                     sides[side][place].append(value)
-    both = sides["accuracy"].keys() & sides["ms"].keys()
     cells = {}
-    for place in both:
-        rights, times = sides["accuracy"][place], sides["ms"][place]
-        cells[place] = [(statistics.fmean(rights), ms) for ms in times]
+    for place in sides["accuracy"].keys() & sides["ms"].keys():
+        right = statistics.fmean(sides["accuracy"][place])
+        cells[place] = [(right, ms) for ms in sides["ms"][place]]
     return _compared(table, cells, False)
 
 
 def _rows_of(document):
     keys = ("all_samples", "per_sample_latencies", "per_sample_results")
-    return (document[key] for key in keys if document.get(key))
+    return next((document[key] for key in keys if document.get(key)), [])
 
 
 def wrong_features(features, content, zipped):
     """`Features` against a file of arrays."""
-    arrays, words = npz_arrays(content) if zipped else safetensors_arrays(content)
-    ids = words["sample_id"] if "sample_id" in words else arrays.pop("sample_id").tolist()
-    arrays.pop("sample_id", None)
+    arrays = npz_arrays(content) if zipped else safetensors_arrays(content)
+    ids = arrays.pop("sample_id")
+    ids = ids if isinstance(ids, list) else ids.tolist()
     arrays.pop("dataset", None)
     if [identity(value) for value in ids] != list(features.sample_ids):
         return "other ids"
@@ -255,9 +218,8 @@ def npz_arrays(content):
             if len(set(archive.namelist())) < len(archive.namelist()):
                 raise Wrong("an array occurs twice")
             read = {n: io.BytesIO(archive.read(n)) for n in archive.namelist()}
-        return {
-            n.removesuffix(".npy"): np.lib.format.read_array(part) for n, part in read.items()
-        }, {}
+        arrays = {n: np.lib.format.read_array(part) for n, part in read.items()}
+        return {n.removesuffix(".npy"): array for n, array in arrays.items()}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         raise Wrong(f"no archive of arrays ({error})") from error
 
@@ -265,23 +227,23 @@ def npz_arrays(content):
 def safetensors_arrays(content):
     size = struct.unpack("<Q", content[:8])[0]
     head = strict(content[8 : 8 + size])
-    words = {
-        key: text
-        for key, text in (head.pop("__metadata__", None) or {}).items()
-        if key == "sample_id"
-    }
-    words = {key: strict(text.encode()) for key, text in words.items()}
+    words = head.pop("__metadata__", None) or {}
     arrays = {}
     for key, about in head.items():
         start, stop = about["data_offsets"]
         part = content[8 + size + start : 8 + size + stop]
-        arrays[key] = np.frombuffer(part, DTYPES[about["dtype"]]).reshape(about["shape"])
-    return arrays, words
+        kind, bits = re.fullmatch(r"([A-Z]+)(\d*)", about["dtype"]).groups()
+        # such as f4 for F32; BOOL is a byte
+        dtype = np.dtype("?" if kind == "BOOL" else f"<{kind.lower()}{int(bits) // 8}")
+        arrays[key] = np.frombuffer(part, dtype).reshape(about["shape"])
+    if "sample_id" in words:
+        arrays["sample_id"] = strict(words["sample_id"].encode())
+    return arrays
 
 
 def wrong_beams(table, content):
     """A `BeamTable` against legacy beams or RL data."""
-    document, expected = strict(content), Counter[Any]()
+    document, expected = strict(content), Counter()
     if isinstance(document, list):
         document = {str(record.get("query_id", i)): record for i, record in enumerate(document)}
     for key, record in document.items():
@@ -290,41 +252,36 @@ def wrong_beams(table, content):
         if "id_list" in record:
             for ids, score in zip(record["id_list"], record["score_list"], strict=True):
                 ids = ids[:-1] if ids and name(ids[-1]) == name(key) else ids
-                expected[name(key), tuple(map(name, ids)), _rounded(number(score, False))] += 1
+                expected[_beam(key, ids, number(score, False))] += 1
             continue
         pool = record.get("candidate_pool_ids")
         for row in record.get("pointer_candidates") or ():
             if row.get("eval_failed") or row.get("vqa_eval_mode") in ("error", "fallback"):
                 continue
             pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
-            if None not in (ids, pool, pointer) and [int(pool[int(i)]) for i in pointer] != [
-                int(i) for i in ids
-            ]:
-                raise Wrong("a pointer that contradicts its global one")
+            if None not in (ids, pool, pointer):
+                pointed = [int(pool[int(i)]) for i in pointer]
+                if pointed != [*map(int, ids)]:
+                    raise Wrong("a pointer that contradicts its global one")
             ids = pointer if ids is None else ids
-            score = row.get("beam_score")
-            expected[
-                name(key),
-                tuple(map(name, ids)),
-                _rounded(None if score is None else number(score, False)),
-            ] += 1
-    got = Counter[Any]()
+            expected[_beam(key, ids, number(row.get("beam_score"), False))] += 1
+    got = Counter()
     scores = table.fields.get("beam_score")
     for query, row in enumerate(table.sequences.tolist()):
         for beam, places in enumerate(row):
             ids = [table.pool[query, place].item() for place in places if place >= 0]
             if ids:
-                score = None if scores is None else float(scores[query, beam])
-                got[name(table.query_ids[query]), tuple(map(name, ids)), _rounded(score)] += 1
-    expected = Counter(
-        {beam: count for beam, count in expected.items() if beam[1]}
-    )  # empty ones are dropped, counted
-    return (
-        ""
-        if got == expected
-        else f"{(got - expected).total()} beams too many, {(expected - got).total()} missing"
-    )
+                score = math.nan if scores is None else float(scores[query, beam])
+                got[_beam(table.query_ids[query], ids, score)] += 1
+    # empty ones are dropped, counted
+    expected = Counter({beam: count for beam, count in expected.items() if beam[1]})
+    if got == expected:
+        return ""
+    return f"{(got - expected).total()} beams too many, {(expected - got).total()} missing"
 
 
-def _rounded(score):
-    return None if score is None or math.isnan(score) else float(f"{np.float32(score):.5g}")
+def _beam(query, ids, score):
+    rounded = None
+    if score is not None and not math.isnan(score):
+        rounded = float(f"{np.float32(score):.5g}")
+    return name(query), tuple(map(name, ids)), rounded

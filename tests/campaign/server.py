@@ -18,29 +18,21 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from helpers import arrays, small_table
+from replayed import untrained
 
-from helpers import small_table  # noqa: E402
-from replayed import untrained  # noqa: E402
-
-from campaign.children import kill, session  # noqa: E402
-from campaign.load import memory_mb  # noqa: E402
-from knobwise.agents.learning.logged import read_log  # noqa: E402
-from knobwise.agents.serving.request_log import packed  # noqa: E402
+from campaign import ROOT
+from campaign.children import kill, session
+from campaign.load import memory_mb
+from knobwise.agents.learning.logged import read_log
+from knobwise.agents.serving.request_log import packed
 
 SAMPLES = 60
 BUDGETS_MS = (10, 25, 60)
 STEP_MS = 1e-7
 """What a request's number adds to its budget."""
 TORN = "the torn last line of a file"
-BROKEN = (
-    b"{",
-    b"[1]",
-    b'{"budget_ms": "soon"}',
-    b'{"budget_ms": 5}',
-    b'{"accuracy": 2, "id": "x"}',
-)
+BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 2, "id": "x"}'
 """Bodies that must be refused."""
 WAIT_S = 60
 """A request, or a start, that takes longer has failed."""
@@ -68,14 +60,15 @@ class Clients:
         wrong: answers that no server should give.
     """
 
-    def __init__(self, port, blocks, until):
-        self.port, self.blocks, self.until = port, blocks, until
+    def __init__(self, port, table, until):
+        self.port, self.table, self.until = port, table, until
         self.numbers = itertools.count(1)
         self.answered, self.labelled = {}, set()
         self.cut, self.refused, self.wrong = Counter(), Counter(), []
 
     def features_of(self, number):
-        return {name: block[number % SAMPLES].tolist() for name, block in self.blocks.items()}
+        blocks = arrays(self.table, number % SAMPLES)
+        return {name: block.tolist() for name, block in blocks.items()}
 
     def client(self, draw):
         """Ask and label until the moment has come."""
@@ -93,8 +86,14 @@ class Clients:
             # labels come later, in another order; what was not taken is sent again
             if unlabelled and draw.random() < 0.8:
                 number = unlabelled.pop(draw.randrange(len(unlabelled)))
+                # sometimes another is sent before, which it replaces
                 final = draw.random() < 0.8
-                if not (self._label(connection, number, final) and final):
+                accuracy = label_of(number) if final else label_of(number) / 2
+                label = {"id": self.answered[number][0], "accuracy": accuracy}
+                taken = self._ask(connection, "/label", json.dumps(label)) is not None
+                if taken and final:
+                    self.labelled.add(number)
+                else:
                     unlabelled.append(number)
             if draw.random() < 0.05:
                 path = draw.choice(("/decide", "/answer", "/label"))
@@ -103,15 +102,6 @@ class Clients:
                 # the next request may go to another worker
                 connection.close()
         connection.close()
-
-    def _label(self, connection, number, final):
-        """Send a label, or first another that it replaces; return whether it was taken."""
-        accuracy = label_of(number) if final else label_of(number) / 2
-        label = {"id": self.answered[number][0], "accuracy": accuracy}
-        taken = self._ask(connection, "/label", json.dumps(label)) is not None
-        if taken and final:
-            self.labelled.add(number)
-        return taken
 
     def _ask(self, connection, path, body, expected=200):
         """Return the answer; None if the connection broke, or the answer is another status."""
@@ -135,8 +125,7 @@ class Clients:
         by_number = defaultdict(list)
         for row in rows:
             by_number[number_of(row["budget_ms"])].append(row)
-        for number in self.answered:
-            faults["answered requests that are not in the log"] += number not in by_number
+        faults["answered requests that are not in the log"] = len({*self.answered} - {*by_number})
         for number, same in by_number.items():
             faults["requests that are in the log twice"] += len(same) > 1
             for row in same:
@@ -145,14 +134,13 @@ class Clients:
 
     def _faults(self, number, row):
         """What is wrong with the row of a request, each with 1."""
-        blocks = self.features_of(number).items()
-        features = {name: packed(block) for name, block in blocks}
-        seen = self.answered.get(number)
+        features = {name: packed(block) for name, block in self.features_of(number).items()}
+        answer = row["id"], row["knobs"]
         final = label_of(number)
         return {
             "rows with features of another request": row["features"] != features,
             "rows with another id or other knobs than the answer": (
-                seen is not None and seen != (row["id"], row["knobs"])
+                self.answered.get(number, answer) != answer
             ),
             "labels on another request": row["accuracy"] not in (None, final, final / 2),
             "labels that were taken and do not count": (
@@ -172,10 +160,11 @@ class Server:
     def __init__(self, folder, workers):
         self.workers, self.kills, self.memory = workers, 0, []
         self.errors = folder / "errors.txt"
-        command = [sys.executable, str(ROOT / "examples" / "serve_http.py")]
-        words = [str(folder / "controller.npz"), "0", str(workers), str(folder / "log")]
+        example = ROOT / "examples/serve_http.py"
+        words = sys.executable, example, folder / "controller.npz", 0, workers, folder / "log"
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(command + words, stderr=errors, start_new_session=True)
+            command = list(map(str, words))
+            self.process = subprocess.Popen(command, stderr=errors, start_new_session=True)
         self.port = int(self._wait_for(self._address).rpartition(":")[2])
         self.spared = self._wait_for(lambda: len(self.living()) == workers and self.living()[0])
 
@@ -226,7 +215,7 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
     server = Server(folder, workers)
     try:
         until = time.monotonic() + seconds
-        asking = Clients(server.port, table.features, until)
+        asking = Clients(server.port, table, until)
         draws = [random.Random(f"{seed} {client}") for client in range(clients)]
         with ThreadPoolExecutor(clients) as pool:
             ended = pool.map(asking.client, draws)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -41,7 +40,7 @@ def state_of(folder):
             state[name] = {"link": DATE.sub("DATE", str(path.readlink()))}
         elif path.is_file():
             try:
-                state[name] = dict(_values(path))
+                state[name] = dict(_flat(_content(path)))
             except Exception as error:
                 state[name] = {"unreadable": type(error).__name__}
         else:
@@ -79,35 +78,27 @@ def _kind(place):
     return re.sub(r"\[\d+\]", "[]", place)
 
 
-def _values(path):
-    if path.suffix == ".json":
-        yield from _flat(json.loads(path.read_bytes()))
-    elif path.suffix == ".jsonl":
-        yield from _flat([json.loads(line) for line in path.read_bytes().splitlines()])
-    elif path.suffix == ".pt":
-        yield from _flat(torch.load(path, weights_only=True))
-    elif path.suffix == ".npz":
-        with np.load(path) as file:
-            yield from _flat({name: file[name] for name in file.files})
-    elif path.suffix == ".safetensors":
-        with safe_open(str(path), framework="np") as file:
-            names = list(file.keys())
-            yield from _flat(
-                {"": file.metadata(), **{name: file.get_tensor(name) for name in names}}
-            )
-    elif path.suffix == ".parquet":
-        yield from _flat(pl.read_parquet(path).to_dict(as_series=False))
-    elif path.suffix == ".csv":
-        with path.open(newline="") as lines:
-            rows = list(csv.DictReader(lines))
-        yield from _flat(
-            {name: [row[name] for row in rows] for name in sorted(rows[0] if rows else ())}
-        )
-    else:
-        yield (
-            "",
-            hashlib.sha256(DATE.sub("DATE", path.read_text(errors="replace")).encode()).hexdigest(),
-        )
+def _content(path):
+    match path.suffix:
+        case ".json":
+            return json.loads(path.read_bytes())
+        case ".jsonl":
+            return [json.loads(line) for line in path.read_bytes().splitlines()]
+        case ".pt":
+            return torch.load(path, weights_only=True)
+        case ".npz":
+            with np.load(path) as file:
+                return dict(file)
+        case ".safetensors":
+            with safe_open(str(path), framework="np") as file:
+                names = list(file.keys())
+                return {"": file.metadata()} | {name: file.get_tensor(name) for name in names}
+        case ".parquet":
+            return pl.read_parquet(path).to_dict(as_series=False)
+        case ".csv":
+            return pl.read_csv(path, infer_schema=False).to_dict(as_series=False)
+    text = DATE.sub("DATE", path.read_text(errors="replace"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _flat(value, place=""):

@@ -2,50 +2,47 @@
 may be torn."""
 
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from commands import BEAMS, OPTIMISER, TABLE, write_table
+from commands import BEAMS, OPTIMISER, TABLE, launch, words_of, write_table
 from helpers import few_demonstrations, small_beams
 from replayed import logging_model, serve_requests, small_stack
 from run_folders import write_run
 
-import knobwise.__main__
+from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.predictors.regressors import FAMILIES
 
-QUICK = [*TABLE, *OPTIMISER, "seeds=[0]", "own_cost=false", "baselines=false", "policy.members=2"]
-CONTROLLER = ["train", "experiment=controller", *QUICK, "policy.experts=[ridge]"]
-LEAN = ["train", "experiment=lean", *QUICK]
-REPLAY = (
-    shlex.split(
-        "train experiment=selector_replay sft.epochs=1 grpo.epochs=1 "
-        "variants.grpo_recorded.epochs=1 variants.shuffled_recorded.epochs=1"
-    )
-    + BEAMS
+QUICK = words_of(TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.members=2")
+CONTROLLER = words_of("train experiment=controller policy.experts=[ridge]", QUICK)
+LEAN = words_of("train experiment=lean", QUICK)
+REPLAY = words_of(
+    "train experiment=selector_replay sft.epochs=1 grpo.epochs=1 "
+    "variants.grpo_recorded.epochs=1 variants.shuffled_recorded.epochs=1",
+    BEAMS,
 )
-LIVE = shlex.split(
+LIVE = words_of(
     "train experiment=selector selector.width=16 selector.heads=2 tracking=disabled seeds=[0] "
     "sft.epochs=1 sft.queries=64 rce.epochs=1 rce.queries=64 grpo.epochs=1 grpo.queries=64 "
     "variants.grpo_recorded=null variants.grpo_rounds=null variants.shuffled_live=null "
     "variants.shuffled_recorded=null variants.hidden_live=null variants.grpo_live.epochs=1 "
     "judged_shots=[2] jobs=1"
 )
-SWEEP = shlex.split(
+SWEEP = words_of(
     "train -m experiment=lean policy.hidden=8,16 hydra/launcher=joblib hydra.launcher.n_jobs=2"
 )
 SWEEP += [word for word in QUICK if not word.startswith("policy.hidden")]
 LAST = (("runs/latest", "link"),)
-ELASTIC = shlex.split(
+ELASTIC = words_of(
     "profile model=elastic out=p knobs.samples=4 knobs.max_crops=[1,4] knobs.top_k=[1,2] "
     "knobs.num_active_blocks=[3] knobs.warm_up=0 knobs.repeats=2"
 )
-UPDATE = shlex.split(
+UPDATE = words_of(
     "update checkpoint=stack.pt log=log out=served tracking=disabled trained_on=table "
     "trained_on.path=t.parquet trained_on.features=f.npz"
 )
@@ -89,7 +86,7 @@ def _beams():
 
 def _trained():
     write_table()
-    assert knobwise.__main__.main([*LEAN, "name=r"]) == 0
+    launch(LEAN, "name=r")
 
 
 def _log():
@@ -104,7 +101,8 @@ def serve():
     agent, table = small_stack(60)
     model = logging_model(Path("log"), agent, table)
     with open(ACKNOWLEDGED, "ab", buffering=0) as file:
-        for result in serve_requests(model, table, REQUESTS):
+        for seed in range(REQUESTS):
+            (result,) = serve_requests(model, table, 1, seed=seed)
             file.write(f"{result.request_id}\n".encode())
 
 
@@ -125,7 +123,7 @@ def every_acknowledged_request_is_logged():
 def _live():
     with pytest.MonkeyPatch.context() as patch:
         few_demonstrations(patch, 300, 60)
-        if status := knobwise.__main__.main(LIVE):
+        if status := main(LIVE):
             os._exit(status)
 
 

@@ -9,26 +9,23 @@ import operator
 import numpy as np
 import pytest
 import torch
-from helpers import driven_apart, small_table
+from helpers import arrays, driven_apart, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import settled_for
+from replayed import settled_for, teacher_beside
 
+from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.knob_policy import EXACT, KnobPolicy
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.prices import StaticMix, compared
-from knobwise.agents.stack.teacher import Teacher
-from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 TABLE = small_table(40)
-ROWS = torch.arange(40)
 CONFIG = PolicyConfig(teacher=True, members=2, hidden=8, teacher_hidden=8, drift=0.3)
 MARGINS = [0.7, 0.7, 1.0, 1.0, 1.0]
 DEPLOY = [True, True, True, True, False]
 MEANS = torch.tensor([9.0, 15.0, 12.0])
+MIX = StaticMix.of_table(TABLE, torch.arange(40), MEANS)
 
 
 @functools.cache
@@ -36,32 +33,20 @@ def policy_of(kind):
     """`heads` alone; beside a `teacher`; in a `guard` too; or for `mean` budgets, in a guard."""
     sense = "mean" if kind == "mean" else "deadline"
     controller = driven_apart(TABLE, CONFIG, sense=sense)
-    settled = settled_for(TABLE, MARGINS, DEPLOY) if kind == "guard" else settled_for(TABLE)
+    settled = settled_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
     if kind == "mean":
-        mix = StaticMix.of_table(TABLE, ROWS, MEANS)
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
         settled.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
-        settled.mean = {
-            "budgets_ms": MEANS.double().numpy(),
-            "worths": np.array([20.0, 1000.0, 50.0]),
-            "deployed": np.array([row["deployed"] for row in settled.guard]),
-            **{f"mix.{name}": values for name, values in mix.arrays().items()},
-        }
-    teacher = None
-    if kind != "heads":
-        everything = torch.ones(2, 40, dtype=torch.bool)
-        teacher = Teacher.for_table(TABLE, ROWS, CONFIG, controller.normaliser, everything, sense)
-        for parameter in teacher.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
+        settled.mean = {f"mix.{name}": values for name, values in MIX.arrays().items()}
+        settled.mean["budgets_ms"] = MEANS.double().numpy()
+        settled.mean["worths"] = np.array([20.0, 1000.0, 50.0])
+        settled.mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
+    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, sense)
     agent = DeployedController(controller, teacher, settled).eval()
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
 
-def blocks_of(row):
-    return {name: block[row] for name, block in TABLE.features.items()}
-
-
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["heads", "teacher", "guard"]),
     st.integers(0, 39),
@@ -69,10 +54,9 @@ def blocks_of(row):
     st.floats(1.5, 20),
 )
 def test_the_choice_flips_at_each_budget_that_is_listed(kind, row, low, factor):
-    policy = policy_of(kind)
+    policy, blocks = policy_of(kind), TABLE.blocks(row)
     between = low, low * factor
-    budget = low * factor**0.5
-    explanation = policy.decide(blocks_of(row), budget, explain=True, between_ms=between)
+    explanation = policy.decide(blocks, low * factor**0.5, explain=True, between_ms=between)
     starts = np.array([start for start, _ in explanation.by_budget])
     listed = [configuration for _, configuration in explanation.by_budget]
     assert starts[0] == pytest.approx(low)
@@ -80,14 +64,14 @@ def test_the_choice_flips_at_each_budget_that_is_listed(kind, row, low, factor):
     assert starts[-1] <= low * factor * 1.001
     assert all(before != after for before, after in itertools.pairwise(listed))
     for start, configuration in explanation.by_budget[1:]:
-        assert policy.decide(blocks_of(row), start * (1 + 1e-6)) == configuration
+        assert policy.decide(blocks, start * (1 + 1e-6)) == configuration
         # unless something else is chosen in an interval that is narrower than that
-        assert policy.decide(blocks_of(row), start * (1 - 1.01 * EXACT)) in listed
+        assert policy.decide(blocks, start * (1 - 1.01 * EXACT)) in listed
     # between flips nothing changes, unless it changes back before the next budget that is looked at
     between_ms = np.geomspace(*between, 50)[1:].astype(np.float32)
     near = np.abs(np.log(between_ms[:, None] / starts)).min(1) <= 2 * EXACT
     held = [listed[i - 1] for i in np.searchsorted(starts, between_ms)]
-    decided = policy.decide(blocks_of(row), between_ms)
+    decided = policy.decide(blocks, between_ms)
     apart = [a != b for a, b in zip(decided, held, strict=True)]
     assert sum(apart & ~near) <= 1
 
@@ -97,7 +81,7 @@ def test_many_inputs_are_explained_as_each_alone():
     limits = torch.linspace(5, 40, 40)
     together = policy.decide(TABLE.features, limits, explain=True)
     for row in (0, 39):
-        assert together[row] == policy.decide(blocks_of(row), float(limits[row]), explain=True)
+        assert together[row] == policy.decide(TABLE.blocks(row), float(limits[row]), explain=True)
 
 
 def test_of_mean_budgets_those_that_are_calibrated_are_listed():
@@ -106,27 +90,24 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     # one that is decided differently at 9 ms and at 15 ms
     decided = [policy.decide(TABLE.features, budget) for budget in (9.0, 15.0)]
     row = list(map(operator.ne, *decided)).index(True)
-    blocks = blocks_of(row)
-    chosen = {9.0: decided[0][row], 15.0: decided[1][row]}
+    blocks = TABLE.blocks(row)
     explanation = policy.decide(blocks, 15.0, explain=True)
     # at 12 ms the mix takes turns between its sides
-    mix = StaticMix.of_table(TABLE, ROWS, MEANS)
-    sides = [policy.configurations[int(side[2])] for side in (mix.first, mix.second)]
+    sides = [policy.configurations[int(side[2])] for side in (MIX.first, MIX.second)]
     assert all(policy.decide(blocks, 12.0) in sides for _ in range(20))
+    chosen = {9.0: [decided[0][row]], 12.0: sides, 15.0: [decided[1][row]]}
     assert len(explanation.by_budget) > 1
     for budget, configuration in explanation.by_budget:
-        assert round(budget, 4) in (9.0, 12.0, 15.0)
-        assert configuration in (sides if round(budget, 4) == 12 else [chosen[round(budget, 4)]])
-    with pytest.raises(InputError, match=r"a drift of .*for a controller under deadlines"):
+        assert configuration in chosen[round(budget, 4)]
+    with input_error("drift"):
         policy.decide(blocks, 9.0, drift=(0.1, 1.0))
     # what is expected is at the worth of the budget, 1000 ms
     for row in explanation.expected:
         assert row.keys() == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / 1000, abs=1e-5)
     assert explanation.guard["budget_ms"] == 15.0
-    assert explanation.reason.startswith("the policy's most probable choice")
-    fallen = policy.decide(blocks, 12.0, explain=True)
-    assert fallen.reason == "the guard lets the static mix decide, which treats all inputs alike"
+    assert "most probable" in explanation.reason
+    assert "static mix" in policy.decide(blocks, 12.0, explain=True).reason
 
 
 @pytest.mark.parametrize(
@@ -139,23 +120,23 @@ def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
     for each in policy.decide(TABLE.features, budget, explain=True):
         assert each.guard == policy.agent.settled.guard[place]
         assert reason in each.reason
-        most_probable.append(each.decision == each.expected[0]["configuration"])
+        first = each.expected[0]
+        most_probable.append(each.decision == first["configuration"])
         if place != -1:
-            row = next(r for r in each.expected if r["configuration"] == each.decision)
-            best = max(r["utility"] for r in each.expected)
+            best = max(row["utility"] for row in each.expected)
             doubts = each.reason.endswith("expects more of another")
-            assert doubts == (row["utility"] < best - 1e-6)
+            assert doubts == (first["utility"] < best - 1e-6)
     assert all(most_probable) == (place != -1)
     for kind in ("heads", "teacher"):
-        assert policy_of(kind).decide(blocks_of(0), 9.0, explain=True).guard is None
+        assert policy_of(kind).decide(TABLE.blocks(0), 9.0, explain=True).guard is None
 
 
 def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
     policy = policy_of("guard")
     budget = float(default_budgets(TABLE)[1])
-    explanation = policy.decide(blocks_of(7), budget, explain=True)
+    explanation = policy.decide(TABLE.blocks(7), budget, explain=True)
     agent = policy.agent
-    x = agent.controller.normaliser({name: block[7:8] for name, block in TABLE.features.items()}, 1)
+    x = agent.controller.normaliser(TABLE.blocks([7]), 1)
     with torch.no_grad():
         probability = agent.controller(x, torch.tensor([0.7 * budget]))[0].exp()
     accuracy, mean, spread = (values[0] for values in agent.teacher.moments(x)[:3])
@@ -167,19 +148,18 @@ def test_what_is_expected_is_what_the_policy_and_its_teacher_say():
         "on_time": on_time,
         "utility": accuracy * on_time,
     }
-    order = [policy.configurations.index(row["configuration"]) for row in explanation.expected]
-    assert sorted(order) == list(range(12))
+    order = probability.argsort(descending=True)
+    listed = [policy.configurations.index(row["configuration"]) for row in explanation.expected]
+    assert listed == order.tolist()
     for name, values in wanted.items():
         listed = [row[name] for row in explanation.expected]
         assert listed == pytest.approx(values[order].tolist(), rel=1e-4, abs=1e-4)
-    listed = [row["probability"] for row in explanation.expected]
-    assert listed == sorted(listed, reverse=True)
     assert explanation.runner_up == explanation.expected[1]
-    alone = policy_of("heads").decide(blocks_of(7), budget, explain=True)
+    alone = policy_of("heads").decide(TABLE.blocks(7), budget, explain=True)
     assert alone.expected[0].keys() == {"configuration", "probability"}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["teacher", "guard"]), st.floats(-0.5, 0.5), st.floats(6, 30), st.floats(0.5, 2)
 )
@@ -187,10 +167,9 @@ def test_a_drift_is_explained_as_it_is_served(kind, level, budget, scale):
     policy = policy_of(kind)
     decider = policy.agent.decider
     drift = level + 0.1 * np.linspace(-1, 1, 12, dtype=np.float32), scale
-    explanation = policy.decide(blocks_of(5), budget, explain=True, drift=drift)
-    arrays = {name: block.numpy() for name, block in blocks_of(5).items()}
-    assert explanation.decision == decider.decide(arrays, budget, drift)
-    assert explanation.without_drift == policy.decide(blocks_of(5), budget)
+    explanation = policy.decide(TABLE.blocks(5), budget, explain=True, drift=drift)
+    assert explanation.decision == decider.decide(arrays(TABLE, 5), budget, drift)
+    assert explanation.without_drift == policy.decide(TABLE.blocks(5), budget)
     if decider.fall_back(budget, drift) is None:
         assert explanation.decision == explanation.expected[0]["configuration"]
     else:
@@ -199,11 +178,11 @@ def test_a_drift_is_explained_as_it_is_served(kind, level, budget, scale):
 
 def test_a_drift_by_a_factor_is_a_budget_divided_by_it():
     policy = policy_of("guard")
-    moved = policy.decide(blocks_of(5), 12.0, explain=True, drift=(0.2, 1.0))
-    plain = policy.decide(blocks_of(5), 12.0 * np.exp(-0.2), explain=True)
+    moved = policy.decide(TABLE.blocks(5), 12.0, explain=True, drift=(0.2, 1.0))
+    plain = policy.decide(TABLE.blocks(5), 12.0 * np.exp(-0.2), explain=True)
     assert (moved.decision, moved.guard) == (plain.decision, plain.guard)
+    slower = np.exp(0.2)
     for row, same in zip(moved.expected, plain.expected, strict=True):
         assert row.pop("configuration") == same.pop("configuration")
-        slower = np.exp(0.2)
         wanted = same | {"latency_ms": slower * same["latency_ms"], "slower": slower}
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -10,7 +10,7 @@ from replayed import untrained
 
 from knobwise.agents.serving import own_cost
 from knobwise.agents.serving.own_cost import expected_cost_ms, own_costs
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 
 def test_what_is_charged():

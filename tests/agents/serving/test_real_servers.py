@@ -2,18 +2,17 @@
 
 import json
 import math
+import resource
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import small_table
+from helpers import arrays, input_error, small_table
 from replayed import ReplayedModel, child, logging_model, serve_requests, untrained
 
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 
 # -- forks -----------------------------------------------------------------------------------------
@@ -85,32 +84,24 @@ def rows_in(folder):
     return [json.loads(line) for line in lines]
 
 
-@contextmanager
-def longest_file(size):
-    """A limit at which the system writes a part of a line, then nothing, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-
-
-def test_lost_rows_are_counted_said_once_and_begin_no_files(tmp_path, caplog):
-    log = RequestLog(tmp_path)
-    with longest_file(1000):
-        for _ in range(300):
-            log.add({"padding": "x" * 40})
+def test_rows_are_lost_counted_said_once_and_begin_no_files_and_all_is_answered(tmp_path, caplog):
+    model = serving(tmp_path)
+    # a limit at which the system writes a part of a line, then nothing, as on a full disk
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    serve_requests(model, model.model.table, 30, label=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     kept = len(rows_in(tmp_path))
     assert 0 < kept < 10
-    assert log.lost == 300 - kept
-    log.add({"padding": ""})
+    assert model.log.lost == 30 - kept
+    serve_requests(model, model.model.table, 1, label=False)
     assert len(rows_in(tmp_path)) == kept + 1
     assert len([*tmp_path.iterdir()]) == 1
     assert len(caplog.records) == 1
 
 
 def test_rows_of_a_file_that_others_remove_are_lost_and_the_log_goes_on(tmp_path, caplog):
-    folder = tmp_path / "logs" / "today"
+    folder = tmp_path / "logs/today"
     log = RequestLog(folder, rows_per_file=4)
     ids = [log.add({}) for _ in range(7)]
     shutil.rmtree(folder)
@@ -133,54 +124,41 @@ def test_rows_of_a_file_that_others_remove_are_lost_and_the_log_goes_on(tmp_path
 # -- models ----------------------------------------------------------------------------------------
 
 
-class Misbehaving(ReplayedModel):
-    """A model whose first stages and answers are changed."""
-
-    def __init__(self, table, stage=lambda stage: stage, answers=lambda answers: answers):
-        super().__init__(table)
-        self.change_stage, self.change_answers = stage, answers
-
-    def first_stage(self, request, features=True):
-        return self.change_stage(super().first_stage(request, features))
-
-    def answer(self, stages, configuration):
-        return self.change_answers(super().answer(stages, configuration))
-
-
-def serving(folder, **changes):
+def serving(folder, part="answer", change=lambda value: value):
+    """A controller in front of a model whose first stages, or answers, are changed."""
     table = small_table(30)
     model = logging_model(folder, untrained(table), table)
-    model.model = Misbehaving(table, **changes)
+    right = getattr(model.model, part)
+    setattr(model.model, part, lambda *about: change(right(*about)))
     return model
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("part", "change", "named"),
     [
-        ({"answers": lambda answers: None}, "2 Answer"),
-        ({"answers": lambda answers: answers[1:]}, "2 Answer"),
-        ({"answers": lambda answers: ["yes", "no"]}, "2 Answer"),
-        ({"stage": lambda stage: None}, "FirstStage"),
-        ({"stage": lambda stage: stage.features}, "FirstStage"),
+        ("answer", lambda answers: None, "2 Answer"),
+        ("answer", lambda answers: answers[1:], "2 Answer"),
+        ("answer", lambda answers: ["yes", "no"], "2 Answer"),
+        ("first_stage", lambda stage: None, "FirstStage"),
+        ("first_stage", lambda stage: stage.features, "FirstStage"),
     ],
 )
-def test_a_model_that_returns_something_else_is_refused(tmp_path, changes, named):
-    model = serving(tmp_path, **changes)
-    with pytest.raises(InputError, match=named):
+def test_a_model_that_returns_something_else_is_refused(tmp_path, part, change, named):
+    model = serving(tmp_path, part, change)
+    with input_error(named):
         model.generate([Request(3, "")] * 2, 600.0)
     assert not rows_in(tmp_path)
-    samples = {row: Request(row, "") for row in range(30)}
-    with pytest.raises(InputError, match=named.replace("2", "1")):
-        model.calibrate(model.model.table, samples, cells=2, warm_up=0)
+    with input_error(named.replace("2", "1")):
+        model.calibrate(model.model.table, {3: Request(3, "")}, cells=2, warm_up=0)
 
 
 @pytest.mark.parametrize(
     ("part", "changes"),
     [
-        *(("answers", {"total_ms": wrong}) for wrong in (-1.0, 0.0, math.nan, math.inf)),
-        *(("stage", {"extra_ms": wrong}) for wrong in (-1e9, math.nan, -math.inf, math.inf)),
-        ("stage", {"total_ms": math.nan, "extra_ms": math.nan}),
-        ("stage", {"total_ms": -5.0, "reused_by": lambda configuration: False}),
+        *(("answer", {"total_ms": wrong}) for wrong in (-1.0, 0.0, math.nan, math.inf)),
+        *(("first_stage", {"extra_ms": wrong}) for wrong in (-1e9, math.nan, -math.inf, math.inf)),
+        ("first_stage", {"total_ms": math.nan, "extra_ms": math.nan}),
+        ("first_stage", {"total_ms": -5.0, "reused_by": lambda configuration: False}),
     ],
 )
 @pytest.mark.parametrize("tracks", [False, True])
@@ -189,12 +167,12 @@ def test_an_answer_without_a_possible_time_is_never_on_time_and_teaches_nothing(
 ):
     """The answer itself is good."""
 
-    def changed(value):
-        if part == "answers":
+    def change(value):
+        if part == "answer":
             return [replace(answer, **changes) for answer in value]
         return replace(value, **changes)
 
-    model = serving(tmp_path, **{part: changed})
+    model = serving(tmp_path, part, change)
     model._tracks = tracks
     before = model.tracker.state()
     (result,) = serve_requests(model, model.model.table, 1, label=False)
@@ -218,15 +196,14 @@ def test_an_answer_without_a_possible_time_is_never_on_time_and_teaches_nothing(
 def test_features_that_are_infinite_or_complex_are_refused_in_every_form(wrong):
     table = small_table(30)
     controller = untrained(table).decider
-    features = {
-        name: block[3].numpy().astype(type(wrong)) for name, block in table.features.items()
-    }
-    features["image_features"][1] = wrong
+    features = arrays(table, 3)
+    image = features["image_features"]
+    features["image_features"] = np.where([0, 1, 0, 0], wrong, image)
     many = {name: block[None] for name, block in features.items()}
     with pytest.raises(ValueError, match="image_features"):
         controller.choose(many, np.ones(1))
     with pytest.raises((ValueError, TypeError), match=r"image_features|complex"):
         controller.decide(features, 10.0)
     # large numbers are no infinities
-    large = {name: np.full(block.shape, 1e30, np.float32) for name, block in features.items()}
-    assert controller.decide(large, 10.0) in map(controller.configuration, range(12))
+    features["image_features"] = np.full_like(image, 1e30)
+    assert controller.decide(features, 10.0) in map(controller.configuration, range(12))

@@ -2,19 +2,18 @@
 
 import json
 import math
-import os
+from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers import input_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replayed import ReplayedModel, child, logging_model, serve_requests, small_stack
+from replayed import logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 
 
@@ -54,12 +53,11 @@ def test_a_row_holds_what_the_decision_saw_and_what_came_of_it(tmp_path):
         assert getattr(logged, name).tolist() == [getattr(result, name) for result in results]
     assert logged.answer_ms.tolist() == [result.answer.total_ms for result in results]
     assert logged.accuracy.tolist() == [float(result.answer.text) for result in results]
-    assert logged.propensity.sum(1).tolist() == pytest.approx([1.0] * 30)
     # before the first answer there is no drift; after it that of the tracker
     assert (logged.offset[0] == 0).all()
     assert logged.offset[5].tolist() == results[5].drift[0].tolist()
     blocks = [table.features["image_features"].tolist() for table in (logged, model.model.table)]
-    assert {*map(tuple, blocks[0])} <= {*map(tuple, blocks[1])}
+    assert all(block in blocks[1] for block in blocks[0])
 
 
 def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path):
@@ -72,7 +70,7 @@ def test_a_new_file_is_begun_after_so_many_rows_and_by_every_start(tmp_path):
     assert len({*ids}) == 8
     kinds = [path.name.split("-")[0] for path in tmp_path.iterdir()]
     assert (kinds.count("labels"), kinds.count("requests")) == (2, 4)
-    with pytest.raises(InputError, match="cannot be written"):
+    with input_error("log="):
         RequestLog(requests_in(tmp_path))
 
 
@@ -108,8 +106,8 @@ def changed(folder, to, **values):
 def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, reason):
     log, _ = checked(changed(written, tmp_path, **{name: value}))
     (line,) = log.lines()
+    assert line.startswith("1 ")
     assert reason in line
-    assert [*log.aside.values()] == [1]
     assert len(log.rows) == 39
 
 
@@ -124,8 +122,9 @@ def test_rows_of_several_processes_are_in_the_order_of_their_times(written, tmp_
     changed(written, tmp_path, time=1e12)
     ids = [row["id"] for row in read_log(written).rows]
     assert [row["id"] for row in read_log(tmp_path).rows] == [*ids[1:], ids[0]]
-    changed(written, tmp_path, time="now")
-    assert read_log(tmp_path).rows[0]["id"] == ids[0]
+    for time in ("now", 10**400):
+        changed(written, tmp_path, time=time)
+        assert read_log(tmp_path).rows[0]["id"] == ids[0]
 
 
 def write_labels(folder, labels):
@@ -135,13 +134,6 @@ def write_labels(folder, labels):
         label = {"format": "knobwise.RequestLog/1", "id": name, "accuracy": accuracy}
         lines.append(json.dumps(label) + "\n")
     (folder / "labels-0.jsonl").write_text("".join(lines))
-
-
-def test_a_label_may_name_its_request_by_a_number(written, tmp_path):
-    changed(written, tmp_path, id="5")
-    write_labels(tmp_path, [(5, 0.75)])
-    read = read_log(tmp_path)
-    assert {row["id"]: row["accuracy"] for row in read.rows}["5"] == 0.75
 
 
 def test_the_accuracy_of_a_row_counts_unless_a_label_says_otherwise(written, tmp_path):
@@ -158,23 +150,15 @@ def test_the_accuracy_of_a_row_counts_unless_a_label_says_otherwise(written, tmp
 
 
 def test_labels_that_cannot_be_joined_are_set_aside(written, tmp_path):
-    changed(written, tmp_path)
-    first = read_log(written).rows[0]["id"]
-    labels = [("nobody", 1.0), *((first, accuracy) for accuracy in (-1.5, math.nan, 0.0, 0.25))]
-    write_labels(tmp_path, labels)
+    changed(written, tmp_path, id="5")
+    wrong = [("5", accuracy) for accuracy in (-1.5, math.nan, 10**400)]
+    # the latest counts, and may name its request by a number
+    write_labels(tmp_path, [("nobody", 1.0), *wrong, ("5", 0.0), (5, 0.25)])
     read = read_log(tmp_path)
-    assert dict(read.aside) == {"a label of an unknown request": 1, "a label outside [0, 1]": 2}
-    assert read.rows[0]["accuracy"] == 0.25  # the latest
-    with pytest.raises(InputError, match="log="):
+    assert dict(read.aside) == {"a label of an unknown request": 1, "a label outside [0, 1]": 3}
+    assert read.rows[0]["accuracy"] == 0.25
+    with input_error("log="):
         read_log(tmp_path / "nothing")
-
-
-def test_numbers_of_hundreds_of_digits_are_set_aside(written, tmp_path):
-    first = changed(written, tmp_path, time=10**400)
-    write_labels(first, [(row["id"], 10**400) for row in read_log(written).rows[:2]])
-    log, _ = checked(tmp_path)
-    assert dict(log.aside) == {"a label outside [0, 1]": 2}
-    assert len(log.rows) == 40
 
 
 def test_the_latest_label_counts_whichever_process_wrote_it(tmp_path):
@@ -190,7 +174,7 @@ def test_the_latest_label_counts_whichever_process_wrote_it(tmp_path):
 @pytest.mark.parametrize("accuracy", [100.0, -0.1, math.nan])
 def test_a_label_that_is_no_accuracy_is_refused_at_once(tmp_path, accuracy):
     log = RequestLog(tmp_path)
-    with pytest.raises(InputError, match="accuracy"):
+    with input_error("accuracy"):
         log.label(log.add({}), accuracy)
     assert not [*tmp_path.glob("labels-*")]
 
@@ -198,17 +182,14 @@ def test_a_label_that_is_no_accuracy_is_refused_at_once(tmp_path, accuracy):
 def test_of_labels_from_0_to_100_none_counts(written, tmp_path):
     """The wrong answers alone, with 0, would be in [0, 1]."""
     changed(written, tmp_path)
-    write_labels(
-        tmp_path, [(row["id"], 100 * (i % 2)) for i, row in enumerate(read_log(written).rows)]
-    )
+    ids = [row["id"] for row in read_log(written).rows]
+    write_labels(tmp_path, zip(ids, [0, 100] * 20, strict=True))
     log = read_log(tmp_path)
     assert [*log.aside.values()] == [40]
-    assert [row["accuracy"] for row in log.rows] == [None] * 40
+    assert {row["accuracy"] for row in log.rows} == {None}
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cut=st.integers(0, 20_000),
     noise=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=4),
@@ -225,50 +206,6 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(written, tmp_pa
     assert len(log.rows) + sum(log.aside.values()) == lines
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
     assert logged.offset.isfinite().all()
-
-
-KILLED = """
-import json, sys
-from knobwise.agents.serving.request_log import RequestLog
-log, row = RequestLog(sys.argv[1], rows_per_file=20), json.loads(sys.argv[2])
-while True:
-    name = log.add(row)
-    log.label(name, 1.0)
-    print(name, flush=True)
-"""
-
-
-def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
-    row = json.loads(requests_in(written).read_text().splitlines()[0]) | {"id": None}
-    with child(KILLED, tmp_path, json.dumps(row)) as process:
-        answered = [process.stdout.readline().strip() for _ in range(50)]
-        process.kill()
-        answered += [line.strip() for line in process.stdout if line.endswith("\n")]
-    log = read_log(tmp_path)
-    ids = [row["id"] for row in log.rows]
-    assert ids[: len(answered)] == answered
-    assert len(ids) <= len(answered) + 1
-    assert sum(row["accuracy"] is None for row in log.rows) <= 1
-    # the log goes on in another file, also after a torn line
-    with requests_in(tmp_path).open("ab") as file:
-        file.write(b'{"torn')
-    served(tmp_path, 3)
-    again = read_log(tmp_path)
-    assert dict(again.aside) == {"the torn last line of a file": 1}
-    assert len(again.rows) == len(log.rows) + 3
-
-
-def test_a_full_disk_loses_rows_and_no_answers(tmp_path, monkeypatch):
-    model, _ = served(tmp_path, 0)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda handle, line: write(handle, line[: len(line) // 2]))
-    serve_requests(model, model.model.table, 2, label=False)
-    monkeypatch.undo()
-    serve_requests(model, model.model.table, 3, label=False)
-    log = read_log(tmp_path)
-    assert model.log.lost == 2
-    assert len(log.rows) == 3
-    assert not log.aside  # nothing of a lost row stays
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -292,35 +229,20 @@ def test_the_logged_probability_is_that_of_the_draws(tmp_path, together):
     assert shares[chances.argmax()] < 0.95
 
 
-def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(
-    tmp_path,
-):
+def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_features(tmp_path):
     served(tmp_path, 150, falls_back=True, explore=0.3, explore_loss=0.2, seed=0)
     rows = read_log(tmp_path).rows
+    assert len(rows) == 150
     explored = [row for row in rows if row["choice"] != row["best"]]
     assert explored
     assert all(row["features"] is not None for row in explored)
     assert sum(row["features"] is None for row in rows) > 60
-    assert all(sum(row["chances"]) == pytest.approx(1) for row in rows)
 
 
-@pytest.mark.parametrize("wrong", [{"explore": 1.5}, {"explore": 0.1, "explore_loss": -1.0}])
-def test_exploration_of_no_share_is_refused(wrong):
-    agent, table = small_stack()
-    with pytest.raises(InputError, match="explore"):
-        AdaptiveModel(ReplayedModel(table), agent, **wrong)
-
-
-def test_logging_and_exploration_are_not_touched_where_they_are_off(
-    monkeypatch,
-):
-    def touched(*_, **__):
-        raise AssertionError("called")
-
+def test_logging_and_exploration_are_not_touched_where_they_are_off(monkeypatch):
     for where, name in ((Exploration, "draw"), (RequestLog, "add")):
-        monkeypatch.setattr(where, name, touched)
-    agent, table = small_stack()
-    model = AdaptiveModel(ReplayedModel(table), agent)
-    assert len(serve_requests(model, table, 20)) == 20
+        monkeypatch.setattr(where, name, Mock(side_effect=AssertionError("called")))
+    _, results = served(None, 20)
+    assert len(results) == 20
     with pytest.raises(AssertionError, match="called"):
-        serve_requests(AdaptiveModel(ReplayedModel(table), agent, explore=0.99), table, 9)
+        served(None, 9, explore=0.99)

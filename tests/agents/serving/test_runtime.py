@@ -1,7 +1,8 @@
-from __future__ import annotations
+"""`AdaptiveModel`: what is charged to a budget, batches, threads, the cache and the background."""
 
 import math
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,15 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import small_table
+from helpers import arrays, input_error, small_table, table_of
+from PIL import Image
 from replayed import untrained
+from torch.utils.data import default_collate
 
+from knobwise.agents import AdaptiveModel, PolicyConfig
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.first_stages import content_of
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import draw_samples
@@ -26,6 +29,16 @@ from knobwise.profiling.elastic.settings import ElasticSize
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 KNOBS = (Knob("max_crops", (1, 6)), Knob("top_k", (1, 3)), Knob("num_active_blocks", (2, 4)))
+GRID = torch.cartesian_prod(*[torch.arange(2)] * 3)
+
+
+def table_like(accuracy, latency_ms, **blocks):
+    """Of the eight configurations of the knobs; without the cells whose latency is NaN."""
+    changes = {"knobs": KNOBS, "configurations": GRID, "mask": ~latency_ms.isnan()}
+    return table_of(accuracy, latency_ms, blocks, **changes)
+
+
+TABLE = table_like(torch.zeros(1, 8), torch.ones(1, 8))
 REQUESTS = [request_of(scene) for scene in draw_samples(16, seed=4)]
 
 
@@ -42,17 +55,16 @@ class ByFeatures:
     """Any of eight configurations, by a sum of what it sees; notes the limits that it was given,
     and expects 3 ms."""
 
-    knobs: tuple[Knob, ...] = KNOBS
+    knobs = KNOBS
     digest = "by features"
     header = {"limit": "budget_ms"}
-    configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
+    configurations = GRID
 
     def __init__(self):
         self.limits = []
 
     def configuration(self, index):
-        pairs = zip(self.knobs, self.configurations[index].tolist(), strict=True)
-        return {knob.name: knob.values[value] for knob, value in pairs}
+        return TABLE.configuration(index)
 
     def fall_back(self, limit, drift):
         return None
@@ -74,7 +86,7 @@ class Slow(ByFeatures):
     def choose(self, features, limit):
         if len(self.limits) == 1:
             time.sleep(0.02)
-        return super().choose(features, limit)
+        return 0
 
 
 class ByLimit(ByFeatures):
@@ -85,12 +97,19 @@ class ByLimit(ByFeatures):
 
 
 class Noting:
-    """An adaptive model that takes 3 ms by its own account, and notes what it was asked to do."""
+    """An adaptive model that notes what it was asked to do.
+
+    Args:
+        sleeps_s: how long a first stage, and setting the knobs, truly take.
+        answer_ms: how long an answer takes by the model's own account.
+        stage: what is different about its first stages.
+    """
 
     name = "noting"
     knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
 
-    def __init__(self):
+    def __init__(self, sleeps_s=(0.0, 0.001), answer_ms=3.0, **stage):
+        self.sleeps_s, self.answer_ms, self.stage = sleeps_s, answer_ms, stage
         self.running = []
         self.groups = []
 
@@ -104,38 +123,19 @@ class Noting:
             self.running.pop()
 
     def first_stage(self, request, features=True):
+        time.sleep(self.sleeps_s[0])
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32)}
-        return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
+        times = {"total_ms": 2.0, "extra_ms": 1.0}
+        return FirstStage(request, blocks, None, **times | self.stage)
 
     def answer(self, stages, configuration):
         with self.set_knobs(configuration):
             questions = [stage.request.question for stage in stages]
             self.groups.append((dict(configuration), questions))
-            time.sleep(0.001)
-            return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in questions]
-
-
-class Later(Noting):
-    """A first stage of 400 ms, and knobs that take 20 ms to set."""
-
-    def first_stage(self, request, features=True):
-        time.sleep(0.4)
-        return replace(super().first_stage(request, features), total_ms=400.0)
-
-    def answer(self, stages, configuration):
-        time.sleep(0.02)
-        return [replace(answer, total_ms=402.0) for answer in super().answer(stages, configuration)]
-
-
-class Looking(Noting):
-    """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue
-    from."""
-
-    def first_stage(self, request, features=True):
-        stage = super().first_stage(request, features)
-        return replace(stage, reused_by=lambda configuration: configuration["max_crops"] == 1)
+            time.sleep(self.sleeps_s[1])
+            return [Answer(f"to {a}", self.answer_ms, 2.0, 1.0, 1, 1, 1) for a in questions]
 
 
 def by_limit(model, **options):
@@ -148,7 +148,8 @@ def requests_of(*questions):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(together):
-    model = by_limit(Looking())
+    # a first look of 1 ms beside 1 ms of pooling
+    model = by_limit(Noting(reused_by=lambda configuration: configuration["max_crops"] == 1))
     seen = []
     model.tracker.update = lambda choice, mean, spread, ms: seen.append((choice, ms))
     requests, budgets = requests_of("a", "b"), [4.9, 900.0]
@@ -166,10 +167,10 @@ def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(toge
 def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order():
     model = by_limit(Noting())
     results = model.generate(requests_of("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
-    small, large = ({knob.name: knob.values[place] for knob in KNOBS} for place in range(2))
+    small, large = map(TABLE.configuration, (0, 7))
     assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]
     assert [result.answer.text for result in results] == ["to a", "to b", "to c", "to d"]
-    assert [result.configuration for result in results] == [large, small, large, small]
+    assert [result.choice for result in results] == [7, 0, 7, 0]
 
 
 def test_what_a_decision_costs_is_charged_to_the_budget():
@@ -190,12 +191,8 @@ def test_what_a_decision_costs_is_charged_to_the_budget():
 
 
 def test_the_model_is_charged_for_nothing_that_the_controller_took():
-    class Sleepy(Noting):
-        def first_stage(self, request, features=True):
-            time.sleep(0.5)  # beside what it says that it took
-            return super().first_stage(request, features)
-
-    model = by_limit(Sleepy())
+    # beside what it says that it took
+    model = by_limit(Noting((0.5, 0.001)))
     result = model.answer(requests_of("a")[0], 60_000.0)
     assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
     assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
@@ -220,10 +217,8 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
     dear = model.answer(request, 90.0)
     assert (cheap.choice, dear.choice) == (0, 7)
     assert (cheap.limit_ms, dear.limit_ms) == pytest.approx((9.0, 89.0))
-    cheap_ms, dear_ms = (
-        min(model.answer(request, ms).overhead_ms for _ in range(3)) for ms in (9.0, 90.0)
-    )
-    assert cheap_ms < 1.0 < dear_ms
+    cheap_ms = min(model.answer(request, 9.0).overhead_ms for _ in range(3))
+    assert cheap_ms < 1.0 < dear.overhead_ms
 
 
 def test_waiting_counts_from_the_arrival_on():
@@ -235,21 +230,6 @@ def test_waiting_counts_from_the_arrival_on():
     assert fresh.limit_ms > 2_000
     assert waited.total_ms == pytest.approx(waited.waited_ms + waited.overhead_ms + 3.0)
     assert model.generate(requests_of("c"), 10.0)[0].waited_ms == 0
-
-
-def table_like(accuracy, latency_ms, **blocks):
-    """Of the eight configurations; without the cells whose latency is NaN."""
-    ids = tuple(map(str, range(len(latency_ms))))
-    return ProfileTable(
-        "noted",
-        KNOBS,
-        ByFeatures.configurations,
-        accuracy,
-        latency_ms,
-        ~latency_ms.isnan(),
-        ids,
-        blocks,
-    )
 
 
 def test_calibration_finds_the_ratio_of_two_machines():
@@ -270,7 +250,7 @@ def test_calibration_finds_the_ratio_of_two_machines():
     again = by_limit(noting)
     assert again.calibrate(table, samples, cells=5, warm_up=5) == pytest.approx(0.25)
     for wrong in ((table, {}), (small_table(20), samples)):
-        with pytest.raises(InputError, match="profile"):
+        with input_error("profile"):
             model.calibrate(*wrong)
 
 
@@ -300,7 +280,7 @@ def test_the_median_of_the_latest_decisions_is_charged():
 
 
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice():
-    model = by_limit(Later())
+    model = by_limit(Noting((0.4, 0.02), 402.0, total_ms=400.0))
     arrived = [time.perf_counter()] * 2
     for result in model.generate(requests_of("a", "b"), 60_000.0, arrived):
         assert result.overhead_ms > 15
@@ -312,19 +292,16 @@ def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
     vlm,
 ):
     stages = [vlm.first_stage(request) for request in REQUESTS]
-    blocks = {}
-    for name in stages[0].features:
-        blocks[name] = np.stack([stage.features[name] for stage in stages])
-    generator = torch.Generator().manual_seed(0)
-    accuracy, latency = torch.rand(2, len(REQUESTS), 8, generator=generator)
-    latency = (1 + ByFeatures.configurations.sum(1)) * (1 + latency)
-    tensors = {name: torch.from_numpy(block) for name, block in blocks.items()}
-    table = table_like(accuracy.round(), latency, **tensors)
+    accuracy, latency = torch.rand(2, len(REQUESTS), 8)
+    latency = (1 + GRID.sum(1)) * (1 + latency)
+    blocks = default_collate([stage.features for stage in stages])
+    table = table_like(accuracy.round(), latency, **blocks)
     agent = untrained(table, PolicyConfig(hidden=8, layers=1))
     for form in (agent, agent.decider, KnobPolicy(Loaded(agent, "t", "", {}))):
         results = AdaptiveModel(vlm, form).generate(REQUESTS, latency.mean(1).tolist())
         choices = [result.choice for result in results]
-        assert choices == agent.choose(blocks, [result.limit_ms for result in results]).tolist()
+        limits = [result.limit_ms for result in results]
+        assert choices == agent.choose(arrays(table), limits).tolist()
         assert len(set(choices)) > 1
         for stage, result in zip(stages, results, strict=True):
             assert result.configuration == table.configuration(result.choice)
@@ -333,27 +310,150 @@ def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
     assert tuple(vlm.configuration.values()) == vlm.model.full
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"header": {"limit": "mean"}}, "budget=mean"),
-        ({"knobs": (Knob("top_k", (4,)),), "configurations": torch.zeros(1, 1).long()}, "top_k=4"),
-    ],
-)
-def test_controllers_that_cannot_work_are_refused(vlm, changes, named):
-    controller = ByFeatures()
-    vars(controller).update(changes)
-    with pytest.raises(InputError, match=named):
-        AdaptiveModel(vlm, controller)
+def test_a_controller_whose_knobs_the_model_cannot_set_is_refused(vlm):
+    table = table_of([[1.0]], [[2.0]], knobs=(Knob("top_k", (4,)),))
+    with input_error("top_k=4"):
+        AdaptiveModel(vlm, untrained(table))
 
 
 def test_wrong_budgets_and_arrivals_are_refused():
     model = AdaptiveModel(Noting(), ByFeatures())
     for wrong in ([[1.0]], [1.0, [0.0]]):
-        with pytest.raises(InputError, match="2 requests"):
+        with input_error("2 requests"):
             model.generate(REQUESTS[:2], *wrong)
     for budget in (0.0, -1.0, 1e31, math.nan, math.inf):
         for requests in (REQUESTS[:1], REQUESTS[:2]):
-            with pytest.raises(InputError, match="budget"):
+            with input_error("budget"):
                 model.generate(requests, budget)
     assert model.generate([], 1.0) == []
+
+
+# -- first stages: the cache --------------------------------------------------------------------------
+
+
+def counts(recent):
+    summary = recent.summary()
+    return summary["hits"], summary["misses"]
+
+
+def test_equal_requests_share_features_and_decisions(vlm):
+    """And get the same answers, see `test_k14_…` of the contract."""
+    controller = ByFeatures()
+    model = AdaptiveModel(vlm, controller, tracker=False, cache=3)
+    copies = [Request(request.image.clone(), request.question.clone()) for request in REQUESTS[:3]]
+    for request in (*REQUESTS[:3], *copies):
+        model.answer(request, 9e3)
+    assert len(controller.limits) == 3
+    for recent in (model.cached_features, model.cached_decisions):
+        assert counts(recent) == (3, 3)
+        assert 0 < recent.summary()["miss_us"] < 1e5
+    model.answer(REQUESTS[0], 8e3)  # another budget
+    assert len(controller.limits) == 4
+    assert counts(model.cached_features) == (4, 3)
+
+
+def test_the_least_recently_used_leaves_first(vlm):
+    model = AdaptiveModel(vlm, ByFeatures(), cache=2)
+    for place in (0, 1, 0, 2, 0, 1):  # the last has left for 2
+        model.answer(REQUESTS[place], 50.0)
+    assert counts(model.cached_features) == (2, 4)
+    assert len(model.cached_features) == 2
+
+
+def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed():
+    controller = ByFeatures()
+    model = AdaptiveModel(Noting(), controller, cache=4)
+    (request,) = requests_of("a")
+    asked = request, 9e3
+    for _ in range(3):  # the tracker learns from each answer
+        model.answer(*asked)
+    assert (len(controller.limits), counts(model.cached_features)) == (3, (2, 1))
+    still = AdaptiveModel(Noting(), controller, tracker=False, cache=4)
+    still.answer(*asked)
+    still.answer(*asked)
+    assert len(controller.limits) == 4
+    still.tracker.warm_start([0] * 20, [0.3] * 20)
+    still.answer(*asked)
+    controller.digest = "a new controller"
+    still.answer(*asked)
+    still.answer(*asked, time.perf_counter() - 0.5)  # 8.5 s are left instead of 9 s
+    assert len(controller.limits) == 7
+
+
+def test_kept_features_cost_less_than_those_that_are_computed():
+    model = by_limit(Noting(total_ms=21.0, extra_ms=20.0), tracker=False, cache=4)
+    first, again = (model.answer(requests_of("a")[0], 90.0) for _ in range(2))
+    assert first.overhead_ms > 20
+    assert again.overhead_ms < 20
+    assert first.limit_ms < 70 < again.limit_ms
+    # the kept features serve batches too
+    kept, computed = model.generate(requests_of("a", "b"), 90.0)
+    assert kept.overhead_ms + 15 < computed.overhead_ms
+
+
+def test_content_tells_requests_apart():
+    def content(image, question="a"):
+        return content_of(Request(image, question))
+
+    gray = Image.new("L", (2, 2), 7)
+    zeros = torch.zeros(2, 3)
+    images = zeros, zeros.T, zeros.long(), gray, gray.convert("RGB"), Image.new("L", (2, 2), 8)
+    assert len({content(zeros, "b"), *map(content, images)}) == 7
+    assert content(gray.copy()) == content(gray)
+    assert content(zeros.numpy()) == content(zeros)
+    with input_error("cache"):
+        content(lambda: 0)
+    with input_error("cache"):
+        by_limit(Noting(), cache=-1)
+
+
+# -- first stages in the background -----------------------------------------------------------------------------
+
+
+class Stepping(Noting):
+    """Notes when first stages begin and end; they take 30 ms. Fails on request."""
+
+    def __init__(self, overlaps):
+        super().__init__((0.03, 0.06), total_ms=30.0)
+        self.first_stage_overlaps, self.beside = overlaps, False
+
+    def first_stage(self, request, features=True):
+        if request.question == "no picture":
+            raise InputError("no picture")
+        stage = super().first_stage(request, features)
+        self.beside |= bool(self.running)
+        return stage
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overlaps):
+    noting = Stepping(overlaps)
+    first, second = requests_of("a", "b")
+    with by_limit(noting, tracker=False) as model:
+        answering = threading.Thread(target=model.answer, args=(first, 900.0))
+        answering.start()
+        while not noting.running:
+            time.sleep(0.001)
+        model.prefetch(second)
+        answering.join()
+        time.sleep(0.05)
+        result = model.answer(second, 900.0)
+    assert noting.beside == overlaps
+    assert result.prepared_ms == pytest.approx(30, abs=20)
+    assert result.total_ms == pytest.approx(result.overhead_ms + 3 - result.prepared_ms)
+    assert result.answer.text == "to b"
+
+
+def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread():
+    model = by_limit(Stepping(True))
+    wrong, right = requests_of("no picture", "a")
+    with model:
+        model.prefetch(wrong)
+        time.sleep(0.01)
+        with input_error("no picture"):
+            model.answer(wrong, 90.0)
+        assert model.answer(right, 90.0).prepared_ms == 0
+    with pytest.raises(RuntimeError, match="shutdown"):
+        model.prefetch(right)
+    with input_error("clock=wall"):
+        by_limit(Noting(), clock="cpu").prefetch(right)

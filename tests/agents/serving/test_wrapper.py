@@ -8,32 +8,32 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import Mock
 
-import numpy as np
 import polars
 import pytest
 import torch
-from helpers import TAUGHT, deployed, small_table
-from replayed import child, settled_for, small_stack, untrained
+from helpers import driven_apart, input_error, small_table
+from replayed import child, small_stack, untrained
 
 import knobwise
+from knobwise.agents import DeployedController, NumpyController, PolicyConfig
 from knobwise.agents.learning.logged import logged_of, read_log
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving import wrapper
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.wrapper import wrap
-from knobwise.common.errors import InputError
 
 BRIEF = {"teacher_iterations": 30, "warmup_iterations": 30, "iterations": 0}
 BRIEF |= {"contexts": 64, "minibatch": 64, "evaluate_every": 30}
-TINY = {
-    "policy": "utility",
-    "policy.guard": False,
-    "policy.hidden": 8,
-    "policy.members": 2,
-    "optimiser": BRIEF,
-}
+TINY = {"policy": "utility", "policy.guard": False, "policy.hidden": 8, "policy.members": 2}
+TINY["optimiser"] = BRIEF
 TABLE = small_table(120)
+
+
+def features_of(row):
+    return {name: block[row].tolist() for name, block in TABLE.features.items()}
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,16 @@ def policy():
     return knobwise.fit(TABLE, **TINY)
 
 
-def features_of(row):
-    return {name: block[row].tolist() for name, block in TABLE.features.items()}
+@pytest.fixture
+def wrapped(policy, tmp_path):
+    """Puts the policy in front of a callable, with a log in `tmp_path`."""
+    return functools.partial(wrap, policy=policy, features=features_of, log=tmp_path)
 
 
 def cell(row, knobs):
     """The accuracy, and the time in seconds, of a row of the table under some knobs."""
-    values = [TABLE.configuration(c) for c in range(TABLE.num_configurations)]
-    c = values.index(knobs)
-    return float(TABLE.accuracy[row, c]), float(TABLE.latency_ms[row, c]) / 1e3
+    place = row, configurations_of(TABLE).index(knobs)
+    return float(TABLE.accuracy[place]), float(TABLE.latency_ms[place]) / 1e3
 
 
 class Model:
@@ -71,7 +72,7 @@ class AsyncModel(Model):
         return row, accuracy
 
 
-def looked_at_alone(serve, policy, results):
+def looked_at_alone(policy, results):
     """Each decision is that of the policy for this request, with what was left of the budget."""
     for row, result in results:
         assert result.answer[0] == row
@@ -82,21 +83,20 @@ def looked_at_alone(serve, policy, results):
 
 
 def each_label_is_of_its_own_request(folder, policy, results):
+    looked_at_alone(policy, results)
     log = read_log(folder, policy.agent.decider)
     assert not log.aside
     rows = {row["id"]: row for row in log.rows}
     assert len(rows) == len(results)
-    for _, result in results:
-        logged = rows[result.request_id]
-        assert logged["accuracy"] == result.answer[1]
-        assert logged["knobs"] == result.configuration
-        assert logged["total_ms"] == result.total_ms
-    arrays = logged_of([rows[result.request_id] for _, result in results], policy.agent.decider)
+    rows = [rows[result.request_id] for _, result in results]
+    for row, (_, result) in zip(rows, results, strict=True):
+        outcome = row["accuracy"], row["knobs"], row["total_ms"]
+        assert outcome == (result.answer[1], result.configuration, result.total_ms)
+    logged = logged_of(rows, policy.agent.decider)
     # where the guard fell back, no features were computed
-    seen = arrays.seen
-    for name, block in TABLE.features.items():
-        wanted = block[[row for row, _ in results]]
-        assert torch.equal(arrays.features[name][seen], wanted[seen])
+    wanted = TABLE.blocks([row for row, _ in results])
+    for name, block in wanted.items():
+        assert torch.equal(logged.features[name][logged.seen], block[logged.seen])
 
 
 # -- one request -----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_the_answer_is_the_callables_and_the_features_are_taken_off_the_budget(p
     assert result.total_ms >= 20 + seconds * 1e3
     assert result.limit_ms <= 280
     assert result.met
-    looked_at_alone(serve, policy, [(7, result)])
+    looked_at_alone(policy, [(7, result)])
     # the features alone take longer than this budget
     result = serve.result(7, budget_ms=10)
     assert 0 < result.limit_ms < 1e-6
@@ -129,7 +129,7 @@ def test_where_the_guard_falls_back_no_features_are_computed(tmp_path):
 
     def embed(row):
         looked.append(row)
-        return {name: block[row] for name, block in table.features.items()}
+        return table.blocks(row)
 
     serve = wrap(Model(), agent, features=embed, log=tmp_path)
     budgets = [row["budget_ms"] for row in agent.settled.guard]
@@ -142,79 +142,57 @@ def test_where_the_guard_falls_back_no_features_are_computed(tmp_path):
     assert looked == [3]
 
 
-def test_named_columns_a_lone_block_and_no_features_at_all():
-    rows = {"sample_id": np.repeat([*"abcdefgh"], 2).tolist(), "size": 8 * [1, 2]}
-    rows |= {"kind": np.repeat(["easy", "hard"], 8).tolist(), "tokens": np.repeat(range(8), 2)}
-    rows |= {"accuracy": 8 * [0, 1], "latency_ms": 8 * [2.0, 9.0]}
-    named = knobwise.fit(polars.DataFrame(rows), ["kind", "tokens"], **TINY)
-    sizes = []
-
-    def call(request, size):
-        sizes.append(size)
-        return request["kind"]
-
+def test_named_columns_and_no_features_at_all():
+    samples = {"sample_id": range(8), "kind": 4 * ["easy"] + 4 * ["hard"], "tokens": range(8)}
+    cells = polars.DataFrame({"size": [1, 2], "accuracy": [0, 1], "latency_ms": [2.0, 9.0]})
+    rows = polars.DataFrame(samples).join(cells, how="cross")
+    named = knobwise.fit(rows, ["kind", "tokens"], **TINY)
+    call = Mock(return_value="yes")
     # the request holds what the policy reads, and more
     serve = wrap(call, named, features=lambda request: request)
-    assert serve({"kind": "easy", "tokens": 3, "text": "?"}, budget_ms=20.0) == "easy"
-    with pytest.raises(InputError, match="tokens"):
+    assert serve({"kind": "easy", "tokens": 3, "text": "?"}, budget_ms=20.0) == "yes"
+    with input_error("tokens"):
         serve({"kind": "easy"}, budget_ms=20.0)
-    assert len(sizes) == 1
-
-    plain = small_table(40, features=False)
-    serve = wrap(Model(), untrained(plain), tracker=False)
+    call.assert_called_once()
+    serve = wrap(Model(), untrained(small_table(40, features=False)), tracker=False)
     assert serve(4, 50.0)[0] == 4
 
-    table = small_table(40, features={"x": torch.rand(40, 2)})
-    serve = wrap(Model(), untrained(table).decider, features=lambda row: table.features["x"][row])
-    result = serve.result(4, 50.0)
-    decided = serve.controller.decide({"x": table.features["x"][4].numpy()}, result.limit_ms)
-    assert result.configuration == decided
 
-
-def test_explored_requests_are_drawn_among_what_is_nearly_as_good(policy, tmp_path):
-    options = {"explore": 0.5, "explore_loss": 1.0, "seed": 0, "tracker": False}
-    serve = wrap(Model(0.0), policy, features=features_of, log=tmp_path, **options)
+def test_explored_requests_are_drawn_among_what_is_nearly_as_good(wrapped, tmp_path):
+    serve = wrapped(Model(0.0), explore=0.5, explore_loss=1.0, seed=0, tracker=False)
     choices = [serve.result(row, 15.0).choice for row in range(60)]
-    rows = read_log(tmp_path, policy.agent.decider).rows
+    rows = read_log(tmp_path, serve.controller).rows
     assert [row["choice"] for row in rows] == choices
-    explored = sum(row["choice"] != row["best"] for row in rows)
-    assert 15 < explored < 45
-    for row in rows:
-        assert sum(row["chances"]) == pytest.approx(1)
+    assert 15 < sum(row["choice"] != row["best"] for row in rows) < 45
 
 
 # -- many requests ---------------------------------------------------------------------------------
 
 
-def test_threads_share_it_and_each_label_is_of_its_own_request(policy, tmp_path):
-    serve = wrap(Model(), policy, features=features_of, log=tmp_path, explore=0.0)
+def test_threads_share_it_and_each_label_is_of_its_own_request(wrapped, policy, tmp_path):
+    serve = wrapped(Model())
 
-    def one_after_another(rows):
-        results = []
-        for row in rows:
-            result = serve.result(row, 40.0 + row)
-            serve.log.label(result.request_id, result.answer[1])
-            results.append((row, result))
-        return results
+    def label(row):
+        result = serve.result(row, 40.0 + row)
+        serve.log.label(result.request_id, result.answer[1])
+        return row, result
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:
-        parts = [*pool.map(one_after_another, [range(i, 120, 8) for i in range(8)])]
+        results = [*pool.map(label, range(120))]
     took = time.perf_counter() - start
-    results = [result for part in parts for result in part]
-    looked_at_alone(serve, policy, results)
     each_label_is_of_its_own_request(tmp_path, policy, results)
     assert serve.tracker.answers == 120
     # they were in flight together
     assert took < 0.5 * sum(cell(row, r.configuration)[1] for row, r in results)
 
 
-def test_coroutines_are_in_flight_together_and_wait_without_a_lock(policy, tmp_path):
+def test_coroutines_are_in_flight_together_and_wait_without_a_lock(wrapped, policy, tmp_path):
     async def embed(row):
         await asyncio.sleep(0.001)
         return features_of(row)
 
-    serve = wrap(AsyncModel(), policy, features=embed, log=tmp_path)
+    serve = wrapped(AsyncModel(), features=embed)
 
     async def label(row):
         result = await serve.result(row, budget_ms=60.0 + row)
@@ -222,85 +200,61 @@ def test_coroutines_are_in_flight_together_and_wait_without_a_lock(policy, tmp_p
         return row, result
 
     async def all_of_them():
-        assert (await serve(3, budget_ms=50.0))[0] == 3
         return await asyncio.gather(*(label(row) for row in range(60)))
 
     results = asyncio.run(all_of_them())
-    looked_at_alone(serve, policy, results)
-    assert serve.tracker.answers == 61
     # the time of each is that until its answer is there
     for row, result in results:
         assert result.total_ms >= cell(row, result.configuration)[1] * 1e3
-    (first, *_) = read_log(tmp_path).rows
-    path = min(tmp_path.glob("requests-*"))
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(line for line in lines if first["id"] not in line) + "\n")
     each_label_is_of_its_own_request(tmp_path, policy, results)
-
-
-class Clock:
-    """A clock that the callable moves on, so that no other work on the machine counts."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
+    assert asyncio.run(serve(3, budget_ms=50.0))[0] == 3
+    assert serve.tracker.answers == 61
 
 
 @pytest.mark.parametrize("awaits", [False, True])
-def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(policy, monkeypatch, awaits):
-    clock = Clock()
+def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(wrapped, monkeypatch, awaits):
+    # a clock that the callable moves on, so that no other work on the machine counts
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(wrapper, "time", clock)
     slower = 1.0
 
     def call(row, **knobs):
         clock.now += cell(row, knobs)[1] * slower
-        return row
 
     async def later(row, **knobs):
         await asyncio.sleep(0)
-        return call(row, **knobs)
+        call(row, **knobs)
 
-    serve = wrap(later if awaits else call, policy, features=features_of)
-
-    def answer(rows):
-        for row in rows:
-            served = serve.result(row, 60.0)
-            result = asyncio.run(served) if awaits else served
-            assert result.total_ms == pytest.approx(
-                cell(row, result.configuration)[1] * slower * 1e3
-            )
-
-    answer(range(60))
-    before = serve.tracker.factors()["level"]
-    assert 0.8 < before < 1.25
-    slower = 2.0
-    answer(range(60, 120))
-    assert serve.tracker.factors()["level"] / before == pytest.approx(2, rel=0.15)
+    serve = wrapped(later if awaits else call)
+    levels = []
+    for slower in (1.0, 2.0):
+        for row in range(60):
+            result = serve.result(row, 60.0)
+            result = asyncio.run(result) if awaits else result
+            took_s = cell(row, result.configuration)[1] * slower
+            assert result.total_ms == pytest.approx(took_s * 1e3)
+        levels.append(serve.tracker.factors()["level"])
+    assert 0.8 < levels[0] < 1.25
+    assert levels[1] / levels[0] == pytest.approx(2, rel=0.15)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def test_errors_pass_through_and_write_no_row(policy, tmp_path):
-    def call(row, **knobs):
-        if row == 1:
-            raise KeyError("no such request")
-        return row
-
+def test_errors_pass_through_and_write_no_row(wrapped, tmp_path):
     def embed(row):
         return features_of(row) | {"image_features": [1.0]} if row == 2 else features_of(row)
 
-    serve = wrap(call, policy, features=embed, log=tmp_path)
+    call = Mock(side_effect=[KeyError("no such request"), 3])
+    serve = wrapped(call, features=embed)
     with pytest.raises(KeyError, match="no such request"):
         serve(1, 30.0)
-    with pytest.raises(InputError, match="image_features"):
+    with input_error("image_features"):
         serve(2, 30.0)
     with pytest.raises(IndexError):
         serve(1000, 30.0)
     for budget in (0, -1.0, 1e31, math.inf, math.nan):
-        with pytest.raises(InputError, match="budget_ms"):
+        with input_error("budget_ms"):
             serve(3, budget)
     assert not read_log(tmp_path).rows
     assert serve.tracker.answers == 0
@@ -309,8 +263,8 @@ def test_errors_pass_through_and_write_no_row(policy, tmp_path):
     assert len(read_log(tmp_path).rows) == 1
 
 
-def test_a_request_that_is_cancelled_writes_no_row(policy, tmp_path):
-    serve = wrap(AsyncModel(100.0), policy, features=features_of, log=tmp_path)
+def test_a_request_that_is_cancelled_writes_no_row(wrapped, tmp_path):
+    serve = wrapped(AsyncModel(100.0))
 
     async def impatient():
         with pytest.raises(TimeoutError):
@@ -327,25 +281,20 @@ async def later(row, **knobs):
     return row
 
 
-def stream(row, **knobs):
-    yield row
-
-
-@pytest.mark.parametrize("call", [lambda row, **knobs: later(row), stream])
-def test_what_is_no_answer_yet_is_refused(policy, tmp_path, call):
-    serve = wrap(call, policy, features=features_of, log=tmp_path)
-    with pytest.raises(InputError, match="no answer yet"):
+@pytest.mark.parametrize("answer", [later, lambda row: (row for _ in range(2))])
+def test_what_is_no_answer_yet_is_refused(wrapped, tmp_path, answer):
+    serve = wrapped(lambda row, **knobs: answer(row))
+    with input_error("no answer yet"):
         serve(3, 30.0)
     assert not read_log(tmp_path).rows
     assert serve.tracker.answers == 0
 
 
-def test_partials_of_coroutine_functions_are_awaited(policy):
-    serve = wrap(functools.partial(later), policy, features=features_of)
-    assert asyncio.run(serve(3, 30.0)) == 3
+def test_partials_of_coroutine_functions_are_awaited(wrapped):
+    assert asyncio.run(wrapped(functools.partial(later))(3, 30.0)) == 3
 
 
-def test_what_cannot_work_is_refused_before_a_log_begins(policy, tmp_path):
+def test_what_cannot_work_is_refused_before_a_log_begins(wrapped, tmp_path):
     async def embed(row):
         return features_of(row)
 
@@ -353,32 +302,32 @@ def test_what_cannot_work_is_refused_before_a_log_begins(policy, tmp_path):
         return row
 
     table = small_table(40, features=False)
-    mean = deployed(table, TAUGHT, torch.tensor([12.0]), "mean")
-    other = wrap(Model(), untrained(table)).tracker
+    mean = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
     refused = {
-        "features=FUNCTION": (Model(), policy, {}),
-        "max_crops": (too_few, policy, {"features": features_of}),
-        "must be a function": ("model", policy, {"features": features_of}),
-        "async": (Model(), policy, {"features": embed}),
-        "no policy": (Model(), "runs/latest", {"features": features_of}),
-        "budget=mean": (Model(), mean, {}),
-        "another controller": (Model(), policy, {"features": features_of, "tracker": other}),
-        "explore": (Model(), policy, {"features": features_of, "explore": 2.0}),
+        "features=FUNCTION": {"features": None},
+        "max_crops": {"call": too_few},
+        "must be a function": {"call": "model"},
+        "async": {"features": embed},
+        "no policy": {"policy": "runs/latest"},
+        "budget=mean": {"policy": mean},
+        "another controller": {"tracker": wrap(Model(), untrained(table)).tracker},
+        "explore=": {"explore": 2.0},
+        "explore_loss": {"explore_loss": -1.0},
     }
-    for word, (call, decides, options) in refused.items():
-        with pytest.raises(InputError, match=word):
-            wrap(call, decides, log=tmp_path / "log", **options)
+    for word, options in refused.items():
+        with input_error(word):
+            wrapped(**{"call": Model(), "log": tmp_path / "log"} | options)
     assert not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="log="):
-        wrap(Model(), policy, features=features_of, log=tmp_path / "file")
+    with input_error("log="):
+        wrapped(Model(), log=tmp_path / "file")
 
 
 # -- processes -------------------------------------------------------------------------------------
 
 
-def test_a_forked_process_answers_although_a_lock_was_held(policy, tmp_path):
-    serve = wrap(Model(), policy, features=features_of, log=RequestLog(tmp_path))
+def test_a_forked_process_answers_although_a_lock_was_held(wrapped, tmp_path):
+    serve = wrapped(Model(), log=RequestLog(tmp_path))
     with serve._lock:
         process = os.fork()
         if not process:
@@ -404,7 +353,7 @@ print("torch" in sys.modules)
 """
 
 
-def test_an_exported_controller_serves_without_torch_and_is_replaced(policy, tmp_path):
+def test_an_exported_controller_serves_without_torch_and_is_replaced(wrapped, policy, tmp_path):
     path = tmp_path / "controller.npz"
     policy.agent.export(path)
     with child(WITHOUT_TORCH, path, json.dumps({"a": features_of(3)})) as process:
@@ -413,13 +362,11 @@ def test_an_exported_controller_serves_without_torch_and_is_replaced(policy, tmp
     assert json.loads(knobs) in policy.configurations
     assert with_torch == "False"
     # a new version takes over between two requests
-    serve = wrap(Model(0.0), NumpyController.load(path), features=features_of)
+    serve = wrapped(Model(0.0), policy=NumpyController.load(path))
     serve.watch(path)
     digest = serve.controller.digest
     serve(3, 30.0)
-    new = untrained(TABLE)
-    new.settled = settled_for(TABLE, [1.0] * 5)
-    new.export(path)
+    new = untrained(TABLE, None, [1.0] * 5).export(path)
     serve._watched._looked = -math.inf
     serve(3, 30.0)
-    assert serve.controller.digest == new.decider.digest != digest
+    assert serve.controller.digest == new.digest != digest

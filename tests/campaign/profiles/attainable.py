@@ -11,12 +11,12 @@ import sys
 
 import numpy as np
 import torch
+from helpers import table_of
 
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs import default_budgets
 from knobwise.experiments.results.attainable import (
     QUICK,
     attainable_by,
@@ -58,16 +58,7 @@ class World:
         accuracy = torch.bernoulli(right, generator=self.draws)
         if self.kind == "noise-free":
             accuracy = right
-        return ProfileTable(
-            name=self.kind,
-            knobs=(Knob("size", tuple(range(CONFIGURATIONS))),),
-            configurations=torch.arange(CONFIGURATIONS).unsqueeze(1),
-            accuracy=accuracy,
-            latency_ms=(log_latency + self.jitter * noise).exp(),
-            mask=torch.ones_like(accuracy, dtype=torch.bool),
-            sample_ids=tuple(map(str, range(count))),
-            features={"x": x},
-        )
+        return table_of(accuracy, (log_latency + self.jitter * noise).exp(), x, name=self.kind)
 
     def utility(self, right, log_latency, budgets_ms):
         """The expected utility of every configuration, [B, n, C]."""

@@ -8,16 +8,14 @@ is noticed if the check for this fault reports more than it does without the fau
 """
 
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-# by hand, tests/ is not where Python looks for modules
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from campaign.profiles.served import SERVED, UNNOTICED
+from campaign import ROOT
+from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal
 from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.simulated.calibrated import simulate
@@ -25,7 +23,7 @@ from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_by_check
 
-MEASURED = Path(__file__).parents[3] / "experiments" / "studies" / "measured"
+MEASURED = ROOT / "experiments/studies/measured"
 SMALL = {"image_width": 24, "language_width": 24, "samples": 500}
 INSTANCES = 20
 
@@ -33,10 +31,10 @@ INSTANCES = 20
 def sound_tables(paths=()):
     tables = [builtin_profile(), builtin_profile("soft_score"), ocr_profile()]
     tables += map(ProfileTable.load, sorted(MEASURED.glob("*.safetensors")))
-    for datasets in (("text_vqa",), ("coco_vqa",), ("okvqa",)):
-        tables.append(simulate(SimulatedConfig(datasets=datasets, grid="27", **SMALL)))
-    tables.append(simulate(SimulatedConfig(datasets=("okvqa",), grid="240", **SMALL)))
-    tables.append(simulate(SimulatedConfig(grid="tiers", latency="prefill", **SMALL)))
+    kinds = [{"datasets": (name,), "grid": "27"} for name in ("text_vqa", "coco_vqa", "okvqa")]
+    kinds.append({"datasets": ("okvqa",), "grid": "240"})
+    kinds.append({"grid": "tiers", "latency": "prefill"})
+    tables += [simulate(SimulatedConfig(**kind, **SMALL)) for kind in kinds]
     for path, features in zip(paths[::2], paths[1::2], strict=True):
         tables.append(read_long_table(path, features=features, name=Path(path).parent.name))
     return tables
@@ -45,15 +43,13 @@ def sound_tables(paths=()):
 def part_of(table, rows, **further):
     """The table of these samples, in their order, with further changes."""
     changes = {}
-    for field in fields(table):
-        value = getattr(table, field.name)
-        axes = table.AXES.get(field.name, "")
-        if axes.startswith("N") and field.name != "features" and value not in ((), None):
-            changes[field.name] = tuple(value[row] for row in rows)
-            if torch.is_tensor(value):
-                changes[field.name] = value[rows]
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    return replace(table, features=blocks, **changes | further)
+    for name, axes in table.AXES.items():
+        value = getattr(table, name)
+        if axes.startswith("N") and torch.is_tensor(value):
+            changes[name] = value[rows]
+        elif axes == "N" and value:
+            changes[name] = tuple(value[row] for row in rows)
+    return replace(table, features=table.blocks(rows), **changes | further)
 
 
 def timed(table, factor):
@@ -64,14 +60,6 @@ def timed(table, factor):
         if value is not None:
             changes[name] = value * (factor[..., None] if value.ndim == 3 else factor)
     return replace(table, **changes)
-
-
-def with_times(table, latency_ms):
-    """The table with these times, measured once."""
-    mask = ~latency_ms.isnan()
-    accuracy = table.accuracy.masked_fill(~mask, torch.nan)
-    changes = {"latency_ms": latency_ms, "accuracy": accuracy, "mask": mask}
-    return replace(table, repeats_ms=None, first_look_ms=None, **changes)
 
 
 def with_feature(table, *columns):
@@ -112,13 +100,13 @@ def a_mean_outcome(table, draws):
 
 def a_sum(table, draws):
     values = column_of(table.latency_ms, draws).log()
-    part = torch.from_numpy(draws.normal(size=len(values))).float() * values.std()
+    part = normal(draws, values.shape) * values.std()
     return with_feature(table, values - part, part)
 
 
 def a_noisy_latency(table, draws):
     values = column_of(table.latency_ms, draws)
-    noise = torch.from_numpy(draws.normal(size=len(values))).float()
+    noise = normal(draws, values.shape)
     return with_feature(table, (values.log() + 0.001 * noise).exp())
 
 
@@ -156,7 +144,7 @@ def copied_samples(table, draws):
 def measured_twice(table, draws):
     """The same inputs under other ids, measured anew."""
     doubled = copied_samples(table, draws)
-    noise = torch.from_numpy(draws.normal(size=tuple(doubled.latency_ms.shape))).float()
+    noise = normal(draws, doubled.latency_ms.shape)
     return timed(doubled, (0.03 * noise).exp())
 
 
@@ -166,23 +154,23 @@ def slowest(table, share):
 
 def time_outs_as_zero(table, draws):
     late = slowest(table, draws.uniform(0.01, 0.1))
-    return with_times(table, table.latency_ms.masked_fill(late, 0.0))
+    return measured_once(table, table.latency_ms.masked_fill(late, 0.0))
 
 
 def capped_times(table, draws):
     late = slowest(table, draws.uniform(0.02, 0.1))
     limit = float(table.latency_ms[~late].nan_to_num().max())
-    return with_times(table, table.latency_ms.masked_fill(late, limit))
+    return measured_once(table, table.latency_ms.masked_fill(late, limit))
 
 
 def copied_repeats(table, draws):
-    once = with_times(table, table.latency_ms)
+    once = measured_once(table, table.latency_ms)
     return replace(once, repeats_ms=once.latency_ms[..., None].expand(-1, -1, 3).clone())
 
 
 def coarse_timer(table, draws):
     step = table.latency_ms[table.mask].median() * draws.uniform(0.3, 1)
-    return with_times(table, (table.latency_ms / step).ceil() * step)
+    return measured_once(table, (table.latency_ms / step).ceil() * step)
 
 
 def slower_from_a_sample_on(table, draws):
@@ -191,10 +179,10 @@ def slower_from_a_sample_on(table, draws):
 
 
 def slower_repeats(table, draws):
-    noise = torch.from_numpy(draws.normal(size=(*table.latency_ms.shape, 3))).float()
+    noise = normal(draws, (*table.latency_ms.shape, 3))
     slower = torch.tensor([1.0, 1.0, draws.uniform(1.5, 3)])
     repeats_ms = table.latency_ms[..., None] * (0.03 * noise).exp() * slower
-    return replace(with_times(table, median_of(repeats_ms)), repeats_ms=repeats_ms)
+    return replace(measured_once(table, median_of(repeats_ms)), repeats_ms=repeats_ms)
 
 
 def another_machine(table, draws):
@@ -207,7 +195,7 @@ def missing_where_slow(table, draws):
     # every sample and configuration keeps a cell
     ranks = table.latency_ms.nan_to_num(torch.inf)
     late &= (ranks > ranks.amin(1, keepdim=True)) & (ranks > ranks.amin(0))
-    return with_times(table, table.latency_ms.masked_fill(late, torch.nan))
+    return measured_once(table, table.latency_ms.masked_fill(late, torch.nan))
 
 
 def idle_features(table, draws):
@@ -245,11 +233,6 @@ NOTICED_BY = {
 """Fault → the check that should notice it."""
 
 
-def alarms(table):
-    """What each check reports: name → sentences."""
-    return {name: list(map(str, faults)) for name, faults in faults_by_check(table).items()}
-
-
 def instance(fault, tables, draws):
     """A random sound table and the same with the fault."""
     table = tables[draws.integers(len(tables))]
@@ -259,26 +242,20 @@ def instance(fault, tables, draws):
 
 
 def main(paths):
-    faults = NOTICED_BY | dict.fromkeys(UNNOTICED, "any")
     tables = sound_tables(paths)
-    sound = [alarms(table) for table in tables]
+    sound = [(table.name, faults_by_check(table)) for table in tables]
     print(f"| fault | noticed by | found in {INSTANCES} | false alarms on {len(tables)} |")
     print("|---|---|---|---|")
-    for number, (fault, check) in enumerate(faults.items()):
+    for number, fault in enumerate([*NOTICED_BY, *UNNOTICED]):
         draws = np.random.default_rng(number)
         seen = 0
         # some have several signs
-        checks = list(sound[0]) if check == "any" else check.split(", ")
+        check = NOTICED_BY.get(fault, "")
+        checks = check.split(", ") if check else [*sound[0][1]]
         for _ in range(INSTANCES):
-            without, faulty = instance(fault, tables, draws)
-            before = alarms(without)
-            after = alarms(faulty)
+            before, after = map(faults_by_check, instance(fault, tables, draws))
             seen += any(len(after[name]) > len(before[name]) for name in checks)
-        false = []
-        if check == "any":
-            checks = []
-        for table, each in zip(tables, sound, strict=True):
-            false += [table.name] * any(each[name] for name in checks)
+        false = [name for name, faults in sound if check and any(map(faults.get, checks))]
         words = fault.__name__.replace("_", " ")
         print(f"| {words} | {check} | {seen} | {len(false)} {', '.join(false)} |", flush=True)
 

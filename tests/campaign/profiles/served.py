@@ -8,15 +8,20 @@ import torch
 from knobwise.envs.tables.profile_table import median_of
 
 
-def timed_anew(table, latency_ms, accuracy=None):
-    """The table with these cells, each measured once."""
+def measured_once(table, latency_ms, accuracy=None):
+    """The table with these cells, each measured once; without those whose time is NaN."""
+    mask = ~latency_ms.isnan()
     accuracy = table.accuracy if accuracy is None else accuracy
-    changes = {"latency_ms": latency_ms, "accuracy": accuracy}
-    return replace(table, repeats_ms=None, first_look_ms=None, **changes)
+    changes = {"accuracy": accuracy.masked_fill(~mask, torch.nan), "mask": mask}
+    return replace(table, latency_ms=latency_ms, repeats_ms=None, first_look_ms=None, **changes)
 
 
 def uniform(draws, shape, low, high):
     return torch.from_numpy(draws.uniform(low, high, tuple(shape))).float()
+
+
+def normal(draws, shape):
+    return torch.from_numpy(draws.normal(size=tuple(shape))).float()
 
 
 def retries_logged_twice(table, draws):
@@ -27,28 +32,28 @@ def retries_logged_twice(table, draws):
     repeats_ms = torch.stack([table.latency_ms, first.masked_fill(~again, torch.nan)], 2)
     repeats_ms = repeats_ms.masked_fill(~table.mask.unsqueeze(2), torch.nan)
     accuracy = table.accuracy * torch.where(again, 0.5, 1.0)
-    return replace(timed_anew(table, median_of(repeats_ms), accuracy), repeats_ms=repeats_ms)
+    return replace(measured_once(table, median_of(repeats_ms), accuracy), repeats_ms=repeats_ms)
 
 
 def answers_from_a_cache(table, draws):
     """Some answers were cached: right as before, in a hundredth of the time."""
     cached = uniform(draws, table.mask.shape, 0, 1) < draws.uniform(0.02, 0.2)
     factor = uniform(draws, table.mask.shape, 0.005, 0.02)
-    return timed_anew(table, table.latency_ms * factor.where(cached, torch.tensor(1.0)))
+    return measured_once(table, table.latency_ms * factor.where(cached, torch.tensor(1.0)))
 
 
 def slow_first_rows(table, draws):
     """The first rows of each configuration were measured before the model was warm."""
     cold = torch.arange(table.num_samples) < draws.integers(1, 6)
     factor = uniform(draws, table.mask.shape, 5, 20)
-    return timed_anew(table, table.latency_ms * factor.where(cold[:, None], torch.tensor(1.0)))
+    return measured_once(table, table.latency_ms * factor.where(cold[:, None], torch.tensor(1.0)))
 
 
 def an_hour_more(table, draws):
     """The clock changed between the start and the end of some measurements."""
     shifted = uniform(draws, table.mask.shape, 0, 1) < 0.002
     shifted[draws.integers(table.num_samples), draws.integers(table.num_configurations)] = True
-    return timed_anew(table, table.latency_ms + 3.6e6 * shifted)
+    return measured_once(table, table.latency_ms + 3.6e6 * shifted)
 
 
 def answers_cut_at_a_length(table, draws):
@@ -56,7 +61,7 @@ def answers_cut_at_a_length(table, draws):
     limits = table.latency_ms.nanquantile(1 - draws.uniform(0.05, 0.15), 0)
     late = table.latency_ms > limits
     ends = limits * uniform(draws, table.mask.shape, 1.0, 1.01)
-    return timed_anew(table, ends.where(late, table.latency_ms), table.accuracy * ~late)
+    return measured_once(table, ends.where(late, table.latency_ms), table.accuracy * ~late)
 
 
 def times_of_batches(table, draws):
@@ -65,7 +70,7 @@ def times_of_batches(table, draws):
     same = (batch[:, None] == batch).float()
     known = table.latency_ms.nan_to_num()
     shared = same @ known / (same @ table.mask.float()).clamp_min(1)
-    return timed_anew(table, shared.masked_fill(~table.mask, torch.nan))
+    return measured_once(table, shared.masked_fill(~table.mask, torch.nan))
 
 
 def silent_fallback(table, draws):
@@ -78,9 +83,9 @@ def silent_fallback(table, draws):
     accuracy = table.accuracy.clone()
     accuracy[fell, slow] = accuracy[fell, fast]
     latency_ms = table.latency_ms.clone()
-    jitter = torch.from_numpy(draws.normal(size=int(fell.sum()))).float()
+    jitter = normal(draws, [int(fell.sum())])
     latency_ms[fell, slow] = latency_ms[fell, fast] * (0.03 * jitter).exp()
-    return timed_anew(table, latency_ms, accuracy)
+    return measured_once(table, latency_ms, accuracy)
 
 
 def an_outage(table, draws):
@@ -91,7 +96,7 @@ def an_outage(table, draws):
     failed = ((rows >= start) & (rows < start + count))[:, None]
     quick = 0.05 * table.latency_ms[table.mask].median()
     errors = (quick * uniform(draws, table.mask.shape, 0.7, 1.4)).where(table.mask, torch.nan)
-    return timed_anew(table, errors.where(failed, table.latency_ms), table.accuracy * ~failed)
+    return measured_once(table, errors.where(failed, table.latency_ms), table.accuracy * ~failed)
 
 
 def scored_against_the_next(table, draws):
@@ -102,14 +107,14 @@ def scored_against_the_next(table, draws):
     column = int(draws.choice(spread.argsort()[-max(1, len(spread) // 2) :]))
     known = table.mask[:, column]
     accuracy[known, column] = accuracy[known, column].roll(int(draws.choice([-1, 1])))
-    return timed_anew(table, table.latency_ms, accuracy)
+    return measured_once(table, table.latency_ms, accuracy)
 
 
 def another_version(table, draws):
     """From some sample on another version of the model answered, which is right less often."""
     later = torch.arange(table.num_samples) > draws.uniform(0.2, 0.8) * table.num_samples
     kept = uniform(draws, table.mask.shape, 0, 1) < 0.7
-    return timed_anew(table, table.latency_ms, table.accuracy * (kept | ~later[:, None]))
+    return measured_once(table, table.latency_ms, table.accuracy * (kept | ~later[:, None]))
 
 
 SERVED = {

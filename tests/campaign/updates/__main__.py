@@ -6,13 +6,9 @@ the true outcomes of all samples judge what would serve then.
 
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from campaign.updates.kinds import POISONED, SOUND  # noqa: E402
-from campaign.updates.replays import GAIN, WORSE, replay  # noqa: E402
+from campaign.updates.kinds import POISONED, SOUND
+from campaign.updates.replays import GAIN, WORSE, replay
 
 
 def table_of(kinds, replays, seed, accepts):
@@ -20,7 +16,7 @@ def table_of(kinds, replays, seed, accepts):
     header = ["kind", "took over", "wrongly", "change"]
     if accepts:
         header += ["accepted", "wrongly", "change"]
-    print(line_of(header), flush=True)
+    print_line(header)
     everything = []
     for kind in kinds:
         many = [replay(kind, seed + i, accepts) for i in range(replays)]
@@ -31,13 +27,13 @@ def table_of(kinds, replays, seed, accepts):
             wrongly = sum(points < WORSE for points in changes)
             mean = f"{sum(changes) / replays:+.1f}"
             cells += [sum(getattr(each, taken) for each in many), wrongly, mean]
-        print(line_of(cells), flush=True)
+        print_line(cells)
     return everything
 
 
-def line_of(cells):
-    """A line of the table, as Markdown has it."""
-    return f"| {' | '.join(map(str, cells))} |"
+def print_line(cells):
+    """Print a line of the table, as Markdown has it."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main(replays="10", seed="0"):

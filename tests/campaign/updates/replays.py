@@ -1,9 +1,10 @@
 """One replay: a log, an update, and what the true outcomes say about it."""
 
 from typing import NamedTuple
+from unittest.mock import patch
 
-from campaign.updates.kinds import POISONED, SOUND
-from campaign.updates.worlds import log_of, served
+from campaign.updates.kinds import FEWER_LABELS, POISONED, SOUND
+from campaign.updates.worlds import Log, served
 from knobwise.agents.learning import adaptation
 from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.update import Update, update
@@ -33,19 +34,14 @@ class Replay(NamedTuple):
 
 def replay(kind, seed, accepts=True):
     """Replay one kind of log; without `accepts`, what accept=true would change is left out."""
-    change, tamper = SOUND.get(kind, (None, POISONED.get(kind)))
-    log = log_of(seed, change)
-    if tamper is not None:
+    log = Log(seed, SOUND.get(kind))
+    if tamper := (FEWER_LABELS | POISONED).get(kind):
         tamper(log)
-    usual = adaptation.STEPS, update_module.FOLDS
-    adaptation.STEPS, update_module.FOLDS = LESSONS, FOLDS
-    try:
+    with patch.object(adaptation, "STEPS", LESSONS), patch.object(update_module, "FOLDS", FOLDS):
         result = update(served().agent, log.logged())
         accepted = result
         if accepts and any(result.doubts.values()):
             accepted = update(served().agent, log.logged(), accept=True)
-    finally:
-        adaptation.STEPS, update_module.FOLDS = usual
     changes = [change_of(each, log.world) for each in (result, accepted)]
     return Replay(result.better, changes[0], accepted.better, changes[1], result)
 

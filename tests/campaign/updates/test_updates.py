@@ -9,15 +9,15 @@ from campaign.updates.worlds import served
 TAKEN_BEFORE = [
     "the smallest configuration always right",
     "the most chosen configuration flipped",
-    "explored answers always right",
-    "a tenth of the time for the largest configuration, as if from a cache",
 ]
-"""Kinds of poisoned logs that earlier updates took, and lost 4 to 31 points by."""
+"""Kinds of poisoned logs that earlier updates took, as they took the last two of `DOUBTED`, and
+lost 4 to 31 points by."""
 DOUBTED = [
     "the second most chosen configuration always right",
     "few experts always right",
     "many crops always wrong",
-    *TAKEN_BEFORE[2:],
+    "explored answers always right",
+    "a tenth of the time for the largest configuration, as if from a cache",
 ]
 """Kinds that make a change look better which loses points."""
 
@@ -27,19 +27,14 @@ def test_there_are_at_least_thirty_kinds_of_poisoned_logs_and_their_names_are_un
     assert not {*POISONED} & {*SOUND}
 
 
-@pytest.mark.parametrize("kind", TAKEN_BEFORE)
-def test_a_poisoned_log_changes_nothing(kind):
+@pytest.mark.parametrize("kind", [*TAKEN_BEFORE, *DOUBTED])
+def test_a_poisoned_log_changes_nothing_and_what_looks_better_by_it_is_doubted(kind):
     result = replay(kind, 0)
     assert not result.better
     assert result.change == 0
-
-
-@pytest.mark.parametrize("kind", DOUBTED)
-def test_what_looks_better_by_a_poisoned_log_is_doubted(kind):
-    result = replay(kind, 0)
-    assert not result.better
-    assert any(result.result.doubts.values())
-    assert result.possible < WORSE
+    if kind in DOUBTED:
+        assert any(result.result.doubts.values())
+        assert result.possible < WORSE
 
 
 @pytest.mark.parametrize("kind", ["more crops 1.8 times as slow, no labels", "twice as fast"])

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from helpers import small_table
+from helpers import arrays, small_table
 from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import Result
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 
 TRAINED, SERVED = 500, 800
 """Samples that the controller was trained on, and others that requests are drawn from."""
@@ -53,21 +53,17 @@ class Served:
         shape = (SERVED, len(self.budgets), self.table.num_configurations)
         self.propensity = torch.zeros(shape).double()
         for row in range(SERVED):
-            features = {name: block[row].numpy() for name, block in self.table.features.items()}
+            features = arrays(self.table, row)
             for b, budget in enumerate(self.budgets.tolist()):
-                flight = Result(budget, self.agent.decider, None, explored=False, overhead=None)
-                flight.limit_ms = budget
-                flight.features = features
-                flight.best = int(self.best[row, b])
+                decided = {"limit_ms": budget, "features": features, "best": int(self.best[row, b])}
+                flight = Result(budget, self.agent.decider, None, False, None, **decided)
                 for choice, chance in exploration.chances(flight).items():
                     self.propensity[row, b, choice] = chance
 
     def decided(self, agent):
         """The choices of a controller for all samples and budgets, int64 [N, B]."""
-        blocks = {name: block.numpy() for name, block in self.table.features.items()}
-        choices = []
-        for budget in self.budgets.tolist():
-            choices.append(agent.decider.choose(blocks, np.full(SERVED, budget)))
+        limits = np.full((len(self.budgets), SERVED), self.budgets.numpy()[:, None])
+        choices = [agent.decider.choose(arrays(self.table), each) for each in limits]
         return torch.from_numpy(np.stack(choices, 1))
 
 
@@ -77,64 +73,58 @@ def served():
     return Served()
 
 
-@dataclass
 class Log:
-    """A log of n requests that can be tampered with. Tensors [n] unless said otherwise."""
+    """A sound log of n requests to the served controller, in a world that some function has
+    changed; it can be tampered with.
 
-    world: World
-    rows: torch.Tensor
-    """The sample of each request."""
-    best: torch.Tensor
-    """What the controller chose before anything was drawn."""
-    choice: torch.Tensor
-    limit_ms: torch.Tensor
-    propensity: torch.Tensor
-    """[n, C]."""
-    features: dict
-    answer_ms: torch.Tensor
-    met: torch.Tensor
-    label: torch.Tensor
-    """NaN for none."""
-    random: torch.Generator
+    Attributes:
+        rows: the sample of each request, as all else a tensor [n].
+        best: what the controller chose before anything was drawn.
+        propensity: [n, C].
+        label: NaN for none.
+    """
+
+    def __init__(self, seed, change=None):
+        base = served()
+        self.world = world = replace(base.world)
+        if change is not None:
+            change(world, np.random.default_rng(seed))
+        torch.manual_seed(seed)
+        self.rows = rows = torch.randint(SERVED, (REQUESTS,))
+        budget = torch.randint(len(base.budgets), (REQUESTS,))
+        self.best = base.best[rows, budget]
+        self.propensity = base.propensity[rows, budget]
+        self.choice = choice = self.propensity.multinomial(1).squeeze(1)
+        self.limit_ms = base.budgets[budget]
+        self.features = TensorDict(base.table.features, [SERVED])[rows]
+        self.answer_ms = world.latency_ms[rows, choice].double()
+        self.met = self.answer_ms <= self.limit_ms
+        self.label = world.accuracy[rows, choice].double()
 
     @property
     def explored(self):
         """Requests whose draw was not the best."""
         return self.choice != self.best
 
-    @property
-    def values(self):
-        """The values of the knobs of each choice, by knob."""
-        table = served().table
-        named = {}
-        for k, knob in enumerate(table.knobs):
-            named[knob.name] = torch.tensor(knob.values)[table.configurations[self.choice, k]]
-        return named
-
     def draw(self, share):
         """A random part of the requests, bool [n]."""
-        return torch.rand(len(self.rows), generator=self.random) < share
+        return torch.rand(len(self.rows)) < share
+
+    def order(self):
+        """A random order of the requests, int64 [n]."""
+        return torch.randperm(len(self.rows))
 
     def take(self, kept):
         """Only these requests, by a mask or by indices."""
-        for name in (
-            "rows",
-            "best",
-            "choice",
-            "limit_ms",
-            "propensity",
-            "answer_ms",
-            "met",
-            "label",
-        ):
-            setattr(self, name, getattr(self, name)[kept])
-        self.features = {name: block[kept] for name, block in self.features.items()}
+        for name, values in vars(self).items():
+            if isinstance(values, torch.Tensor | TensorDict):
+                setattr(self, name, values[kept])
 
     def logged(self):
         """The log as `update` reads it."""
         n = len(self.rows)
         return Logged(
-            TensorDict(self.features, [n]),
+            self.features,
             seen=torch.ones(n, dtype=torch.bool),
             offset=torch.zeros(n, self.propensity.shape[1]),
             scale=torch.ones(n).double(),
@@ -147,31 +137,3 @@ class Log:
             accuracy=self.label,
             batch_size=[n],
         )
-
-
-def log_of(seed, change=None):
-    """A sound log of the served controller, in a world that some function has changed."""
-    base = served()
-    world = base.world
-    if change is not None:
-        world = change(replace(world), np.random.default_rng(seed))
-    random = torch.Generator().manual_seed(seed)
-    rows = torch.randint(SERVED, (REQUESTS,), generator=random)
-    budget = torch.randint(len(base.budgets), (REQUESTS,), generator=random)
-    propensity = base.propensity[rows, budget]
-    choice = propensity.multinomial(1, generator=random).squeeze(1)
-    limit = base.budgets[budget]
-    took = world.latency_ms[rows, choice].double()
-    return Log(
-        world=world,
-        rows=rows,
-        best=base.best[rows, budget],
-        choice=choice,
-        limit_ms=limit,
-        propensity=propensity,
-        features={name: block[rows] for name, block in base.table.features.items()},
-        answer_ms=took,
-        met=took <= limit,
-        label=world.accuracy[rows, choice].double(),
-        random=random,
-    )

@@ -20,17 +20,15 @@ from replayed import logging_model, serve_requests, untrained
 from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
+from knobwise.agents import DeployedController, NumpyController, judge
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.learning import adaptation
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.policy.controller import NumpyController
-from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.versions import add_version, serve, serving
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 
+BEST = "runs/latest/checkpoints/best.pt"
 TRAINED_ON = words_of("trained_on=table trained_on.path=t.parquet trained_on.features=f.npz")
 FACTORS = {4: 2.0, 8: 6.0}
 """By top_k: how many times as long the other hardware takes."""
@@ -54,7 +52,7 @@ def decides_alike(version, table):
     controller = load_checkpoint(version / "controller.pt").controller
     exported = NumpyController.load(version / "controller.npz")
     limits = np.resize(default_budgets(table).double().numpy(), table.num_samples)
-    both = (each.choose(arrays(table), limits) for each in (controller, exported))
+    both = [each.choose(arrays(table), limits) for each in (controller, exported)]
     return controller.decider.digest == exported.digest and np.array_equal(*both)
 
 
@@ -70,7 +68,13 @@ def table():
 
 @pytest.fixture
 def agent():
-    return load_checkpoint("runs/latest/checkpoints/best.pt").controller
+    return load_checkpoint(BEST).controller
+
+
+@pytest.fixture
+def words(tmp_path):
+    """An update from the log in `tmp_path`."""
+    return words_of(f"update log={tmp_path}/log out={tmp_path}/out")
 
 
 def facts_in(version):
@@ -88,10 +92,9 @@ def timed(cells):
 
 
 def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
-    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    loaded = load_checkpoint(BEST)
     timed(pl.read_parquet("t.parquet").sample(16, seed=0)).write_csv("timed.csv")
-    words = words_of("update", TRAINED_ON, "profile=table profile.path=timed.csv out=adapted")
-    launch(words)
+    launch("update", TRAINED_ON, "profile=table profile.path=timed.csv out=adapted")
     adapted = load_checkpoint("adapted/current/controller.pt")
     facts = adapted.extra["adapted"]
     factors = torch.tensor([FACTORS[table.configuration(c)["top_k"]] for c in range(12)])
@@ -110,33 +113,25 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": pl.col("top_k") + 1}, "configuration"),
-        ({"sample_id": pl.lit("s") + pl.col("sample_id").cast(pl.String)}, "cells"),
-        ({"experts": pl.lit(1), "top_k": None}, "top_k"),
-        ({"latency_ms": pl.lit(None)}, "latency_ms"),
+        (lambda cells: cells.with_columns(top_k=5), "configuration"),
+        (lambda cells: cells.with_columns(sample_id=pl.format("s{}", "sample_id")), "cells"),
+        (lambda cells: cells.rename({"top_k": "experts"}), "top_k"),
+        (lambda cells: cells.with_columns(latency_ms=None), "latency_ms"),
     ],
 )
 def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys):
-    measured = pl.read_parquet("t.parquet")
-    gone = [name for name, values in change.items() if values is None]
-    known = {name: values for name, values in change.items() if values is not None}
-    measured.with_columns(**known).drop(gone).write_csv("wrong.csv")
+    change(pl.read_parquet("t.parquet")).write_csv("wrong.csv")
     words = words_of("update", TRAINED_ON, "profile=table profile.path=wrong.csv out=nothing")
     assert message in refused(words, capsys)
 
 
-def for_mean_budgets(table):
-    return deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"), [(untrained, "no teacher"), (for_mean_budgets, "mean budgets")]
-)
-def test_controllers_without_expectations_to_move_are_refused(make, message, capsys):
+def test_controllers_without_expectations_to_move_are_refused(capsys):
     table = small_table(40)
-    save_checkpoint("other.pt", make(table), table, {})
+    mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
     words = words_of("update profile=builtin checkpoint=other.pt out=nothing")
-    assert message in refused(words, capsys)
+    for controller, message in ((untrained(table), "no teacher"), (mean, "mean budgets")):
+        save_checkpoint("other.pt", controller, table, {})
+        assert message in refused(words, capsys)
 
 
 def test_all_cells_are_read_by_the_knobs_of_the_controller():
@@ -150,38 +145,33 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller():
 
 
 def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
-    table, agent, tmp_path, capsys
+    table, agent, words, tmp_path, capsys
 ):
-    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
-    current = tmp_path / "out" / "current"
-    quick = ["update", log, out]
-    back = ["update", "rollback=true", out]
+    current = tmp_path / "out/current"
+    back = words_of("update rollback=true", words[2])
 
     def slower(values):
-        return 1.0 if dict(values)["top_k"] == 4 else 3.0
+        return 1.0 if values["top_k"] == 4 else 3.0
 
     model = logging_model(tmp_path / "log", agent, table, slower, **EXPLORING, tracker=False)
     serve_requests(model, table, 700)
-    RequestLog(tmp_path / "log").label("nobody", 1.0)
-    assert main(["inspect", log, f"json={tmp_path / 'facts.json'}"]) == 0
-    aside = read_json(tmp_path / "facts.json")["set_aside"]
-    assert aside == {"a label of an unknown request": 1}
+    model.log.label("nobody", 1.0)
+    launch("inspect json=facts.json", words[1])
+    assert read_json("facts.json")["set_aside"] == {"a label of an unknown request": 1}
 
-    launch(quick)
+    launch(words)
     facts = facts_in(current)
     assert (facts["before"], facts["better"], facts["requests"]) == ("0000", True, 700)
-    steps = [step for step in facts["steps"].values() if step["better"]]
-    assert steps[0]["gain"] > 0
     assert decides_alike(current, table)
     model.watch(current)
     assert model.controller.digest == digest_in(current)
     serve_requests(model, table, 60, seed=1)
 
     # the log now holds requests of both versions; the old checkpoint is not what serves any more
-    assert out in mistake(quick, capsys)
-    launch(quick, f"checkpoint={current}")
-    # whether it serves or not
-    assert facts_in(tmp_path / "out" / "versions" / "0002")["requests"] == 760
+    assert "out=" in mistake(words, capsys)
+    launch(words, f"checkpoint={current}")
+    # it may serve or not
+    assert facts_in(tmp_path / "out/versions/0002")["requests"] == 760
     while (before := facts_in(current)["before"]) is not None:
         launch(back)
         assert current.resolve().name == before
@@ -190,59 +180,57 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     # a log of another controller is refused, with the reason
     network = driven_apart(table, agent.controller.config)
     other = DeployedController(network, agent.teacher, agent.settled).eval()
-    save_checkpoint(tmp_path / "else.pt", other, table, {})
-    words = ["update", log, f"out={tmp_path / 'else'}", f"checkpoint={tmp_path / 'else.pt'}"]
-    assert main(words) == 2
+    save_checkpoint("else.pt", other, table, {})
+    assert main([*words[:2], "out=else", "checkpoint=else.pt"]) == 2
     assert "760 set aside: of another controller" in capsys.readouterr().out
 
 
 def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
-    table, agent, tmp_path, capsys
+    table, agent, words, tmp_path, capsys
 ):
-    log, out = f"log={tmp_path / 'log'}", f"out={tmp_path / 'out'}"
     model = logging_model(tmp_path / "log", agent, table, **EXPLORING, tracker=False)
     for result in serve_requests(model, table, 1200):
         if result.choice == 0:
             model.log.label(result.request_id, 1.0)
-    launch("update", log, out)
+    launch(words)
     printed = " ".join(capsys.readouterr().out.split())
     assert str(table.configuration(0)) in printed
     assert "accept=true" in printed
-    current = tmp_path / "out" / "current"
+    current = tmp_path / "out/current"
     assert current.resolve().name == "0000"
-    facts = facts_in(tmp_path / "out" / "versions" / "0001")
-    assert (facts["better"], facts["accepted"]) == (False, False)
-    assert facts["doubts"]["accuracies"]
-    launch("update", log, out, "accept=true")
+    waiting = facts_in(tmp_path / "out/versions/0001")
+    assert (waiting["better"], waiting["accepted"]) == (False, False)
+    launch(words, "accept=true")
     assert current.resolve().name == "0002"
     facts = facts_in(current)
-    assert (facts["better"], facts["accepted"]) == (True, True)
+    assert (facts["better"], facts["accepted"], facts["doubts"]) == (True, True, waiting["doubts"])
     assert facts["doubts"]["accuracies"][0] in " ".join(capsys.readouterr().out.split())
 
 
 def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
     agent, tmp_path, capsys
 ):
-    for before in (None, "0000"):
+    def write(folder):
+        agent.export(folder / "controller.npz")
+        before = serving(tmp_path)
+        (folder / "update.json").write_text(json.dumps({"before": before and before.name}))
 
-        def write(folder, before=before):
-            agent.export(folder / "controller.npz")
-            (folder / "update.json").write_text(json.dumps({"before": before}))
-
+    for _ in range(2):
         serve(tmp_path, add_version(tmp_path, write))
-    arrays = tmp_path / "versions" / "0000" / "controller.npz"
-    whole = arrays.read_bytes()
+    back = words_of("update rollback=true", f"out={tmp_path}")
+    exported = tmp_path / "versions/0000/controller.npz"
+    whole = exported.read_bytes()
     for damage in (whole[:999], b"", whole[:-1]):
-        arrays.write_bytes(damage)
-        assert str(arrays) in mistake(["update", "rollback=true", f"out={tmp_path}"], capsys)
+        exported.write_bytes(damage)
+        assert str(exported) in mistake(back, capsys)
         assert serving(tmp_path).name == "0001"
-    arrays.write_bytes(whole)
-    launch("update rollback=true", f"out={tmp_path}")
+    exported.write_bytes(whole)
+    launch(back)
     assert serving(tmp_path).name == "0000"
 
 
-def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
+def test_updates_go_on_while_the_log_grows(table, agent, words, tmp_path, monkeypatch):
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING)
     serve_requests(model, table, 40)
     polls = iter((30, 15, None))
     out = tmp_path / "out"
@@ -255,48 +243,55 @@ def test_updates_go_on_while_the_log_grows(table, agent, tmp_path, monkeypatch):
 
     monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
     monkeypatch.setattr(adaptation, "STEPS", 5)
-    words = ["update", f"log={tmp_path / 'log'}", f"out={out}", "every=40"]
-    words.append("tracking=offline")
+    words += ["every=40", "tracking=offline"]
     assert main(words) == 130
     updates = [facts_in(path) for path in sorted((out / "versions").iterdir())]
     # of 40 requests, and of 85; not of 70, as fewer than 40 were new
     assert [facts.get("requests") for facts in updates] == [None, 40, 85]
     # each is a step of one run, which a later session continues; it does not repeat the last
+    rows = read_log(tmp_path / "log").rows[-40:]
+    wanted = {
+        "step": 2,
+        "Log/Requests": 85,
+        "Update/Gain_latencies": updates[-1]["steps"]["latencies"]["gain"],
+        "Log/Utility": np.mean([row["met"] * row["accuracy"] for row in rows]),
+    }
     logged = pl.read_csv(out / "metrics.csv")
     assert logged["step"].to_list() == [1, 2]
-    assert logged["Log/Requests"].to_list() == [40, 85]
-    latest = updates[-1]["steps"]["latencies"]["gain"]
-    assert logged["Update/Gain_latencies"][-1] == pytest.approx(latest)
-    rows = read_log(tmp_path / "log").rows[-40:]
-    utility = np.mean([row["met"] * row["accuracy"] for row in rows])
-    assert logged["Log/Utility"][-1] == pytest.approx(utility)
+    assert logged["Log/Requests"][0] == 40
+    assert {name: logged[name][-1] for name in wanted} == pytest.approx(wanted)
     polls = iter((40, None))
     assert main([*words, f"checkpoint={out / 'current'}"]) == 130
     assert pl.read_csv(out / "metrics.csv")["step"].to_list() == [1, 2, 3]
-    sessions = offline_runs(out)
-    assert len({session.name for session in sessions}) == 1
+    assert len({session.name for session in offline_runs(out)}) == 1
+
+
+KILLING = """
+import os, signal, sys
+from knobwise.__main__ import main
+from knobwise.agents.stack.deployed import DeployedController
+
+write, left = DeployedController.export, int(sys.argv.pop(1))
+
+def killed(*arguments):
+    global left
+    write(*arguments)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DeployedController.export = killed
+main(sys.argv[1:])
+"""
 
 
 @pytest.mark.campaign
-def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
-    model = logging_model(tmp_path / "log", agent, table, lambda values: 1.0, **EXPLORING)
+def test_a_killed_update_leaves_what_served(table, agent, words, tmp_path, capsys):
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING)
     serve_requests(model, table, 60)
     out = tmp_path / "out"
-    words = ["update", f"log={tmp_path / 'log'}", f"out={out}"]
-    killing = (
-        "import os, signal, sys\n"
-        "from knobwise.__main__ import main\n"
-        "from knobwise.agents.stack.deployed import DeployedController\n"
-        "write, left = DeployedController.export, [int(sys.argv.pop(1))]\n"
-        "def killed(*arguments):\n"
-        "    write(*arguments)\n"
-        "    left[0] -= 1\n"
-        "    if not left[0]: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "DeployedController.export = killed\n"
-        "main(sys.argv[1:])\n"
-    )
     for writes in (1, 2):  # while the first version is written, and while the update is
-        command = [sys.executable, "-c", killing, str(writes), *words]
+        command = [sys.executable, "-c", KILLING, str(writes), *words]
         assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
         if writes == 2:
             assert digest_in(out / "current") == model.controller.digest
@@ -304,11 +299,11 @@ def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
         launch(words)
         assert sorted(path.name for path in (out / "versions").iterdir()) == ["0000", "0001"]
         assert not [path for path in out.rglob(".*") if path.name != ".lock"]
-    arrays = out / "versions" / "0001" / "controller.npz"
-    arrays.write_bytes(arrays.read_bytes()[:999])
+    exported = out / "versions/0001/controller.npz"
+    exported.write_bytes(exported.read_bytes()[:999])
     launch(words)
-    assert f"{arrays}: is damaged" in capsys.readouterr().err
-    digest_in(out / "versions" / "0002")
+    assert f"{exported}: is damaged" in capsys.readouterr().err
+    digest_in(out / "versions/0002")
 
 
 @pytest.mark.parametrize(
@@ -325,4 +320,4 @@ def test_a_killed_update_leaves_what_served(table, agent, tmp_path, capsys):
     ],
 )
 def test_mistakes_of_an_update_are_one_line(words, message, capsys):
-    assert message in refused(["update", *words.split()], capsys)
+    assert message in refused(words_of("update", words), capsys)

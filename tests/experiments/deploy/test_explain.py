@@ -7,21 +7,20 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from helpers import arrays
 from page_parts import charts_of, data_of
 from tensordict import TensorDict
 
 import knobwise
-from knobwise.agents.controller.actor import make_actor
+from knobwise.agents import make_actor
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.report.words import quantity
 from knobwise.losses import GRPOLoss
 
-QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 policy=utility")
-QUICK += ["policy.members=2", "baselines=false"]
+QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 baselines=false")
+QUICK += ["policy=utility", "policy.members=2"]
 RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
 
 
@@ -54,22 +53,21 @@ def table():
 def explained(capsys, *words):
     """What the verb prints, and what it writes as JSON."""
     capsys.readouterr()
-    launch("explain", TABLE, words, "json=why.json")
+    launch("explain", TABLE, *words, "json=why.json")
     return capsys.readouterr().out, read_json("why.json")
 
 
 def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
     policy, name = knobwise.load(RUN), table.sample_ids[4]
-    text, why = explained(capsys, f"checkpoint={RUN}", f"sample={name}", "budget_ms=12")
-    features = {block: values[4] for block, values in table.features.items()}
+    text, why = explained(capsys, f"checkpoint={RUN} sample={name} budget_ms=12")
     between_ms = float(table.latency_ms.min()), float(table.latency_ms.max())
-    wanted = policy.decide(features, 12, explain=True, between_ms=between_ms)
+    wanted = policy.decide(table.blocks(4), 12, explain=True, between_ms=between_ms)
     assert (why["decision"], why["reason"]) == (wanted.decision, wanted.reason)
     assert [tuple(step) for step in why["by_budget"]] == wanted.by_budget
     assert len(why["expected"]) == table.num_configurations
     for row in why["expected"]:
         cell = 4, policy.configurations.index(row["configuration"])
-        measured = {name: float(getattr(table, name)[cell]) for name in ("accuracy", "latency_ms")}
+        measured = {"accuracy": table.accuracy[cell], "latency_ms": table.latency_ms[cell]}
         assert row["measured"] == measured
     assert sum("max_crops=" in line for line in text.splitlines()[1:13]) in (10, 11, 12)
     for words in ("  chosen", "runner-up", "← this budget", f"(What is {name}?)"):
@@ -77,10 +75,9 @@ def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
 
 
 def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typed():
-    words = words_of("evaluate", f"checkpoint={HEAD}", "own_cost=false json=e.json")
     policies = []
-    for more in ([], ["baselines=true"]):
-        launch(words, more)
+    for more in ("", "baselines=true"):
+        launch("evaluate own_cost=false json=e.json", f"checkpoint={HEAD}", more)
         policies.append({row["policy"] for row in read_json("e.json")["rows"]})
     assert "random_forest" not in policies[0]
     assert policies[1] >= policies[0] | {"random_forest", "ridge", "knn"}
@@ -88,9 +85,9 @@ def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typ
 
 def test_what_a_run_deploys_becomes_an_actor(table):
     policy = knobwise.load(HEAD)
-    limits = torch.full((60,), 10.0)
+    limits = np.full(60, 10.0, np.float32)
     drawn = make_actor(policy)(TensorDict({"budget_ms": limits, **table.features}, [60]))
-    chosen = policy.agent.choose(arrays(table), limits.double().numpy())
+    chosen = policy.agent.choose(arrays(table), limits)
     assert table.find(drawn["action"]).tolist() == chosen.tolist()
     GRPOLoss(make_actor(knobwise.load(RUN), table, 4))  # what was taught can be trained further
 
@@ -101,9 +98,9 @@ def test_what_a_tracker_has_learned_changes_the_decision(table, capsys):
     for _ in range(50):
         tracker.update(0, 1.0, 0.1, 6.0)
     Path("state.json").write_text(json.dumps(tracker.state()))
-    words = [f"checkpoint={RUN}", f"sample={table.sample_ids[0]}", "budget_ms=25"]
-    _, why = explained(capsys, *words, "tracker=state.json")
-    _, plain = explained(capsys, *words)
+    words = words_of(f"checkpoint={RUN} sample={table.sample_ids[0]} budget_ms=25")
+    _, why = explained(capsys, words, "tracker=state.json")
+    _, plain = explained(capsys, words)
     assert why["without_drift"] == plain["decision"]
     assert plain["without_drift"] is None
     assert all(1.5 < row["slower"] < 3 for row in why["expected"])
@@ -114,13 +111,12 @@ def test_what_a_tracker_has_learned_changes_the_decision(table, capsys):
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
 def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, capsys):
     text, why = explained(capsys, f"checkpoint={run}")
-    results = read_json(Path(run) / "results.json")
+    results = read_json(f"{run}/results.json")
     assert why == results["explanation"] | {"knob_usage": results["knob_usage"]}
     assert text.count("At ") >= len(results["budgets_ms"])
     assert {row["name"] for row in why["importance"]} == {"image_features", "language_features"}
-    report = (Path(run) / "report.html").read_text()
-    section = report[report.index("<h2>Why these settings</h2>") :]
-    assert ("accuracy minus the price of the latency" in section) == (run == MEAN)
+    section = Path(run, "report.html").read_text().partition("<h2>Why these settings</h2>")[2]
+    assert ("price of the latency" in section) == (run == MEAN)
     assert why["more_time"].keys() == {"cheaper", "worse", "static_cheaper", "static_worse"}
     share = f"With the next larger budget {why['more_time']['cheaper']:.1%} of the choices"
     assert share in text
@@ -142,12 +138,12 @@ def test_a_run_explains_its_decisions_on_the_terminal_and_in_its_report(run, cap
 
 def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there_is(table, capsys):
     sample = f"sample={table.sample_ids[1]}"
-    text, why = explained(capsys, f"checkpoint={MEAN}", sample, "budget_ms=14")
+    text, why = explained(capsys, f"checkpoint={MEAN} budget_ms=14", sample)
     expected = {"configuration", "probability", "accuracy", "latency_ms", "utility", "measured"}
     assert set(why["expected"][0]) == expected
     assert {round(budget, 4) for budget, _ in why["by_budget"]} <= {10.0, 14.0}
     assert "on time" not in text.splitlines()[0]
-    _, why = explained(capsys, f"checkpoint={HEAD}", sample, "budget_ms=9")
+    _, why = explained(capsys, f"checkpoint={HEAD} budget_ms=9", sample)
     assert set(why["expected"][0]) == {"configuration", "probability", "measured"}
 
 
@@ -169,25 +165,21 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
 )
 def test_a_mistake_is_one_line(words, message, table, capsys):
     Path("old").mkdir(exist_ok=True)
-    results = read_json(Path(RUN) / "results.json")
-    kept = {key: results[key] for key in results.keys() - {"explanation", "sha256"}}
-    Path("old/results.json").write_text(json.dumps(kept))
+    results = read_json(f"{RUN}/results.json")
+    del results["explanation"], results["sha256"]
+    Path("old/results.json").write_text(json.dumps(results))
     given = words.replace("sample=0", f"sample={table.sample_ids[0]}").split()
     profile = [] if "profile=builtin" in given else TABLE
     assert message in refused(["explain", f"checkpoint={RUN}", *profile, *given], capsys)
 
 
-def test_a_sample_of_several_data_sets_is_named_with_its_data_set(table, capsys, tmp_path):
+def test_a_sample_of_several_data_sets_is_named_with_its_data_set(table, capsys):
     frame = pl.read_parquet("t.parquet")
-    parts = [frame.with_columns(dataset=pl.lit(name)) for name in ("a", "b")]
-    pl.concat(parts).write_parquet(tmp_path / "two.parquet")
-    features = dict(np.load("f.npz"))
-    twice = {name: np.concatenate([block, block]) for name, block in features.items()}
-    twice["dataset"] = np.repeat(["a", "b"], len(features["sample_id"]))
-    np.savez(tmp_path / "two.npz", **twice)
+    frame.join(pl.DataFrame({"dataset": ["a", "b"]}), how="cross").write_parquet("two.parquet")
+    twice = {name: np.concatenate([block, block]) for name, block in np.load("f.npz").items()}
+    np.savez("two.npz", dataset=np.repeat(["a", "b"], 60), **twice)
     first = table.sample_ids[0]
-    profile = ["profile=table", f"profile.path={tmp_path}/two.parquet"]
-    profile.append(f"profile.features={tmp_path}/two.npz")
-    words = ["explain", f"checkpoint={RUN}", *profile, "budget_ms=9"]
+    words = words_of(f"explain checkpoint={RUN} budget_ms=9 profile=table")
+    words += words_of("profile.path=two.parquet profile.features=two.npz")
     assert f"a/{first}, b/{first}" in refused([*words, f"sample={first}"], capsys)
     launch(words, f"sample=b/{first}")

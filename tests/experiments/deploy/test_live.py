@@ -1,31 +1,26 @@
-from __future__ import annotations
-
 import functools
 import json
 import math
 import re
 import time
+from collections import namedtuple
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from commands import read_json
+from helpers import arrays, driven_apart, input_error
 from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
+from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs import builtin_profile, default_budgets
+from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import Served, Stream, live_results
@@ -35,41 +30,31 @@ from knobwise.profiling.elastic.scenes import SEED, draw_samples
 
 CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10)
+CONFIG = PolicyConfig(hidden=8, layers=1)
 BUDGETS = torch.tensor([1.0, 2.0])
 
 
-class Case(NamedTuple):
-    """The built-in profile, what is fitted on it, and a controller."""
-
-    table: ProfileTable
-    split: Split
-    fitted: torch.Tensor
-    controller: DeployedController
+Case = namedtuple("Case", "table split fitted controller")
+"""The built-in profile, what is fitted on it, and a controller."""
 
 
 @pytest.fixture(scope="module")
 def case():
     table = builtin_profile()
     split = table.split()
-    controller = untrained(table, PolicyConfig(hidden=8, layers=1))
-    return Case(table, split, torch.cat([split.train, split.validation]), controller)
+    return Case(table, split, split.fitted, untrained(table, CONFIG))
 
 
-def saved(path, case):
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(case, config, model=None, **files):
     rows = {f"{part}_rows": rows for part, rows in case.split._asdict().items()}
-    save_checkpoint(path, case.controller, case.table, rows)
-    return path
-
-
-@pytest.fixture
-def checkpoint(case, tmp_path):
-    return saved(tmp_path / "best.pt", case)
-
-
-def run(checkpoint, table, config, model=None, **files):
-    model = model or ElasticAdaptive()
-    about = checkpoint, load_checkpoint(checkpoint), table, model, ElasticRequests()
-    return live.run_live(*about, EvaluateRun(stream=config, **files))
+    save_checkpoint("best.pt", case.controller, case.table, rows)
+    about = load_checkpoint("best.pt"), case.table, model or ElasticAdaptive(), ElasticRequests()
+    return live.run_live("best.pt", *about, EvaluateRun(stream=config, **files))
 
 
 def server_of(case, config):
@@ -78,7 +63,7 @@ def server_of(case, config):
     stream = stream_of(case, config, budgets)
     model, static = AdaptiveModel(ElasticAdaptive(), controller), static_of(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets)
-    return stream, Server(model, static, chosen, stream, ElasticRequests(), config)
+    return Server(model, static, chosen, stream, ElasticRequests(), config)
 
 
 def stream_of(case, config, budgets=BUDGETS):
@@ -86,22 +71,20 @@ def stream_of(case, config, budgets=BUDGETS):
 
 
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case):
-    stream, server = server_of(case, replace(SHORT, requests=30))
+    server = server_of(case, replace(SHORT, requests=30))
+    stream = server.stream
     assert server.serve() is None
     fields = server.served.items()
     learned, frozen, static = ({key: values[p] for key, values in fields} for p in range(3))
-    for served in (learned, frozen):
-        for i, name in enumerate(stream.ids):
-            # the profile holds them in half precision, and a near tie can go either way
-            features = server.model.model.first_stage(stream.requests[name]).features
+    for i, name in enumerate(stream.ids):
+        # the profile holds them in half precision, and a near tie can go either way
+        features = server.model.model.first_stage(stream.requests[name]).features
+        for served in (learned, frozen):
             request = features, served["limit_ms"][i], served["drift"][i]
             assert server.model.controller.decide_index(*request) == served["choice"][i]
-    limits = zip(static["limit_ms"], static["drift"], strict=True)
-    choices = [
-        server.static.single(limit * math.exp(-drift[0].mean(dtype=float)))
-        for limit, drift in limits
-    ]
-    assert choices == static["choice"].tolist()
+        level = static["drift"][i][0].mean(dtype=float)
+        limit_ms = static["limit_ms"][i] * math.exp(-level)
+        assert server.static.single(limit_ms) == static["choice"][i]
     assert set(frozen["drift"]) == {None}
     for served in (learned, static):
         assert None not in served["drift"].tolist()  # from its own answers, from the first on
@@ -130,13 +113,10 @@ def check_page(text, results):
     assert "The tracker" in text
 
 
-def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsys):
-    page = tmp_path / "live.html"
-    path = tmp_path / "live.json"
-    config = replace(SHORT, clock="cpu")
-    results = run(checkpoint, case.table, config, json=str(path), html=str(page))
-    check_page(page.read_text(), results)
-    assert read_json(path) == json.loads(json.dumps(results))
+def test_a_run_prints_and_writes_what_it_found(case, capsys):
+    results = run(case, replace(SHORT, clock="cpu"), json="live.json", html="live.html")
+    check_page(Path("live.html").read_text(), results)
+    assert read_json("live.json") == json.loads(json.dumps(results))
     assert "10 requests" in capsys.readouterr().out
     names = ["controller", "controller_frozen", "budget_aware_static"]
     names += ["best_static", "cheapest", "most_accurate"]
@@ -146,10 +126,10 @@ def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsy
             low, high = row[f"{what}_ci95"]
             assert 0 <= low <= row[what] <= high <= 1
     fixed = results["configurations"]
-    means = case.table.latency_ms[case.fitted].mean(0)
-    assert fixed["cheapest"] == case.table.configuration(int(means.argmin()))
-    accuracy = case.table.accuracy[case.fitted].double().mean(0)
-    assert fixed["most_accurate"] == case.table.configuration(int(accuracy.argmax()))
+    cheapest = case.table.latency_ms[case.fitted].mean(0).argmin()
+    assert fixed["cheapest"] == case.table.configuration(int(cheapest))
+    most_accurate = case.table.accuracy[case.fitted].double().mean(0).argmax()
+    assert fixed["most_accurate"] == case.table.configuration(int(most_accurate))
     # every answer is the one that the profile recorded
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
     assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
@@ -160,7 +140,7 @@ def test_a_run_prints_and_writes_what_it_found(case, checkpoint, tmp_path, capsy
 
 def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
     monkeypatch.setattr(live, "WARM_UP", 0)
-    stream, server = server_of(case, SHORT)
+    server = server_of(case, SHORT)
     answer = server.model.answer
 
     def slow(*arguments, **options):
@@ -175,22 +155,23 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
     # the controllers and static, then fixed configurations
     assert (overhead[:3] > decision[:3] / 1e3).all()
     assert (decision[:3] > 0).all()
-    assert (overhead[3:] == 0).all()
+    assert not overhead[3:].any()
     took = overhead[2]
     spent = [0.0, *(float(np.median(took[:i])) for i in range(1, len(took)))]
-    limits = np.maximum(stream.budgets_ms - spent, 1e-9)
+    budgets_ms = server.stream.budgets_ms
+    limits = np.maximum(budgets_ms - spent, 1e-9)
     np.testing.assert_allclose(served["limit_ms"][2], limits, rtol=1e-6)
-    assert (served["limit_ms"][0, 1:] < stream.budgets_ms[1:]).all()
+    assert (served["limit_ms"][0, 1:] < budgets_ms[1:]).all()
 
 
-def test_nothing_is_fitted_on_what_is_served(case, checkpoint, monkeypatch):
+def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
     names = ("static_of", "fixed_configurations")
-    noted = [Mock(side_effect=getattr(live, name)) for name in names]
-    for name, mock in zip(names, noted, strict=True):
-        monkeypatch.setattr(live, name, mock)
-    results = run(checkpoint, case.table, SHORT)
-    for mock in noted:
-        assert sorted(mock.call_args.args[1].tolist()) == sorted(case.fitted.tolist())
+    for name in names:
+        monkeypatch.setattr(live, name, Mock(side_effect=getattr(live, name)))
+    results = run(case, SHORT)
+    for name in names:
+        fitted = getattr(live, name).call_args.args[1]
+        assert sorted(fitted.tolist()) == sorted(case.fitted.tolist())
     scaled = default_budgets(case.table).double() * results["speed"]["before"]
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
 
@@ -205,20 +186,18 @@ def by_hand(slower):
     """Two requests of the first two samples, served as the profile says on a machine that is
     `slower`."""
     table, _ = small()
-    rows = np.array([0, 1])
-    shape = (len(CHOICES), 2)
-    fields = {name: np.zeros(shape) for name in Served._fields}
-    fields["drift"] = np.full(shape, None)
-    for p, chosen in enumerate(CHOICES.values()):
-        fields["choice"][p] = chosen
-        fields["score"][p] = table.accuracy[rows, chosen]
-        fields["inference_ms"][p] = slower * table.latency_ms[rows, chosen].double()
-    fields["overhead_ms"][0] = 0.5
-    fields["limit_ms"][0] = 30.0
-    return Stream(rows, np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), fields
+    rows, choices = [0, 1], np.array([*CHOICES.values()])
+    served = {name: np.zeros(choices.shape) for name in Served._fields}
+    served["drift"] = np.full(choices.shape, None)
+    served["choice"] = choices
+    served["score"] = table.accuracy[rows, choices].numpy()
+    served["inference_ms"] = slower * table.latency_ms[rows, choices].double().numpy()
+    served["overhead_ms"][0] = 0.5
+    served["limit_ms"][0] = 30.0
+    return Stream(np.array(rows), np.array([1000.0, 1e-6]), ["0", "1"], {}, {}), served
 
 
-def judged(stream, record, speed):
+def judged(stream, record, speed=1.0):
     table, controller = small()
     return live_results(table, stream, list(CHOICES), record, controller, speed)
 
@@ -232,9 +211,9 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     assert learned["satisfaction"] == 0.5  # one budget is ample and one is hopeless
     assert learned["satisfaction_feasible"] == 1.0
     assert results["infeasible"] == 0.5
-    both = table.latency_ms[torch.tensor([0, 1]), torch.tensor([3, 5])].double()
-    assert learned["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
-    assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
+    took_ms = 3 * float(table.latency_ms[[0, 1], [3, 5]].double().mean())
+    assert learned["latency_ms"] == pytest.approx(took_ms + 0.5)
+    assert results["overhead"]["share"] == pytest.approx(0.5 / took_ms)
 
 
 def test_the_timeline_by_hand():
@@ -259,20 +238,19 @@ def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
     # enough where it was measured, too little here
     stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())
     assert judged(stream, record, speed=3.0)["infeasible"] == 1
-    blocks = {name: block[:2].numpy() for name, block in table.features.items()}
+    blocks = arrays(table, [0, 1])
     record["limit_ms"][0] = 3 * table.latency_ms.median()
     chosen = controller.choose(blocks, record["limit_ms"][0] / 3)
     assert chosen.tolist() != controller.choose(blocks, record["limit_ms"][0]).tolist()
     record["choice"][0] = chosen
-    for i in range(2):
-        record["drift"][0, i] = (np.log(3), 1.0)
+    record["drift"][0, 0] = record["drift"][0, 1] = (np.log(3), 1.0)
     assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_same_limit"] == 1
 
 
 def test_the_speed_is_known_as_well_as_the_answers_say():
     stream, record = by_hand(slower=1.0)
     record["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2)
-    speed = judged(stream, record, speed=1.0)["speed"]
+    speed = judged(stream, record)["speed"]
     off = 1.96 * 1.25 * 0.5 / (1.35 * 6**0.5)
     assert speed["during"] == pytest.approx(1.5)
     assert speed["during_ci95"] == pytest.approx([1.5 - off, 1.5 + off])
@@ -282,38 +260,37 @@ def test_a_replay_that_is_wrong_is_found_out():
     stream, record = by_hand(slower=1.0)
     record["score"][0] = 1 - record["score"][0]
     record["inference_ms"][1] *= 2
-    results = judged(stream, record, speed=1.0)
+    results = judged(stream, record)
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
-    assert not any(policy == "cheapest" for policy, _ in away)
+    assert "cheapest" not in dict(away)
 
 
 def test_a_stream_goes_through_the_test_samples_before_it_repeats(case):
     few = case.split.test[:6]
-    config = LiveConfig(requests=15)
-    stream, again = (stream_of(case._replace(split=Split(few, few, few)), config) for _ in range(2))
+    about = case._replace(split=Split(few, few, few)), LiveConfig(requests=15)
+    stream, again = stream_of(*about), stream_of(*about)
     for part in (stream.rows[:6], stream.rows[6:12]):
         assert sorted(part.tolist()) == sorted(few.tolist())
-    assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
+    assert {*stream.budgets_ms} == {1.0, 2.0}
     assert set(stream.timed) <= set(case.fitted.tolist())
     assert [int(name) for name in stream.ids] == stream.rows.tolist() == again.rows.tolist()
 
 
 def test_answers_are_scored_as_in_the_profile():
     requests, soft = ElasticRequests(), ElasticRequests(soft=True)
-    scenes = draw_samples(60, seed=SEED)
-    number = next(i for i, scene in enumerate(scenes) if "sum?" in scene.question)
-    right = scenes[number].answer.split()
-    for words, hard, share in ((right, 1, 1), (right[:2], 0, 2 / 3), ([], 0, 0)):
-        assert requests.score(str(number), " ".join(words)) == hard
-        assert soft.score(str(number), " ".join(words)) == pytest.approx(share, abs=1e-4)
+    scenes = enumerate(draw_samples(60, seed=SEED))
+    number, right = next((str(i), scene.answer) for i, scene in scenes if "sum?" in scene.question)
+    for answer, hard, share in ((right, 1, 1), (right.rpartition(" ")[0], 0, 2 / 3), ("", 0, 0)):
+        assert requests.score(number, answer) == hard
+        assert soft.score(number, answer) == pytest.approx(share, abs=1e-4)
     assert str(10**6) in requests
     assert "a" not in requests
 
 
-def test_fresh_samples_are_served_without_a_replay(case, checkpoint, capsys):
+def test_fresh_samples_are_served_without_a_replay(case, capsys):
     config = replace(SHORT, fresh=True)
-    results = run(checkpoint, case.table, config)
+    results = run(case, config)
     assert results["agreement"] == []
     assert results["infeasible"] is None
     assert results["machine"]["jitter"] is None
@@ -338,23 +315,17 @@ class Failing(ElasticAdaptive):
 
 
 @pytest.mark.parametrize(("answers", "kept"), [(3, 0), (12 + 6 * 5, 4), (12 + 6 * 14, 12)])
-def test_what_was_served_before_a_server_died_is_kept(
-    case, checkpoint, tmp_path, monkeypatch, answers, kept
-):
+def test_what_was_served_before_a_server_died_is_kept(case, monkeypatch, answers, kept):
     monkeypatch.setattr(live, "IN_A_ROW", 4)
-    config = replace(SHORT, requests=16)
-    path = tmp_path / "live.json"
     # 26 cells are timed before: 20 to warm up, then 6
-    with pytest.raises(InputError, match="ConnectionError: the server is gone"):
-        run(checkpoint, case.table, config, Failing(answers + 26), json=str(path))
-    assert path.exists() == (kept > 0)
+    with input_error("ConnectionError"):
+        run(case, LiveConfig(requests=16), Failing(answers + 26), json="live.json")
+    assert Path("live.json").exists() == (kept > 0)
     if kept:
-        assert read_json(path)["requests"] == kept
+        assert read_json("live.json")["requests"] == kept
 
 
-def test_a_controller_for_mean_budgets_is_refused(case, tmp_path):
-    config = case.controller.controller.config
-    network = Controller.for_table(case.table, case.fitted[:50], config, sense="mean")
-    mean = case._replace(controller=DeployedController(network).eval())
-    with pytest.raises(InputError, match="mean"):
-        run(saved(tmp_path / "mean.pt", mean), case.table, SHORT)
+def test_a_controller_for_mean_budgets_is_refused(case):
+    network = driven_apart(case.table, CONFIG, case.fitted[:50], sense="mean")
+    with input_error("mean"):
+        run(case._replace(controller=DeployedController(network)), SHORT)
