@@ -20,7 +20,7 @@ from helpers import small_table
 
 import knobwise.__main__
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents import load_checkpoint
 from knobwise.agents.training.loop import Trainer
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
