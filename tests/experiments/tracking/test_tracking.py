@@ -13,11 +13,12 @@ from unittest.mock import Mock
 import hypothesis
 import pytest
 import wandb
+from helpers import input_error
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from wandb_stub import forget_wandb, joined, offline_runs
 
-from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_run
 from knobwise.experiments.tracking.metrics_file import MetricsFile
@@ -43,13 +44,24 @@ def numbers(step):
     return {"Train/Loss": 1 / (3 + step), "Train/Reward_Mean": -step / 7} | validation
 
 
+def log_losses(log, losses):
+    for step, loss in losses.items():
+        log.log({"Train/Loss": loss}, step)
+
+
+def logged(losses):
+    """The history of these losses."""
+    return [{"step": step, "Train/Loss": loss} for step, loss in losses.items()]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with one seed, in a folder whose name would be a pattern to some."""
     folder = tmp_path_factory.mktemp("runs") / "lr[1]"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("WANDB_SILENT", "WANDB_QUIET"):
-            patch.setenv(name, "")  # each alone makes wandb.init raise
+        # each alone makes wandb.init raise
+        patch.setenv("WANDB_SILENT", "")
+        patch.setenv("WANDB_QUIET", "")
         patch.setenv("NETRC", str(folder / "netrc"))
         patch.setenv("WANDB_TAGS", "theirs,nightly")
         patch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-9")  # of a program that is gone
@@ -76,8 +88,6 @@ def written(folder):
 
 
 def events(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     reader = EventAccumulator(str(folder)).Reload()
     return {(tag, e.step): e.value for tag in reader.Tags()["scalars"] for e in reader.Scalars(tag)}
 
@@ -89,17 +99,15 @@ def test_tensorboard_holds_the_numbers(run):
 
 
 def test_wandb_run_says_where_it_belongs(run):
-    ((name, sessions),) = sessions_of(run).items()
-    session = joined(sessions)
+    session = joined(offline_runs(run))
     assert session.about == {
-        "displayName": name,
+        "displayName": "lr-0.003 s1",
         "groupName": "controller",
         "jobType": "train",
         "project": "knobwise",
         "tags": ["nightly", "theirs", "small"],
         "notes": "Is a low learning rate better?",
     }
-    assert name == "lr-0.003 s1"
     # as on the command line; JSON has no infinity
     wanted = {"optimiser": {"lr": 0.003}, "loss": {"ends": ["inf", 1.0]}}
     wanted |= {"seed": 1, "profile_digest": "sha256:0", "run": "controller/lr-0.003"}
@@ -117,14 +125,9 @@ def test_wandb_run_says_where_it_belongs(run):
         ("default", "sft", 2, "sft s2"),
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
-        (
-            "baselines-false_policy.hidden-32_seeds--0-1",
-            "",
-            0,
-            "baselines-false_hidden-32_seeds--0-1 s0",
-        ),
+        ("baselines-false_policy.hidden-32_seeds--0-1", "", 0, "baselines-false_hidden-32_seeds--0-1 s0"),
     ],
-)
+)  # fmt: skip
 def test_names_of_runs_are_short(name, stage, seed, title):
     assert short_name("lean", name, stage, seed) == title
     assert len(short_name("lean", "x" * 100, stage, seed)) <= 47
@@ -133,42 +136,40 @@ def test_names_of_runs_are_short(name, stage, seed, title):
 def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
     """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from
     step 0."""
-    every = [{"Val/sft/Loss": step / 2} for step in range(3)]
-    every += [{"Val/grpo/Loss": 3 + step / 2} for step in range(3)]
+    values = {"sft": [0.0, 0.5, 1.0], "grpo": [3.0, 3.5, 4.0]}
+    every = [{f"Val/{stage}/Loss": value} for stage in values for value in values[stage]]
     sessions = [
-        ("sft", 0, 0, range(3)),
-        ("grpo", 3, 3, range(3)),
-        ("grpo", 3, 5, range(2, 3)),  # its last step was not saved
+        ("sft", 0, 0, [0, 1, 2]),
+        ("grpo", 3, 3, [0, 1, 2]),
+        ("grpo", 3, 5, [2]),  # its last step was not saved
     ]
     for stage, first, known, steps in sessions:
         options = {"stage": stage, "first": first, "known": list(enumerate(every[:known]))}
         with tracker(tmp_path, seed=2, **options) as log:
             for step in steps:
-                log.log({"Val/Loss": first + step / 2}, step)
+                log.log({"Val/Loss": values[stage][step]}, step)
     rows = written(tmp_path)
     assert [row["step"] for row in rows] == list("012345")
+    assert list(map(values_of, rows)) == every
     runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
-    for stage, first in {"sft": 0, "grpo": 3}.items():
-        values = [first + step / 2 for step in range(3)]
-        logged = [row for row in rows if row[f"Val/{stage}/Loss"]]
-        assert list(map(values_of, logged)) == [{f"Val/{stage}/Loss": value} for value in values]
+    for stage, losses in values.items():
         run = runs[f"lr-0.003 {stage} s2"]
         assert run.config["stage"] == stage
-        history = [{"step": step, "Val/Loss": value} for step, value in enumerate(values)]
-        assert run.history == history
+        assert run.history == [{"step": step, "Val/Loss": loss} for step, loss in enumerate(losses)]
     assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
-def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path):
-    ends = {130: KeyboardInterrupt(), 1: ValueError("broken"), 0: SystemExit(0)}
-    for code, error in ends.items():
-        log = tracker(tmp_path / str(code))
-        with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
-            log.log({"Train/Loss": 1.0}, 0)
-            raise error
-        (session,) = offline_runs(tmp_path / str(code))
-        assert session.history == [{"step": 0, "Train/Loss": 1.0}]
-        assert session.exit_code == code
+@pytest.mark.parametrize(
+    ("code", "error"), [(130, KeyboardInterrupt()), (1, ValueError("broken")), (0, SystemExit(0))]
+)
+def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path, code, error):
+    log = tracker(tmp_path)
+    with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
+        log_losses(log, {0: 1.0})
+        raise error
+    (session,) = offline_runs(tmp_path)
+    assert session.history == logged({0: 1.0})
+    assert session.exit_code == code
 
 
 def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path, monkeypatch):
@@ -178,17 +179,16 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path, monkeypat
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     for seed, mode in ((0, "offline"), (1, "disabled")):
         with tracker(tmp_path, mode, seed=seed) as log:
-            for step in range(4):
-                log.log({"Train/Loss": float(step)}, step)
-    known = [(step, {"Train/Loss": float(step)}) for step in range(2)]
+            log_losses(log, {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0})
+    known = [(0, {"Train/Loss": 0.0}), (1, {"Train/Loss": 1.0})]
     with tracker(tmp_path, seed=0, known=known) as log:
-        log.log({"Train/Loss": 20.0}, 2)
-    kept = [(r["seed"], r["step"], r["Train/Loss"]) for r in written(tmp_path) if r["seed"] == "0"]
+        log_losses(log, {2: 20.0})
+    rows = [(row["seed"], row["step"], row["Train/Loss"]) for row in written(tmp_path)]
+    kept = [row for row in rows if row[0] == "0"]
     assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
-    assert len([r for r in written(tmp_path) if r["seed"] == "1"]) == 4
-    assert events(tmp_path / "tensorboard" / "seed0") == {
-        ("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))
-    }
+    assert len(rows) - len(kept) == 4
+    losses = {("Train/Loss", 0): 0.0, ("Train/Loss", 1): 1.0, ("Train/Loss", 2): 20.0}
+    assert events(tmp_path / "tensorboard" / "seed0") == losses
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -198,19 +198,19 @@ def test_where_wandb_does_not_start_the_rest_goes_on(tmp_path, monkeypatch, capf
     monkeypatch.setattr(wandb, "init", Mock(side_effect=OSError("No space left on device")))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     environment = dict(os.environ)
-    with tracker(tmp_path / "run", mode, seed=0) as log:
-        log.log({"Train/Loss": 1.0}, 0)
+    with tracker(tmp_path, mode, seed=0) as log:
+        log_losses(log, {0: 1.0})
         log.log_results({}, {}, None)
     assert "No space left on device" in capfd.readouterr().err
     assert (log.mode, log.settings.mode) == ("disabled", mode)
-    assert [row["Train/Loss"] for row in written(tmp_path / "run")] == ["1.0"]
+    assert [row["Train/Loss"] for row in written(tmp_path)] == ["1.0"]
     assert os.environ == environment
 
 
 def test_disabled_tracker_still_writes_metrics_csv(tmp_path):
     quiet = TrackingSettings(mode="disabled", tensorboard=False)
     with tracker(tmp_path, settings=quiet, seed=0) as log:
-        log.log({"Train/Loss": 1.0}, 0)
+        log_losses(log, {0: 1.0})
         log.log_results({}, {}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
@@ -221,32 +221,32 @@ def test_a_key_without_a_network_falls_back_to_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     settings = TrackingSettings()
     with tracker(tmp_path, settings=settings, seed=0) as log:
-        log.log({"Train/Loss": 1.0}, 0)
+        log_losses(log, {0: 1.0})
     assert settings.mode == log.mode == "offline"
-    (session,) = offline_runs(tmp_path)
-    assert session.history == [{"step": 0, "Train/Loss": 1.0}]
-    with pytest.raises(InputError, match="tracking"):
+    with input_error("tracking"):
         tracker(tmp_path / "new", mode="online", seed=0).__enter__()
     # what is trained already is not to be lost
     with tracker(tmp_path, mode="online", seed=1) as log:
-        log.log({"Train/Loss": 2.0}, 0)
+        log_losses(log, {0: 2.0})
     assert log.mode == "offline"
-    assert sessions_of(tmp_path)["lr-0.003 s1"][0].history == [{"step": 0, "Train/Loss": 2.0}]
+    for session, loss in zip(offline_runs(tmp_path), (1.0, 2.0), strict=True):
+        assert session.history == logged({0: loss})
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch):
     assert wandb_mode(TrackingSettings()) == "offline"
-    Path(os.environ["NETRC"]).write_text("machine api.wandb.ai login user password 0\n")
+    netrc = Path(os.environ["NETRC"])
+    netrc.write_text("machine api.wandb.ai login user password 0\n")
     for variable, mode in (("", "online"), ("disabled", "disabled"), ("offline", "offline")):
         monkeypatch.setenv("WANDB_MODE", variable)
         assert wandb_mode(TrackingSettings()) == mode
         assert wandb_mode(TrackingSettings(mode="offline")) == "offline"
-    Path(os.environ["NETRC"]).unlink()
+    netrc.unlink()
     for mode in ("online", "sometimes"):
-        with pytest.raises(InputError, match=r"tracking\.mode"):
+        with input_error(r"tracking\.mode"):
             wandb_mode(TrackingSettings(mode=mode))
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with pytest.raises(InputError, match="WANDB_MODE"):
+    with input_error("WANDB_MODE"):
         wandb_mode(TrackingSettings())
 
 
@@ -262,12 +262,12 @@ def test_mode_follows_settings_then_environment_then_key(monkeypatch):
 )
 def test_names_that_wandb_would_refuse_are_refused(settings, option, monkeypatch):
     """Where nothing is logged there, any name will do."""
-    monkeypatch.setenv("WANDB_PROJECT", "a/b" if not settings else "")
-    with pytest.raises(InputError, match=option):
+    monkeypatch.setenv("WANDB_PROJECT", "" if settings else "a/b")
+    with input_error(option):
         wandb_mode(TrackingSettings(mode="offline", **settings))
     assert wandb_mode(TrackingSettings(mode="disabled", **settings)) == "disabled"
-    good = {"project": "a b.c-d_é,;@&", "tags": ["a", "a" * 64]}
-    assert wandb_mode(TrackingSettings(mode="offline", **good)) == "offline"
+    good = TrackingSettings(mode="offline", project="a b.c-d_é,;@&", tags=["a", "a" * 64])
+    assert wandb_mode(good) == "offline"
 
 
 # -- metrics.csv gives back what was written, whatever came between --------------------------------
@@ -277,8 +277,7 @@ ROW = st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1)
 
 
 def values_of(row):
-    values = {name: float(value) for name, value in row.items() if value}
-    return {name: values[name] for name in values.keys() - {"seed", "step"}}
+    return {name: float(row[name]) for name in row.keys() - {"seed", "step"} if row[name]}
 
 
 @hypothesis.settings(max_examples=25, deadline=None)
@@ -293,9 +292,10 @@ def test_metrics_file_gives_back_what_was_written(tmp_path_factory, rows):
 
 def test_metrics_file_drops_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "metrics.csv"
-    path.write_text("seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.")
+    whole = "seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n"
+    path.write_text(f"{whole}0,1,0.")
     MetricsFile(path, seed=0).append(1, {"Train/Loss": 0.5})
-    assert path.read_text() == "seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.5,\n"
+    assert path.read_text() == f"{whole}0,1,0.5,\n"
 
 
 def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path):
@@ -318,19 +318,23 @@ def append_many(path, seed):
     """What one process of several does: its rows hold ever new names, so that the file is rewritten
     again and again."""
     file = MetricsFile(path, seed)
-    for step in range(40):
-        file.append(step, {f"seed{seed}/{step // 5}": seed + step / 100})
+    for step, row in enumerate(rows_of(seed)):
+        file.append(step, row)
+
+
+def rows_of(seed):
+    return [{f"seed{seed}/{step // 5}": seed + step / 100} for step in range(40)]
 
 
 def test_several_processes_lose_nothing(tmp_path):
-    path = tmp_path / "metrics.csv"
     context = multiprocessing.get_context("forkserver")
+    path = tmp_path / "metrics.csv"
     writers = [context.Process(target=append_many, args=(path, seed)) for seed in range(3)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
+    rows = written(tmp_path)
     for seed in range(3):
-        rows = [values_of(row) for row in written(tmp_path) if row["seed"] == str(seed)]
-        assert rows == [{f"seed{seed}/{step // 5}": seed + step / 100} for step in range(40)]
+        assert [values_of(row) for row in rows if row["seed"] == str(seed)] == rows_of(seed)
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
