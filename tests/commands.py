@@ -134,7 +134,7 @@ def stopped_and_resumed(make, folder, stop):
     with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
         make(folder / "stopped").run()
     again = make(folder / "stopped")
-    assert again.resume(folder / "stopped" / "last.pt")
+    assert again.resume(folder / "stopped/last.pt")
     assert 0 < again.iteration <= stop
     again.run()
     return whole, again

@@ -258,12 +258,7 @@ class Always:
     def __init__(self, configuration, name=""):
         self.configuration, self.name = configuration, name
 
-    def choose(
-        self,
-        features,
-        limits,
-        mask=None,
-    ):
+    def choose(self, features, limits, mask=None):
         self.limits = limits
         return np.full(len(limits), self.configuration)
 
