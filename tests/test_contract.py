@@ -79,12 +79,7 @@ from knobwise.losses import GRPOLoss, RCELoss, group_advantage
 from knobwise.losses.functional import clipped_surrogate, k3
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
+pytestmark = pytest.mark.usefixtures("home")
 LEAN = words_of(OPTIMISER, "seeds=[0] baselines=false own_cost=false name=run")
 """A quick training of one seed that is judged quickly."""
 
@@ -287,7 +282,8 @@ def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run):
     assert [job.loss.group_size for job in jobs_of(["experiment=group_size"])] == [5, 8, 16, 64]
     training, *_, results = offline_runs(seeds_run)
     for run, kind in ((training, "train"), (results, "evaluate")):
-        assert (run.about["groupName"], run.about["jobType"]) == ("seeds", kind)
+        assert run.about["groupName"] == "seeds"
+        assert run.about["jobType"] == kind
         assert {"independent", "sampled", "reward-shaped"} <= set(run.about["tags"])
     assert training.about["displayName"] == "x s0"
     assert [row["step"] for row in training.history] == [0, 4, 8, 12, 16, 20]
@@ -309,7 +305,10 @@ def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run):
     assert sweep["method"] in ("grid", "random", "bayes")
     assert sweep["metric"] == {"name": "Val/Utility", "goal": "maximize"}
     env, program, verb, *words, last = sweep["command"]
-    assert (env, program, verb, last) == ("${env}", "knobwise", "train", "${args_no_hyphens}")
+    assert env == "${env}"
+    assert program == "knobwise"
+    assert verb == "train"
+    assert last == "${args_no_hyphens}"
     assert read_settings("train", words).experiment == "controller"
     least, most = {}, {}
     for key, bounds in sweep["parameters"].items():
@@ -541,7 +540,9 @@ def test_k10_the_settings_of_the_original_training(seeds_run):
 
     settings = read_settings("train", ["experiment=seeds"])
     optimiser = settings.optimiser
-    assert (optimiser.lr, optimiser.contexts, settings.split.train) == (1e-4, 64, 0.8)
+    assert optimiser.lr == 1e-4
+    assert optimiser.contexts == 64
+    assert settings.split.train == 0.8
     for value in (optimiser.weight_decay, optimiser.clip_grad, optimiser.patience):
         assert value > 0
     assert settings.policy.dropout > 0
@@ -619,10 +620,12 @@ def test_k14_features_and_decisions_are_cached_and_first_stages_prepared_in_the_
             expected = plain.answer(request, 9e3)
             model.prefetch(request)
             result = model.answer(request, 9e3)
-            assert (result.choice, result.answer.text) == (expected.choice, expected.answer.text)
+            assert result.choice == expected.choice
+            assert result.answer.text == expected.answer.text
     for recent in (model.cached_features, model.cached_decisions):
         summary = recent.summary()
-        assert (summary["hits"], summary["misses"]) == (2, 2)
+        assert summary["hits"] == 2
+        assert summary["misses"] == 2
         assert summary["hit_us"] > 0
 
 
@@ -659,7 +662,8 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
     launch("train", LEAN, joint)
     run = "runs/controller/run"
     policy = knobwise.load(run)
-    assert (policy.features["dataset"], policy.datasets) == (3, ["at", "bt", "ct"])
+    assert policy.features["dataset"] == 3
+    assert policy.datasets == ["at", "bt", "ct"]
     blocks = {"image_features": torch.randn(1, 4), "language_features": torch.randn(1, 4)}
     a, b, unknown = (
         policy.agent.controller.normaliser(blocks | {"dataset": torch.tensor([column])}, 1)
@@ -971,6 +975,7 @@ def test_s12_a_learned_reward_scores_the_draws(monkeypatch):
     launch("train experiment=selector_reward_model", small)
     results = read_json("runs/latest/results.json")
     (row,) = results["true_calls"]
-    assert (row["policy"], row["calls"]) == ("learned_10k", [20])
+    assert row["policy"] == "learned_10k"
+    assert row["calls"] == [20]
     assert row["recorded"] > 0
     assert {"learned_10k", "rce", "oracle"} <= {each["policy"] for each in results["rows"]}

@@ -58,7 +58,9 @@ def test_two_runs_and_what_differs(tmp_path):
     assert table.rows == [["loss.group_size", "8", "64"]]
     before, after = (run.row("controller", None)["utility"] for run in comparison.runs)
     (one,) = comparison.differences
-    assert (one.run, one.against, one.sign) == ("size-64", "default", 1)
+    assert one.run == "size-64"
+    assert one.against == "default"
+    assert one.sign == 1
     assert one.difference == pytest.approx(after - before)
     gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
     against, best = verdict(comparison)
@@ -95,7 +97,8 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
 def test_the_same_run_twice_differs_in_nothing(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "default-2": {}})
     assert comparison.settings == {}
-    assert (comparison.differences[0].difference, comparison.differences[0].p) == (0, 1)
+    assert comparison.differences[0].difference == 0
+    assert comparison.differences[0].p == 1
     assert len(verdict(comparison)) == 3
 
 
@@ -105,7 +108,8 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
     (stopped / UNFINISHED).touch()
     comparison = Comparison([str(tmp_path)])
     assert [run.label for run in comparison.runs] == ["a", "b"]
-    assert (comparison.differences, comparison.comparable) == ([], [0])
+    assert comparison.differences == []
+    assert comparison.comparable == [0]
     left_out, untested = comparison.notes
     assert str(stopped) in left_out
     assert untested.startswith("b has no decisions.parquet")
@@ -131,7 +135,9 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     assert [run.policy for run in comparison.runs] == ["grpo_recorded", "grpo_live"]
     assert re.search(r"b: accuracy 0\.\d+, 2 shots", verdict(comparison)[1])
     (stage,) = comparison.by_policy
-    assert (stage.policy, stage.against_policy, stage.difference) == ("sft", "sft", 0)
+    assert stage.policy == "sft"
+    assert stage.against_policy == "sft"
+    assert stage.difference == 0
     assert [one.place for one in comparison.by_place] == [1, 2]
     names = [line["run"] for line in rows_of(comparison)]
     assert names == ["a\nGRPO on recorded groups", "b\nGRPO on live draws"]
@@ -141,11 +147,9 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(home):
     """The current folder, with two runs."""
-    monkeypatch.chdir(tmp_path)
     sweep(Path("runs/lean"), 2)
-    return tmp_path
 
 
 def test_the_verb_prints_and_writes_page_and_numbers(folder, capsys):
@@ -158,7 +162,8 @@ def test_the_verb_prints_and_writes_page_and_numbers(folder, capsys):
     assert Path("comparison.html").stat().st_size > 500_000
     comparison = Comparison(["runs/lean"])
     content = read_json("numbers.json")
-    assert (content["kind"], content["reference"]) == ("deadline", odd)
+    assert content["kind"] == "deadline"
+    assert content["reference"] == odd
     assert [run["label"] for run in content["runs"]] == [odd, "size-0", "size-1"]
     assert content["settings"] == {"loss.group_size": ["8", "0", "1"]}
     for name, family in (("", comparison.differences), ("_per_place", comparison.by_place)):
@@ -203,7 +208,8 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.1}, "c": elsewhere})
     _, b, c = (float(line["utility"].split()[0]) for line in rows_of(comparison)[:3])
     assert c > b
-    assert (comparison.comparable, comparison.ranking()[0]) == ([0, 1], 1)
+    assert comparison.comparable == [0, 1]
+    assert comparison.ranking()[0] == 1
     assert "the highest is b:" in verdict(comparison)[1]
     measured, means = comparison.notes
     assert measured.startswith("c was judged on other measurements")
@@ -232,7 +238,8 @@ def test_of_runs_judged_on_different_data_none_is_called_the_highest(tmp_path, w
     three = compared(tmp_path, {"a": both, "b": better | second, "c": better}, write)
     a, b = (str(tmp_path / name) for name in "ab")
     comparison = Comparison([a, b])
-    assert (comparison.comparable, comparison.ranking()) == ([0], [0])
+    assert comparison.comparable == [0]
+    assert comparison.ranking() == [0]
     assert any(line.startswith("No run is called the highest") for line in verdict(comparison))
     assert Comparison([b, a]).comparable == [0]
     assert three.ranking() == [2, 0]

@@ -27,13 +27,13 @@ from knobwise.experiments.results.run_folder import UNFINISHED
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
-    lean = tmp_path / "runs" / "lean"
+    lean = tmp_path / "runs/lean"
     names = ["default", "size-8", "size-16", "size-64"]
     for name in sorted(names):
         write_run(lean / name, decisions=False)
-    latest = tmp_path / "runs" / "latest"
+    latest = tmp_path / "runs/latest"
     latest.symlink_to("lean/default")
-    wandb = lean / "default" / "wandb" / "offline-run-1" / "files"
+    wandb = lean / "default/wandb/offline-run-1/files"
     wandb.mkdir(parents=True)
     (wandb / "config.yaml").write_text("{}")
     default, size_8, size_16, size_64 = paths = [lean / name for name in names]
@@ -57,10 +57,7 @@ def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
         ("metrics.csv", b'\x00\xff,,\n1,2,3,4\n"'),
     ],
 )
-def test_files_that_are_broken_are_named_and_nothing_is_written(
-    tmp_path, name, content, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_files_that_are_broken_are_named_and_nothing_is_written(home, name, content, capsys):
     write_run(Path("runs/a"))
     broken = write_run(Path("runs/b")) / name
     broken.unlink()
@@ -101,7 +98,8 @@ def test_decisions_are_the_rows_of_the_file(tmp_path):
     assert set(decisions["place"]) == {10, 20}
     assert run.row("controller", 20.0)["budget_ms"] == 20
     assert decisions["score"].mean() == pytest.approx(run.row("controller", None)["utility"])
-    assert (run.row("nothing", 20.0), decisions_of(run, "nothing")) == ({}, None)
+    assert run.row("nothing", 20.0) == {}
+    assert decisions_of(run, "nothing") is None
     file = folder / "decisions.parquet"
     whole = pl.read_parquet(file)
     whole.filter((pl.col("sample_id") != "s3") | (pl.col("place") != 10)).write_parquet(file)
