@@ -6,8 +6,6 @@ known here is kept in `unknown`, so that a test fails by name when another versi
 more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,9 +13,8 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -41,25 +38,30 @@ ANSWERS = {
 
 def forget_wandb(patch, folder):
     """No key, no netrc, none of the developer's own W&B variables."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        patch.delenv(name)
+    for name in os.environ:
+        if re.match("WANDB_[A-Z]", name):
+            patch.delenv(name)
     patch.setenv("NETRC", str(folder / "netrc"))
 
 
-@dataclass
 class ReceivedRun:
-    """One run, as the server has it."""
+    """One run, as the server has it.
 
-    name: str  # its id, which W&B calls name
-    # displayName, groupName, jobType, tags, commit …
-    about: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    # file of the stream → number of the line → the line
-    lines: dict[str, dict[int, str]] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)  # path → content
-    exit_code: int | None = None
-    used: list[str] = field(default_factory=list)  # ids of artifacts
-    records: list[dict[str, Any]] = field(default_factory=list)  # what an offline run has written
+    Args:
+        name: its id, which W&B calls name.
+        files: path → content.
+        records: what an offline run has written.
+    """
+
+    def __init__(self, name, files=(), records=()):
+        self.name = name
+        self.files = dict(files)
+        self.records = records
+        self.about = {}  # displayName, groupName, jobType, tags, commit …
+        self.config = {}
+        self.lines = {}  # file of the stream → number of the line → the line
+        self.exit_code = None
+        self.used = []  # ids of artifacts
 
     @property
     def history(self):
@@ -92,12 +94,11 @@ def offline_runs(run_folder):
     folders = (run_folder / "wandb").glob("offline-run-*")
     runs = []
     for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime_ns):
-        file = next(folder.glob("run-*.wandb"))
-        words = [*command, str(file), str(folder)]
+        (file,) = folder.glob("run-*.wandb")
         # wandb's service may still be writing when `finish` returns; killed runs have no exit
         for _ in range(5):
-            lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-            records = [json.loads(line) for line in lines.splitlines()]
+            lines = subprocess.run([*command, file, folder], capture_output=True, check=False)
+            records = list(map(json.loads, lines.stdout.splitlines()))
             if any(record["type"] == "exit" for record in records):
                 break
             time.sleep(0.2)
@@ -110,8 +111,8 @@ def offline_runs(run_folder):
 
 def _received(name, records, files):
     """The run that these records tell of."""
-    run = ReceivedRun(name, files=files, records=records)
-    history = run.lines.setdefault("wandb-history.jsonl", {})
+    run = ReceivedRun(name, files, records)
+    history = run.lines["wandb-history.jsonl"] = {}
     for record in records:
         content = record.get(record["type"]) or {}
         if record["type"] == "run":
@@ -127,33 +128,6 @@ def _received(name, records, files):
         elif record["type"] == "exit":
             run.exit_code = content["exit_code"]
     return run
-
-
-def joined(sessions):
-    """The sessions of one run, as the server joins them: what the last one says of the run
-    counts."""
-    records, files = [], {}
-    for session in sessions:
-        assert (session.name, session.about) == (sessions[0].name, sessions[0].about)
-        records += session.records
-        files |= session.files
-    return _received(sessions[0].name, records, files)
-
-
-@dataclass
-class ReceivedArtifact:
-    """One artifact, as the server has it."""
-
-    identity: str
-    name: str
-    kind: str
-    run: str  # id of the run that logged it
-    digest: str
-    metadata: dict[str, Any]
-    aliases: list[str]
-    manifest: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)  # path → content
-    committed: bool = False
 
 
 class WandbStub:
@@ -229,10 +203,8 @@ class WandbStub:
             return 200, self._stream(self.runs[parts[-2]], json.loads(body))
         if parts[0] == "upload" and method == "PUT":
             _, kind, owner, *file = parts
-            if kind == "manifest":
-                self.artifacts[owner].manifest = json.loads(body)
-            else:
-                owners = {"run": self.runs, "artifact": self.artifacts}[kind]
+            if kind != "manifest":
+                owners = self.runs if kind == "run" else self.artifacts
                 owners[owner].files["/".join(file)] = body
             return 200, {}
         if parts[0] == "sdk":  # how wandb itself is doing
@@ -311,10 +283,9 @@ class WandbStub:
     def _View(self, variables):
         if variables["projectName"] not in self.projects:
             return {"project": None}
-        wanted = variables["viewName"], variables["projectName"]
-        views = self.views.values()
-        found = [view for view in views if (view["name"], view["projectName"]) == wanted]
-        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
+        wanted = {"name": variables["viewName"], "projectName": variables["projectName"]}
+        views = [view for view in self.views.values() if view.items() >= wanted.items()]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in views]}}}
 
     def _UpsertView2(self, variables):
         identity = variables.get("id") or f"view-{len(self.views)}"
@@ -329,14 +300,16 @@ class WandbStub:
     def _CreateArtifact(self, variables):
         sent = variables["input"]
         identity = f"artifact-{len(self.artifacts)}"
-        self.artifacts[identity] = ReceivedArtifact(
-            identity,
+        self.artifacts[identity] = SimpleNamespace(
+            identity=identity,
             name=sent["artifactCollectionName"],
             kind=sent["artifactTypeName"],
-            run=sent.get("runName") or "",
+            run=sent.get("runName"),  # that logged it
             digest=sent["digest"],
             metadata=json.loads(sent.get("metadata") or "{}"),
             aliases=[alias["alias"] for alias in sent.get("aliases") or []],
+            files={},  # path → content
+            committed=False,
         )
         sequence = {"id": "s", "latestArtifact": None}
         created = {"id": identity, "state": "PENDING", "artifactSequence": sequence}
@@ -400,5 +373,6 @@ class WandbStub:
     def _UseArtifact(self, variables):
         # of a new artifact, or of one that a run has logged
         sent = variables.get("input", variables)
-        self.runs[sent["runName"]].used.append(sent["artifactID"])
-        return {"useArtifact": {"artifact": {"id": sent["artifactID"]}}}
+        identity = sent["artifactID"]
+        self.runs[sent["runName"]].used.append(identity)
+        return {"useArtifact": {"artifact": {"id": identity}}}

@@ -17,7 +17,7 @@ from helpers import input_error
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
-from wandb_stub import forget_wandb, joined, offline_runs
+from wandb_stub import forget_wandb, offline_runs
 
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_run
@@ -74,14 +74,6 @@ def run(tmp_path_factory):
     return folder
 
 
-def sessions_of(folder):
-    """The sessions of every offline run in a folder, by its name."""
-    sessions = {}
-    for session in offline_runs(folder):
-        sessions.setdefault(session.about["displayName"], []).append(session)
-    return sessions
-
-
 def written(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -95,11 +87,11 @@ def events(folder):
 def test_tensorboard_holds_the_numbers(run):
     expected = {(name, step): value for step in STEPS for name, value in numbers(step).items()}
     # event files are float32
-    assert events(run / "tensorboard" / "seed1") == pytest.approx(expected, rel=1e-6)
+    assert events(run / "tensorboard/seed1") == pytest.approx(expected, rel=1e-6)
 
 
 def test_wandb_run_says_where_it_belongs(run):
-    session = joined(offline_runs(run))
+    (session,) = offline_runs(run)
     assert session.about == {
         "displayName": "lr-0.003 s1",
         "groupName": "controller",
@@ -151,12 +143,12 @@ def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
     rows = written(tmp_path)
     assert [row["step"] for row in rows] == list("012345")
     assert list(map(values_of, rows)) == every
-    runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
+    runs = {run.about["displayName"]: run for run in offline_runs(tmp_path)}
     for stage, losses in values.items():
         run = runs[f"lr-0.003 {stage} s2"]
         assert run.config["stage"] == stage
         assert run.history == [{"step": step, "Val/Loss": loss} for step, loss in enumerate(losses)]
-    assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
+    assert ("Val/Loss", 2) in events(tmp_path / "tensorboard/seed2/grpo")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +180,7 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path, monkeypat
     assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
     assert len(rows) - len(kept) == 4
     losses = {("Train/Loss", 0): 0.0, ("Train/Loss", 1): 1.0, ("Train/Loss", 2): 20.0}
-    assert events(tmp_path / "tensorboard" / "seed0") == losses
+    assert events(tmp_path / "tensorboard/seed0") == losses
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -202,7 +194,8 @@ def test_where_wandb_does_not_start_the_rest_goes_on(tmp_path, monkeypatch, capf
         log_losses(log, {0: 1.0})
         log.log_results({}, {}, None)
     assert "No space left on device" in capfd.readouterr().err
-    assert (log.mode, log.settings.mode) == ("disabled", mode)
+    assert log.mode == "disabled"
+    assert log.settings.mode == mode
     assert [row["Train/Loss"] for row in written(tmp_path)] == ["1.0"]
     assert os.environ == environment
 

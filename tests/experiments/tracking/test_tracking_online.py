@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from unittest.mock import patch
 
 import polars as pl
 import pytest
@@ -68,13 +67,10 @@ def online(stub):
 
 @pytest.fixture(scope="module")
 def offline(place):
-    """A run of each system, logged offline."""
+    """Runs of each system, logged offline."""
     for words in (TRAIN, SELECT):
         launch(words, "tracking=offline")
-    return {
-        "controller": place / "runs/controller/tiny",
-        "selector": place / "runs/selector_replay/tiny",
-    }
+    return place / "runs"
 
 
 def sync(stub, run, *flags):
@@ -92,107 +88,93 @@ def news(stub, known):
     return [run for name, run in stub.runs.items() if name not in known]
 
 
-def curves(run, seed):
-    """metrics.csv of a seed, everything of one step together."""
-    frame = pl.read_csv(run / "metrics.csv", infer_schema_length=None)
-    rows = frame.filter(seed=seed).drop("seed")
-    steps = rows.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
-    return [whole_of(row) for row in steps.to_dicts()]
+def curves(run, seed, stage=""):
+    """metrics.csv of a seed, or of one of its stages, everything of one step together, from its own
+    first step on."""
+    middle = f"/{stage}/" if stage else "/"
+    frame = pl.read_csv(run / "metrics.csv", infer_schema_length=None).filter(seed=seed)
+    names = {name: name.replace(middle, "/") for name in frame.columns if middle in name}
+    steps = frame.select("step", *names).rename(names).group_by("step", maintain_order=True)
+    rows = map(whole_of, steps.agg(pl.all().drop_nulls().last()).to_dicts())
+    rows = [row for row in rows if len(row) > 1]
+    return [row | {"step": row["step"] - rows[0]["step"]} for row in rows]
 
 
-def tables(found):
-    """Name → content."""
+def tables(run):
+    """Name → the rows of every table, without their empty cells."""
     by_name = {}
-    for path, body in found.files.items():
+    for path, body in run.files.items():
         if path.endswith(".table.json"):
             table = json.loads(body)
             rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-            by_name[path.removeprefix("media/table/").rsplit("_", 2)[0]] = rows
+            name = path.removeprefix("media/table/").rsplit("_", 2)[0]
+            by_name[name] = list(map(whole_of, rows))
     return by_name
 
 
 def flat(row):
-    ends = {}
-    for name, value in row.items():
+    """A row of results.json as W&B gets it: each end of an interval by itself, no other lists."""
+    values = {name: value for name, value in row.items() if not isinstance(value, list)}
+    for name in row:
         if name.endswith("ci95"):
-            ends |= {f"{name}_low": value[0], f"{name}_high": value[1]}
-    return {name: value for name, value in row.items() if not isinstance(value, list)} | ends
+            values[f"{name}_low"], values[f"{name}_high"] = row[name]
+    return values
 
 
 def whole_of(row):
     return {name: value for name, value in row.items() if value is not None}
 
 
-def same(shown, rows):
-    """A table of W&B and rows of a file, number by number; a column that a row does not have is
-    empty there."""
-    assert list(map(whole_of, shown)) == list(map(whole_of, rows))
-
-
-def of_stage(rows, stage):
-    """What a stage logged, from its own first step on."""
-    middle = f"/{stage}/" if stage else "/"
-    parts = []
-    for row in rows:
-        values = {name.replace(middle, "/"): row[name] for name in row if middle in name}
-        if values:
-            parts.append({"step": row["step"]} | values)
-    return [part | {"step": part["step"] - parts[0]["step"]} for part in parts]
-
-
 def holds(found, run):
-    """Every row of metrics.csv is in the run of its seed and stage, and what each says of itself;
-    gives that of the results."""
+    """Check that every row of metrics.csv is in the run of its seed and stage, that this run has
+    the scores of its seed, and what each says of itself; give the run of the results."""
     named = {each.about["displayName"]: each for each in found}
-    assert len(named) == len(found)
-    settings = OmegaConf.load(run / "config.yaml")
     results = read_json(run / "results.json")
-    trained = {}
-    for stage, seed in itertools.product(results.get("validation", [""]), (0, 3)):
-        trained[" ".join(["tiny", *stage.split(), f"s{seed}"])] = stage, seed
-    assert set(named) == {"tiny", *trained}
-    for name, each in named.items():
-        stage, seed = trained.get(name, ("", None))
-        job_type = "evaluate" if seed is None else "train"
+    config = {
+        "run": f"{run.parent.name}/tiny",
+        "profile_digest": results["profile"]["digest"],
+        "git_commit": git_commit(),
+        "loss": OmegaConf.to_container(OmegaConf.load(run / "config.yaml").loss),
+    }
+    for each in found:
         assert each.exit_code == 0
-        assert not (run / "tensorboard" / "evaluate").exists()  # a single step is no curve
-        assert (each.about["groupName"], each.about["jobType"]) == (run.parent.name, job_type)
-        assert (each.config.get("stage", ""), each.config.get("seed")) == (stage, seed)
-        assert each.config["run"] == f"{run.parent.name}/tiny"
-        assert each.config["profile_digest"] == results["profile"]["digest"]
-        assert each.config["git_commit"] == git_commit()
-        assert each.config["loss"] == OmegaConf.to_container(settings.loss)
-    for name, (stage, seed) in trained.items():
-        rows, history = of_stage(curves(run, seed), stage), named[name].history
-        assert history == rows
-        assert len({key for row in rows for key in row}) < 40
-        assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    return named["tiny"]
-
-
-def holds_test_scores(found, run):
-    """The runs that trained hold the scores of their seed: what `results.json` has, seed by
-    seed."""
-    results = read_json(run / "results.json")
-    for stage in results.get("validation", [""]):
-        place = {"shots": 2} if stage else {"budget_ms": None}
+        assert each.about["groupName"] == run.parent.name
+        assert each.config.items() >= config.items()
+    assert not (run / "tensorboard/evaluate").exists()  # a single step is no curve
+    evaluated = named.pop("tiny")
+    assert evaluated.about["jobType"] == "evaluate"
+    assert not evaluated.config.get("stage")
+    assert evaluated.config.get("seed") is None
+    stages = results.get("validation", [""])
+    assert len(named) == len(found) - 1 == 2 * len(stages)
+    for stage, (number, seed) in itertools.product(stages, enumerate((0, 3))):
+        each = named[" ".join(["tiny", *stage.split(), f"s{seed}"])]
+        assert each.about["jobType"] == "train"
+        assert each.config.get("stage", "") == stage
+        assert each.config["seed"] == seed
+        assert each.history == curves(run, seed, stage)
+        assert len(set().union(*each.history)) < 40
+        steps = [row["step"] for row in each.history]
+        assert steps == sorted(set(steps))
+        score, place = ("accuracy", {"shots": 2}) if stage else ("utility", {"budget_ms": None})
         wanted = {"policy": stage or "controller"} | place
-        rows = [*results["rows"], *results.get("controls", [])]
-        (row,) = (row for row in rows if row.items() >= wanted.items())
-        name = "accuracy" if stage else "utility"
-        trained = [each for each in found if each.config.get("stage", "") == stage]
-        scores = {each.config.get("seed"): each.summary for each in trained}
-        by_seed = [scores[seed][f"Test/{name.title()}"] for seed in (0, 3)]
-        assert by_seed == pytest.approx(row[f"{name}_per_seed"], abs=1e-6)
+        (row,) = (row for row in rows_of(results) if row.items() >= wanted.items())
+        of_seed = row[f"{score}_per_seed"][number]
+        assert each.summary[f"Test/{score.title()}"] == pytest.approx(of_seed, abs=1e-6)
+    return evaluated
+
+
+def rows_of(results):
+    return [*results["rows"], *results.get("controls", [])]
 
 
 def holds_results(evaluated, run):
-    """What is in results.json is in its summary and in its tables, over budgets or shots in one of
-    them."""
+    """Check that what is in results.json is in its summary and in its tables, over budgets or shots
+    in one of them."""
     results = read_json(run / "results.json")
     selector = results.get("system") == "selector"
     place, middle, score = ("shots", 2, "accuracy") if selector else ("budget_ms", None, "utility")
-    rows = [flat(row) for row in [*results["rows"], *results.get("controls", [])]]
+    rows = list(map(flat, rows_of(results)))
     at_middle = [row for row in rows if row[place] == middle]
     summary = evaluated.summary
     main = results.get("best_policy", "controller")
@@ -208,53 +190,52 @@ def holds_results(evaluated, run):
     gained = {name[5:]: value for name, value in summary.items() if name.startswith("GRPO/")}
     assert gained == flat(results.get("grpo_gain", {}))
 
-    usage = results.get("knob_usage", [])
     by_place = [row for row in rows if row[place] is not None]
-    wanted = {"Test/policies": at_middle, f"Test/by_{place.removesuffix('_ms')}_table": by_place}
-    if selector:
-        wanted["Test/differences"] = [flat(row) for row in results["differences"]]
-    for knob in {use["knob"] for use in usage}:
-        uses = [use for use in usage if (use["policy"], use["knob"]) == ("controller", knob)]
-        wanted[f"Knobs/{knob}_table"] = [use | {"value": str(use["value"])} for use in uses]
     judged = ["sft", "rce", "grpo_recorded", "controller", "teacher", "oracle"]
     judged += [] if selector else ["budget_aware_static"]
-    kept = read_decisions(run).filter(pl.col("policy").is_in(judged))
-    wanted["Test/decisions"] = kept.to_dicts()
+    decisions = read_decisions(run).filter(pl.col("policy").is_in(judged)).to_dicts()
+    wanted = {"Test/policies": at_middle, "Test/decisions": decisions}
+    wanted[f"Test/by_{place.removesuffix('_ms')}_table"] = by_place
+    if selector:
+        wanted["Test/differences"] = list(map(flat, results["differences"]))
+    for use in results.get("knob_usage", []):
+        if use["policy"] == "controller":
+            shares = wanted.setdefault(f"Knobs/{use['knob']}_table", [])
+            shares.append(use | {"value": str(use["value"])})
     shown = tables(evaluated)
-    assert shown.keys() == wanted.keys()
-    for name, content in wanted.items():
-        same(shown[name], content)
-    assert len({key.split(".")[0] for row in evaluated.history for key in row}) <= 40
-    pages = [body for path, body in evaluated.files.items() if path.startswith("media/html/report")]
+    assert shown == {name: list(map(whole_of, content)) for name, content in wanted.items()}
+    assert len({key.split(".")[0] for key in set().union(*evaluated.history)}) <= 40
+    files = evaluated.files
+    pages = [body for path, body in files.items() if path.startswith("media/html/report")]
     assert pages == [(run / "report.html").read_bytes()]
-    assert any(path.startswith("media/images/Charts/") for path in evaluated.files)
+    assert any(path.startswith("media/images/Charts/") for path in files)
 
 
 def holds_artifacts(stub, found, run, lineage):
-    """The profile leads to the run that trained, this one to the model, and the model to the
-    results."""
+    """Check that the profile leads to the run that trained, this one to the model, and the model to
+    the results."""
     results = read_json(run / "results.json")
     by_name = {each.name: each for each in found}
-    logged = [artifact for artifact in stub.artifacts.values() if artifact.run in by_name]
     assert all(artifact.committed for artifact in stub.artifacts.values())
+    logged = [artifact for artifact in stub.artifacts.values() if artifact.run in by_name]
     (model,) = [artifact for artifact in logged if artifact.kind == "model"]
     trained = by_name[model.run].config
     kept = results.get("best_policy", ""), results["best_seed"]
     assert (trained.get("stage", ""), trained["seed"]) == kept
     assert model.name == f"{run.parent.name}-tiny"
     assert {"best", "latest"} <= set(model.aliases)
-    paths = (run / "checkpoints" / "best.pt", run / "config.yaml", run / "results.json")
+    paths = (run / "checkpoints/best.pt", run / "config.yaml", run / "results.json")
     assert model.files == {path.name: path.read_bytes() for path in paths}
-    used = [[stub.artifacts[identity] for identity in each.used] for each in found]
-    if lineage:
-        for each, artifacts in zip(found, used, strict=True):
-            models = [model] if each.about["jobType"] == "evaluate" else []
-            assert artifacts[1:] == models
-    else:  # offline wandb cannot note what a run has used
-        assert not any(used)
-    data = [artifact for artifact in sum(used, logged) if artifact.kind == "dataset"]
-    assert len({artifact.digest for artifact in data}) == 1
+    data = [artifact for artifact in logged if artifact.kind == "dataset"]
+    for each in found:
+        used = [stub.artifacts[identity] for identity in each.used]
+        data += used[:1]
+        # offline wandb cannot note what a run has used
+        assert bool(used) == lineage
+        judged = lineage and each.about["jobType"] == "evaluate"
+        assert used[1:] == ([model] if judged else [])
     for artifact in data:
+        assert artifact.digest == data[0].digest
         assert artifact.metadata == results["profile"]
         assert json.loads(artifact.files["profile.json"]) == results["profile"]
 
@@ -264,23 +245,21 @@ def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     known = set(stub.runs)
     launch(TRAIN, "tracking=online runs=online")
     found = news(stub, known)
-    run = place / "online" / "controller" / "tiny"
+    run = place / "online/controller/tiny"
     evaluated = holds(found, run)
-    holds_test_scores(found, run)
     holds_results(evaluated, run)
     holds_artifacts(stub, found, run, lineage=True)
-    tags = {"nightly", "taught", "sampled", "reward-utility", "advantage-centred"}
-    assert set(evaluated.about["tags"]) == tags
-    assert all(each.about["notes"] == question_of("controller") for each in found)
+    tags = words_of("nightly taught sampled reward-utility advantage-centred")
+    assert sorted(evaluated.about["tags"]) == sorted(tags)
+    assert {each.about["notes"] for each in found} == {question_of("controller")}
     assert stub.unknown == []
 
 
-@pytest.mark.parametrize("kind", ["controller", "selector"])
+@pytest.mark.parametrize("kind", ["controller", "selector_replay"])
 def test_sync_brings_every_row_table_and_artifact(offline, stub, kind):
-    run = offline[kind]
+    run = offline / kind / "tiny"
     found = sync(stub, run)
     holds_results(holds(found, run), run)
-    holds_test_scores(found, run)
     holds_artifacts(stub, found, run, lineage=False)
     assert stub.unknown == []
 
@@ -288,9 +267,10 @@ def test_sync_brings_every_row_table_and_artifact(offline, stub, kind):
 # -- going on --------------------------------------------------------------------------------------
 
 ROWS = [
-    {"step": s, "Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s % 3 == 0 else {})
+    (s, {"Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s % 3 == 0 else {}))
     for s in range(7)
 ]
+"""Steps, and what is logged at each."""
 
 
 def tracker(folder, mode, **more):
@@ -302,36 +282,35 @@ def tracker(folder, mode, **more):
 def log_rows(log, rows, stop_in=None):
     """As trainers do: validation first, then the iteration. Interrupted between the two of one
     step, if any."""
-    for row in rows:
+    for step, row in rows:
         for part in ("Val/", "Train/"):
             if values := {name: value for name, value in row.items() if name.startswith(part)}:
-                log.log(values, int(row["step"]))
-            if part == "Val/" and row["step"] == stop_in:
+                log.log(values, step)
+            if part == "Val/" and step == stop_in:
                 raise KeyboardInterrupt
 
 
-def known(steps):
-    """The rows that a checkpoint holds."""
-    rows = [dict(row) for row in ROWS[:steps]]
-    return [(row.pop("step"), row) for row in rows]
-
-
-def stopped_and_gone_on(folder, mode):
+def stop(folder, mode):
     with pytest.raises(KeyboardInterrupt), tracker(folder, mode) as log:
         log_rows(log, ROWS, stop_in=3)
-    with tracker(folder, mode, known=known(2)) as log:  # the last checkpoint is some steps back
-        log_rows(log, ROWS[2:])
+
+
+def go_on(folder, mode, saved=2):
+    """Go on from the last checkpoint, which is some steps back."""
+    with tracker(folder, mode, known=ROWS[:saved]) as log:
+        log_rows(log, ROWS[saved:])
 
 
 def arrived(run):
-    joined = {}
-    steps = [row["step"] for row in run.history]
-    assert steps == sorted(steps)
+    steps = {}
     for row in run.history:
-        assert not (joined.setdefault(row["step"], {}).keys() & row.keys()) - {"step"}
-        joined[row["step"]] |= row
-    assert list(joined.values()) == ROWS
-    assert run.summary["Val/Utility"] == ROWS[6]["Val/Utility"]
+        number = row.pop("step")
+        step = steps.setdefault(number, {})
+        assert number == max(steps)
+        assert step.keys().isdisjoint(row)
+        step |= row
+    assert list(steps.items()) == ROWS
+    assert run.summary["Val/Utility"] == ROWS[6][1]["Val/Utility"]
     assert run.summary["Train/Loss"] == 1 / 7
     assert run.exit_code == 0
 
@@ -340,24 +319,24 @@ def arrived(run):
 def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(tmp_path, stub, monkeypatch):
     monkeypatch.setenv("WANDB_RESUME", "must")  # meant for the one run of another program
     known = set(stub.runs)
-    stopped_and_gone_on(tmp_path, "online")
+    stop(tmp_path, "online")
+    go_on(tmp_path, "online")
     (run,) = news(stub, known)
     arrived(run)
 
 
 def test_a_resumed_offline_run_is_one_folder(tmp_path, place, stub):
-    stopped_and_gone_on(tmp_path, "offline")
+    stop(tmp_path, "offline")
+    go_on(tmp_path, "offline")
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
     (run,) = sync(stub, tmp_path)
     arrived(run)
 
 
 def test_what_was_synced_before_a_resumed_run_is_not_sent_again(tmp_path, place, stub):
-    with pytest.raises(KeyboardInterrupt), tracker(tmp_path, "offline") as log:
-        log_rows(log, ROWS, stop_in=3)
+    stop(tmp_path, "offline")
     (run,) = sync(stub, tmp_path)
-    with tracker(tmp_path, "offline", known=known(2)) as log:
-        log_rows(log, ROWS[2:])
+    go_on(tmp_path, "offline")
     assert not sync(stub, tmp_path, "--skip-synced")
     arrived(run)
 
@@ -377,8 +356,7 @@ def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
     # as if another had begun in the same second
     (begun,) = tmp_path.glob("wandb/offline-run-*")
     begun.rename(f"{begun}-1")
-    with tracker(tmp_path, "offline", known=known(5)) as log:
-        log_rows(log, ROWS[5:])
+    go_on(tmp_path, "offline", saved=5)
     with tracker(tmp_path, "offline", finished=True) as log:
         log.log_scores({"Test/Utility": 0.5}, kept=False)
     (run,) = offline_runs(tmp_path)
@@ -391,15 +369,11 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(place, stub, monkeypat
     """After training nothing that W&B does may cost the run: here the server goes away before the
     results."""
     monkeypatch.setattr(wandb_run, "PATIENCE_S", 3)
-    words = [word for word in TRAIN if not word.startswith(("name=", "seeds="))]
     known = len(stub.runs)
-
-    def refuse(what):
-        return what == "UpsertBucket" and len(stub.runs) > known
-
-    with patch.object(stub, "refuse", refuse):
-        launch(words, "seeds=[0] tracking=online name=last")
-    run = place / "runs" / "controller" / "last"
+    refuses = lambda what: what == "UpsertBucket" and len(stub.runs) > known  # noqa: E731
+    monkeypatch.setattr(stub, "refuse", refuses)
+    launch(TRAIN, "seeds=[0] tracking=online name=last")
+    run = place / "runs/controller/last"
     assert not (run / ".unfinished").exists()
     assert (run / "results.json").exists()
     assert "logged offline" in capfd.readouterr().err
@@ -416,28 +390,29 @@ def test_training_goes_on_without_a_server(tmp_path, monkeypatch, capfd):
             log_rows(log, ROWS[:3])
         log_rows(log, ROWS[3:])
         log.__exit__(None, None, None)
-    assert curves(tmp_path, 0) == ROWS
+    assert curves(tmp_path, 0) == [{"step": step} | row for step, row in ROWS]
     capfd.readouterr()
 
 
 def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     offline, tmp_path, monkeypatch, capfd
 ):
-    whole = read_decisions(offline["controller"])
+    run = offline / "controller/tiny"
     for name in ("decisions.parquet", "report.html"):
-        shutil.copy(offline["controller"] / name, tmp_path)
+        shutil.copy(run / name, tmp_path)
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
-        log.log_results(read_results(offline["controller"]), {}, None)
+        log.log_results(read_results(run), {}, None)
     (logged,) = offline_runs(tmp_path)
     shown = pl.DataFrame(tables(logged)["Test/decisions"])
     assert "Test/decisions" in capfd.readouterr().err
     assert 500 < len(shown) * len(shown.columns) <= 1000
-    whole = whole.filter(pl.col("policy").is_in(shown["policy"].unique()))
+    whole = read_decisions(run).filter(pl.col("policy").is_in(shown["policy"].unique()))
     samples = sorted(shown["sample_id"].unique())
     assert samples == sorted(whole["sample_id"].unique())[: len(samples)]
     assert len(whole.filter(pl.col("sample_id").is_in(samples))) == len(shown)
-    changes = [record["config"]["update"] for record in logged.records if "config" in record]
-    config = {key: value for change in changes for key, value in change.items()}
+    config = {}
+    for record in logged.records:
+        config |= record.get("config", {}).get("update", {})
     chart = config["_wandb.visualize.Test/by_budget"]["panel_config"]
     assert chart["fieldSettings"] == {"x": "budget_ms", "y": "utility", "stroke": "policy"}
