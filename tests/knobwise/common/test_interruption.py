@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import commands
 import pytest
 import torch
 from commands import (
@@ -20,24 +19,34 @@ from commands import (
     REPLAY,
     TABLE,
     VARIABLES,
+    Command,
+    alive,
+    children_of,
+    in_proc,
     iteration_of,
+    launch,
     same,
+    stop_when,
     visible,
     wait_for,
+    words_of,
+    write_table,
 )
 from helpers import small_beams, small_table
 
-from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.selector_trainer import SelectorTrainer
-from knobwise.agents.training.settings import OptimiserConfig, StageConfig
+from knobwise.agents import (
+    ControllerTrainer,
+    OptimiserConfig,
+    PolicyConfig,
+    Selector,
+    SelectorConfig,
+    SelectorTrainer,
+    StageConfig,
+    load_checkpoint,
+)
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs import BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 pytestmark = pytest.mark.usefixtures("_signals_arrive")
@@ -151,7 +160,8 @@ SHORT = OptimiserConfig(
 def controller(folder, how):
     """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes
     8 iterations."""
-    table, (kind, objective) = small_table(80, holes=0.2), how.split()
+    table = small_table(80, holes=0.2)
+    kind, objective = how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
     return ControllerTrainer(
         table,
@@ -167,23 +177,21 @@ def controller(folder, how):
 
 def selector(folder, how):
     """`how`: stage, and which epoch is kept."""
-    (table, scorer), (stage, keep) = small_beams(), how.split()
+    table, scorer = small_beams()
+    stage, keep = how.split()
     torch.manual_seed(0)
-    start = Selector.fitted(
-        SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates
-    )
+    config = SelectorConfig(width=16, heads=2, dropout=0.3)
+    bands = {"kl_band": (0.0, 0.001), "temperature_band": (0.0, 0.001)}
     live = stage == "live"
     return SelectorTrainer(
         "grpo" if live else stage,
         table,
         table.split(0.8, 0.1),
-        start,
+        Selector.fitted(config, table.queries, table.candidates),
         scorer=scorer,
         live=live,
         folder=folder,
-        loss=SelectorLossConfig(
-            kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001), curriculum=0.4
-        ),
+        loss=SelectorLossConfig(curriculum=0.4, **bands),
         config=StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep),
     )
 
@@ -221,17 +229,18 @@ def press(trainer, iteration, times=1, error=None):
 def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, crash):
     """Ctrl-C saves the iteration that it comes in; a crash loses those since the last
     evaluation."""
-    make(tmp_path / "whole", how).run()
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    make(whole, how).run()
 
     def resumed():
-        trainer = make(tmp_path / "stopped", how)
-        trainer.resume(tmp_path / "stopped" / "last.pt")
+        trainer = make(folder, how)
+        trainer.resume(folder / "last.pt")
         return trainer
 
     for stop in stops:
         press(trainer := resumed(), stop)
         (note,) = stopped(trainer.run).__notes__
-        load_checkpoint(tmp_path / "stopped" / "best.pt")
+        load_checkpoint(folder / "best.pt")
         assert f"holds iteration {stop + 1} of {trainer.total}" in note
         assert resumed().iteration == stop + 1  # nothing of what was done is lost
     press(trainer := resumed(), crash, error=RuntimeError("no power"))
@@ -240,15 +249,13 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, 
     trainer, every = resumed(), trainer.settings.evaluate_every
     assert trainer.iteration == crash // every * every
     trainer.run()
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == names
+    names = {path.name for path in whole.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
     for name in names:
-        checkpoints = [
-            torch.load(tmp_path / runs / name, weights_only=True) for runs in ("whole", "stopped")
-        ]
-        for end in checkpoints:
+        ends = [torch.load(runs / name, weights_only=True) for runs in (whole, folder)]
+        for end in ends:
             end["extra"].pop("policy", None)  # named after the folder
-        assert same(*checkpoints), name
+        assert same(*ends), name
 
 
 def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path, monkeypatch):
@@ -270,86 +277,53 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
 
 # -- the command -----------------------------------------------------------------------------------
 
-TRAIN = [
-    *("train", *TABLE, "policy=utility", "seeds=[0,1]"),
-    *("policy.hidden=16", "baselines=false", "tracking=disabled", "name=x"),
-    *(
-        "optimiser.teacher_iterations=10",
-        "optimiser.warmup_iterations=20",
-        "optimiser.iterations=180",
-    ),
-    *("optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
-]
-BEAMS = [
-    *(
-        *REPLAY,
-        "variants.shuffled_recorded=null",
-        "variants.grpo_recorded.epochs=1",
-        "sft.epochs=20",
-    ),
-    *("seeds=[0,1,2]", "jobs=2", "name=x"),
-]
+TRAIN = words_of("train", TABLE, """
+    policy=utility seeds=[0,1] policy.hidden=16 baselines=false tracking=disabled name=x
+    optimiser.teacher_iterations=10 optimiser.warmup_iterations=20 optimiser.iterations=180
+    optimiser.contexts=64 optimiser.evaluate_every=25 optimiser.patience=0
+""")  # fmt: skip
+BEAMS = words_of(REPLAY, """
+    variants.shuffled_recorded=null variants.grpo_recorded.epochs=1 sft.epochs=20 seeds=[0,1,2]
+    jobs=2 name=x
+""")  # fmt: skip
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
 SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for seed in (0, 1)]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    commands.write_table(90, holes=0.3)
+def folder(home):
+    write_table(90, holes=0.3)
     small_beams(60)[0].save("b.safetensors")
-    return tmp_path
 
 
 def test_a_run_stopped_by_a_scheduler_says_what_is_saved_and_how_to_go_on(folder):
     """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a
     terminal below."""
-    kept = Path("runs/controller/x/checkpoints/seed1")
-    process = commands.Command(TRAIN)
-    message = commands.stop_when(
-        lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM
-    )
+    last = Path("runs/controller/x/checkpoints/seed1/last.pt")
+    message = stop_when(lambda: iteration_of(last) >= 25, Command(TRAIN), signal.SIGTERM)
     assert "Traceback" not in message
-    (note,) = re.findall(rf"{kept}/last\.pt holds iteration (\d+) of 220", message)
-    assert 25 <= iteration_of(kept / "last.pt") == int(note) < 220
+    (note,) = re.findall(rf"{last} holds iteration (\d+) of 220", message)
+    assert 25 <= iteration_of(last) == int(note) < 220
     assert [path.name for path in Path("runs").rglob(".*")] == [".unfinished"]
-    (command,) = re.findall(r"repeat the command to resume:\s+(.+)", message)
-    words = shlex.split(command)
-    assert words[0] == "knobwise"
-    assert main(words[1:]) == 0
+    (command,) = re.findall(r"repeat the command to resume:\s+knobwise (.+)", message)
+    launch(shlex.split(command))
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
 
 
-def check_stopped(message, children):
-    """No process is left, and what waited was not begun."""
-    assert "Traceback" not in message
-    assert len(children) >= 2
-    wait_for(lambda: not any(map(commands.alive, children)), 10)
-    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
-
-
-def in_terminal(words):
-    """The command in a terminal of its own: the number of its process, and what reads and writes
-    the terminal."""
+@in_proc
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execve(sys.executable, [*COMMAND, *words], {**os.environ, **VARIABLES, **TERMINAL})
-    return process, terminal
-
-
-def read_to_end(terminal, output):
-    """What is written until all who could write have gone."""
-    with suppress(OSError):
-        while part := os.read(terminal, 65536):
-            output += part
-
-
-@commands.in_proc
-def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
-    process, terminal = in_terminal(BEAMS)
+        os.execve(sys.executable, [*COMMAND, *BEAMS], {**os.environ, **VARIABLES, **TERMINAL})
     output = bytearray()
-    reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
+
+    def read():
+        with suppress(OSError):  # all who could write have gone
+            while part := os.read(terminal, 65536):
+                output.extend(part)
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     # the processes have no bars of their own
     bar = re.compile("seeds +[━╸╺]+ +0/3 +time left unknown")
@@ -358,21 +332,25 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
         started = all(iteration_of(path) >= 10 for path in SFT)
         return started and bar.search(visible(output)) is not None
 
-    wait_for(lambda: begun() or not commands.alive(process))
-    children = commands.children_of(process)
+    wait_for(lambda: begun() or not alive(process))
+    children = children_of(process)
     os.write(terminal, b"\x03")  # the key: the terminal makes a signal of it, for every process
     reader.join(120)
     _, status = os.waitpid(process, 0)
     os.close(terminal)
     message = visible(output)
     assert os.waitstatus_to_exitcode(status) == 130, message
-    check_stopped(message, children)
+    assert "Traceback" not in message
     assert bar.search(message), message
+    # no process is left, and what waited was not begun
+    assert len(children) >= 2
+    wait_for(lambda: not any(map(alive, children)), 10)
+    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()
 
 
 @pytest.mark.parametrize("gone", ["closed", "unread"])
 def test_a_stderr_that_is_gone_does_not_stop_training(folder, gone):
-    process = commands.Command([*TRAIN, "optimiser.iterations=2", "seeds=[0]"], gone)
+    process = Command([*TRAIN, "optimiser.iterations=2", "seeds=[0]"], gone)
     printed, _ = process.communicate()
     assert process.returncode == 0, printed
     assert Path("runs/controller/x/report.html").exists()

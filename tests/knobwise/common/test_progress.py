@@ -1,17 +1,16 @@
 """What a person sees of long work: lines, bars, and what several processes do and leave when they
 are stopped."""
 
-import fcntl
 import multiprocessing
 import os
 import pty
 import re
-import struct
 import sys
 import termios
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from types import SimpleNamespace
 
 import pytest
 from commands import visible
@@ -21,16 +20,10 @@ from knobwise.common import progress as module
 from knobwise.common.progress import progress
 
 
-class Clock:
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    output = Clock()
+    output = SimpleNamespace(now=0.0)
+    output.monotonic = lambda: output.now
     monkeypatch.setattr(module, "time", output)
     return output
 
@@ -41,7 +34,7 @@ class Terminal:
 
     def __init__(self):
         self.reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        termios.tcsetwinsize(writer, (24, 100))
         os.set_blocking(self.reader, False)
         self.stderr = os.fdopen(writer, "w", buffering=1)
 
@@ -75,12 +68,7 @@ def terminal(monkeypatch):
         (
             {"total": 100, "every_s": 60},
             [(2, done) for done in range(1, 101)],
-            [
-                "30/100, 2 min left",
-                "60/100, 80 s left",
-                "90/100, 20 s left",
-                "100/100, done in 3 min",
-            ],
+            ["30/100, 2 min left", "60/100, 80 s left", "90/100, 20 s left", "100/100, done in 3 min"],
         ),
         ({"total": 2, "every_s": float("inf")}, [(1, 1), (1, 2), (1, 2)], ["2/2, done in 2 s"]),
         ({"total": 4, "every_s": 0}, [(0.9, 3)], ["3/4, 1 s left"]),
@@ -90,13 +78,9 @@ def terminal(monkeypatch):
         ({"total": 10}, [(3600, 1)], ["1/10, 9.0 h left"]),
     ],
     ids=["now and then", "the end once", "no 0 s", "resumed", "short", "longer", "hours"],
-)
+)  # fmt: skip
 def test_without_a_terminal_it_says_a_plain_line_now_and_then(
-    settings,
-    ticks,
-    lines,
-    capsys,
-    clock,
+    settings, ticks, lines, capsys, clock
 ):
     with progress("work", **settings) as tick:
         for seconds, done in ticks:
@@ -121,14 +105,13 @@ def test_a_stderr_that_is_gone_does_not_matter(monkeypatch):
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TERM"])
 def test_forced_colours_make_no_terminal_and_a_dumb_one_gets_plain_lines(
-    name, terminal, clock, monkeypatch, tmp_path
+    name, terminal, clock, monkeypatch, capsys
 ):
     monkeypatch.setenv(name, "dumb" if name == "TERM" else "1")
-    with (tmp_path / "err").open("w") as file:
-        stderr = terminal.stderr if name == "TERM" else file
-        with redirect_stderr(stderr), progress("training", total=2) as tick:
-            tick(2, "")
-    lines = (tmp_path / "err").read_text() + terminal.visible()
+    stderr = terminal.stderr if name == "TERM" else sys.stderr
+    with redirect_stderr(stderr), progress("training", total=2) as tick:
+        tick(2, "")
+    lines = capsys.readouterr().err + terminal.visible()
     assert lines.strip() == "training: 2/2, done in 0 s"
 
 
