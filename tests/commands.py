@@ -20,7 +20,7 @@ from helpers import small_table
 
 import knobwise.__main__
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents import load_checkpoint
 from knobwise.agents.training.loop import Trainer
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
@@ -134,7 +134,7 @@ def stopped_and_resumed(make, folder, stop):
     with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
         make(folder / "stopped").run()
     again = make(folder / "stopped")
-    assert again.resume(folder / "stopped" / "last.pt")
+    assert again.resume(folder / "stopped/last.pt")
     assert 0 < again.iteration <= stop
     again.run()
     return whole, again

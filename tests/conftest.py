@@ -129,3 +129,10 @@ def _forked():
     multiprocessing.set_start_method("forkserver", force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The folder of the test, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -7,19 +7,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch.nn.functional import one_hot
 
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents import Controller, ControllerTrainer, OptimiserConfig, PolicyConfig
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.settings import BudgetConfig
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
-from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.envs.tables.profile_table import Knob, median_of
 from knobwise.experiments.settings import beams
 from knobwise.profiling.demonstrations import builtin
 
@@ -29,25 +24,20 @@ def small_table(samples=60, seed=0, holes=0.0, features=True, **changes):
     show."""
     generator = torch.Generator().manual_seed(seed)
     grid = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
+    cells = samples, len(grid)
     size = grid.float() @ torch.tensor([2.0, 1.0, 1.0])
     hard, large = torch.rand(2, samples, 1, generator=generator)
-    latency = (
-        (4 + 2 * size)
-        * (0.7 + large)
-        * (1 + 0.05 * torch.rand(samples, len(grid), generator=generator))
-    )
-    accuracy = (
-        torch.rand(samples, len(grid), generator=generator) < torch.sigmoid(size - 8 * hard + 2)
-    ).float()
-    mask = torch.rand(samples, len(grid), generator=generator) >= holes
+    noise = 1 + 0.05 * torch.rand(cells, generator=generator)
+    latency = (4 + 2 * size) * (0.7 + large) * noise
+    right = torch.sigmoid(size - 8 * hard + 2)
+    accuracy = (torch.rand(cells, generator=generator) < right).float()
+    mask = torch.rand(cells, generator=generator) >= holes
     mask[torch.arange(samples), torch.arange(samples) % len(grid)] = True
     blocks = features or {}
     if features is True:
         noise = torch.randn(samples, 3, generator=generator)
-        blocks = {
-            "image_features": torch.cat([large, noise], 1),
-            "language_features": torch.cat([hard, noise], 1),
-        }
+        image = torch.cat([large, noise], 1)
+        blocks = {"image_features": image, "language_features": torch.cat([hard, noise], 1)}
     knobs = (
         Knob("max_crops", (2, 6, 10)),
         Knob("top_k", (4, 8)),
@@ -67,26 +57,24 @@ def gappy_table():
     return table
 
 
-Cells = Tensor | list[list[float]] | list[list[list[float]]]
-
-
 def table_of(accuracy, latency_ms, features=None, **changes):
     """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not
     profiled."""
     a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
     repeats = ms if ms.ndim == 3 else None
-    ms = ms if repeats is None else median_of(repeats)
+    if features is None:
+        features = {}
+    elif not isinstance(features, dict):
+        features = {"x": features}
     n, c = a.shape
-    if not isinstance(features, dict):
-        features = {} if features is None else {"x": features}
     fields = {
         "name": "by hand",
         "knobs": (Knob("size", tuple(range(c))),),
         "configurations": torch.arange(c).unsqueeze(1),
         "accuracy": a,
-        "latency_ms": ms,
+        "latency_ms": ms if repeats is None else median_of(repeats),
         "mask": ~a.isnan(),
-        "sample_ids": tuple(str(i) for i in range(n)),
+        "sample_ids": tuple(map(str, range(n))),
         "features": features,
         "repeats_ms": repeats,
     }
@@ -112,10 +100,9 @@ def two_kinds(samples, shown, seed=0):
     other is slow."""
     generator = torch.Generator().manual_seed(seed)
     kind = torch.rand(samples, generator=generator) < 0.5
-    accuracy = torch.stack([torch.full((samples,), 0.3), kind.float(), 1 - kind.float()], 1)
-    slow = torch.stack(
-        [torch.ones(samples), torch.where(kind, 1.0, 4.0), torch.where(kind, 4.0, 1.0)], 1
-    )
+    ones = torch.ones(samples)
+    accuracy = torch.stack([0.3 * ones, kind.float(), 1 - kind.float()], 1)
+    slow = torch.stack([ones, torch.where(kind, 1.0, 4.0), torch.where(kind, 4.0, 1.0)], 1)
     latency = 10 * slow * (1 + 0.05 * torch.rand(samples, 3, generator=generator))
     x = torch.randn(samples, 2, generator=generator)
     if shown:
@@ -127,16 +114,20 @@ def portfolio(samples):
     """37 solvers without an order, times over orders of magnitude, skewed features of which some
     are missing, holes."""
     generator = torch.Generator().manual_seed(0)
-    hardness, suits = (
-        torch.randn(samples, 4, generator=generator),
-        torch.randn(4, 74, generator=generator),
-    )
-    better, slower = (hardness @ suits).chunk(2, 1)
-    noise = torch.randn(samples, 37, generator=generator)
-    holes = torch.rand(samples, 37, generator=generator) < 0.05
-    features = torch.cat([hardness, torch.randn(samples, 20, generator=generator)], 1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def some(share, *shape):
+        return torch.rand(*shape, generator=generator) < share
+
+    hardness = normal(samples, 4)
+    better, slower = (hardness @ normal(4, 74)).chunk(2, 1)
+    noise = normal(samples, 37)
+    holes = some(0.05, samples, 37)
+    features = torch.cat([hardness, normal(samples, 20)], 1)
     features[:, 1::3] = features[:, 1::3].mul(1.5).exp()
-    features[:, ::3][torch.rand(samples, 8, generator=generator) < 0.2] = torch.nan
+    features[:, ::3][some(0.2, samples, 8)] = torch.nan
     latency_ms = (3 + 1.2 * slower + 0.3 * noise).exp().masked_fill(holes, torch.nan)
     return table_of((0.7 * better).sigmoid().masked_fill(holes, torch.nan), latency_ms, features)
 
@@ -167,12 +158,13 @@ class MatchScorer:
         kinds = torch.where(honest, self.kinds[candidates], -1)
         met = (kinds.unsqueeze(-1) == self.wishes[queries].unsqueeze(1)).any(1).float()
         right = met.prod(-1)
-        probability = (0.05 + 0.9 * right) * (0.5 + 0.5 * met.mean(-1))
+        met = met.mean(-1)
+        probability = (0.05 + 0.9 * right) * (0.5 + 0.5 * met)
         return {
             "logprob_score": probability.log(),
             "vqa_gt_prob": probability,
             "vqa_correct": right,
-            "vqa_acc_score": met.mean(-1),
+            "vqa_acc_score": met,
             "vqa_rel_score": probability,
         }
 
@@ -184,37 +176,34 @@ def small_beams(queries=40, pool=8, seed=0, kinds=3):
     """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two
     for each: two that were found by looking at the answer, four at random."""
     generator = torch.Generator().manual_seed(seed)
-    wishes, bank = torch.randint(kinds, (queries, 2), generator=generator), 4 * pool
-    kind, liar = torch.arange(bank) % kinds, torch.rand(bank, generator=generator) < 0.4
+    bank = 4 * pool
+    wishes = torch.randint(kinds, (queries, 2), generator=generator)
+    kind = torch.arange(bank) % kinds
+    liar = torch.rand(bank, generator=generator) < 0.4
     places = torch.rand(queries, bank, generator=generator).argsort(1)[:, :pool]
     scorer = MatchScorer(wishes, kind, liar)
     every = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))
     every = every[every[:, 0] != every[:, 1]]
     rows = torch.arange(queries).repeat_interleave(len(every))
     tried = scorer(rows, places[:, every].flatten(0, 1))
-    best = (
-        tried["vqa_gt_prob"]
-        .view(queries, -1)
-        .add(1e-3 * torch.rand(queries, len(every), generator=generator))
-    )
-    result = torch.cat(
-        [best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1
-    )
-    fields = {name: values.view(queries, -1).gather(1, result) for name, values in tried.items()}
+    tried = {name: values.view(queries, -1) for name, values in tried.items()}
+    shape = queries, len(every)
+    best = tried["vqa_gt_prob"] + 1e-3 * torch.rand(shape, generator=generator)
+    at_random = torch.rand(shape, generator=generator)
+    result = torch.cat([best.topk(2).indices, at_random.topk(4).indices], 1)
+    fields = {name: values.gather(1, result) for name, values in tried.items()}
     fields["beam_score"] = fields["vqa_gt_prob"] - 0.025
-    wanted = (torch.nn.functional.one_hot(wishes, kinds).sum(1) > 0).float()
+    wanted = (one_hot(wishes, kinds).sum(1) > 0).float()
     table = BeamTable(
         name="small beams",
-        query_ids=tuple(str(i) for i in range(queries)),
+        query_ids=tuple(map(str, range(queries))),
         pool=places,
         sequences=every[result],
         fields=fields,
         found_by=torch.tensor([0, 0, 3, 3, 3, 3]).expand(queries, -1).contiguous(),
         round=torch.zeros(queries, 6, dtype=torch.int64),
         queries=torch.cat([wanted, torch.zeros(queries, 1)], 1),
-        candidates=torch.cat(
-            [torch.nn.functional.one_hot(kind, kinds).float(), liar.float().unsqueeze(1)], 1
-        ),
+        candidates=torch.cat([one_hot(kind, kinds), liar.unsqueeze(1)], 1).float(),
         blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
     )
     return table, scorer
@@ -269,12 +258,7 @@ class Always:
     def __init__(self, configuration, name=""):
         self.configuration, self.name = configuration, name
 
-    def choose(
-        self,
-        features,
-        limits,
-        mask=None,
-    ):
+    def choose(self, features, limits, mask=None):
         self.limits = limits
         return np.full(len(limits), self.configuration)
 
@@ -290,13 +274,7 @@ def some_configurations(table, kept):
     return replace(table, configurations=table.configurations[kept], **cells)
 
 
-def driven_apart(
-    table,
-    config,
-    rows=None,
-    sense="deadline",
-    by=0.3,
-):
+def driven_apart(table, config, rows=None, sense="deadline", by=0.3):
     """A controller for the table (or some rows of it) that was not trained; all its weights
     differ."""
     torch.manual_seed(0)
@@ -349,12 +327,10 @@ def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings
 
 def member_of(controller, number):
     """One of the networks side by side as a controller of its own, in eval mode."""
-    learned = {name for name, _ in controller.named_parameters()}
     plain = controller.plain()
     plain["policy"] |= {"teacher": False, "experts": (), "members": 1}
-    plain["state"] = {
-        k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()
-    }
+    for name, _ in controller.named_parameters():
+        plain["state"][name] = plain["state"][name][number : number + 1]
     return Controller.restored(plain)
 
 
@@ -396,11 +372,8 @@ def few_demonstrations(patch, train=600, test=200):
 
     def loaded(variant="careless"):
         data = load(variant)
-        tables = {
-            "train": data.train.select(torch.arange(train)),
-            "test": data.test.select(torch.arange(test)),
-        }
-        return data._replace(**tables)
+        few = data.train.select(torch.arange(train)), data.test.select(torch.arange(test))
+        return data._replace(train=few[0], test=few[1])
 
     patch.setattr(builtin, "builtin_demonstrations", loaded)
     patch.setattr(beams, "builtin_demonstrations", loaded)

@@ -11,24 +11,16 @@ import torch
 from helpers import driven_apart, small_table
 from tensordict import TensorDict
 
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents import AdaptiveModel, Controller, DeployedController, PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.learning.logged import Logged
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.stack.deployed import DeployedController, Settled
+from knobwise.agents.stack.deployed import Settled
 from knobwise.agents.stack.teacher import Teacher
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 SMALL = PolicyConfig(
-    teacher=True,
-    members=2,
-    hidden=16,
-    layers=1,
-    dropout=0.0,
-    teacher_hidden=8,
-    teacher_dropout=0.0,
+    teacher=True, members=2, hidden=16, layers=1, dropout=0.0, teacher_hidden=8, teacher_dropout=0.0
 )
 STEPS = 200
 """Of fitting heads that read nothing but the budget."""

@@ -1,15 +1,8 @@
 """Controllers that decide by a rule, where it is judging that is tested."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from knobwise.agents.stack.prices import MeanBudgetPolicy
-
-Array = NDArray[Any]
-Features = Mapping[str, Array]
 
 
 class Ruled:

@@ -11,5 +11,5 @@ FILE = Path(__file__).with_name("elastic_small.safetensors")
 class SmallElastic(ElasticAdaptive):
     """The elastic model with the small one's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(read_model(FILE), "small_elastic")

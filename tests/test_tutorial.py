@@ -16,16 +16,15 @@ import pytest
 from nbclient import NotebookClient
 from PIL import Image
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "tutorial.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[1] / "docs/tutorial.ipynb"
 AGAIN = "run `python tests/test_tutorial.py` and commit docs/tutorial.ipynb"
 COMMITTED = nbformat.read(NOTEBOOK, as_version=4)
 
 
 def digest(notebook):
     """Of the code of all cells."""
-    return hashlib.sha256(
-        "\0".join(cell.source for cell in code_cells(notebook)).encode()
-    ).hexdigest()
+    code = "\0".join(cell.source for cell in code_cells(notebook))
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def code_cells(notebook):
@@ -39,19 +38,16 @@ def executed(notebook, folder):
     fresh = copy.deepcopy(notebook)
     for cell in code_cells(fresh):
         cell.outputs, cell.execution_count = [], None
-    place = {"metadata": {"path": str(folder)}}
-    NotebookClient(
-        fresh, timeout=600, resources=place, record_timing=False, coalesce_streams=True
-    ).execute()
+    resources = {"metadata": {"path": str(folder)}}
+    options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
+    NotebookClient(fresh, resources=resources, **options).execute()
     fresh.metadata = {**notebook.metadata, "code": digest(notebook)}
     return fresh
 
 
 def printed(cell):
     """What a cell printed on stdout."""
-    return "".join(
-        out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout"
-    )
+    return "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
 
 
 def utility(text, policy):
@@ -94,9 +90,8 @@ def test_every_cell_runs_and_shows_what_is_committed(tmp_path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell, committed in zip(cells, code_cells(COMMITTED), strict=True):
         assert kinds(cell) == kinds(committed), f"{cell.id}: {AGAIN}"
-        if "exact" in cell.metadata.get(
-            "tags", []
-        ):  # looked up, and not trained: the same on every machine
+        # looked up, and not trained: the same on every machine
+        if "exact" in cell.metadata.get("tags", []):
             assert printed(cell) == printed(committed), f"{cell.id}: {AGAIN}"
     assert sum("image/png" in kind for cell in cells for kind in kinds(cell)) == 4
     check_what_the_text_says(fresh)
@@ -104,9 +99,8 @@ def test_every_cell_runs_and_shows_what_is_committed(tmp_path):
 
 def test_the_outputs_in_the_file_belong_to_its_code():
     assert COMMITTED.metadata.get("code") == digest(COMMITTED), AGAIN
-    assert not [
-        out for cell in code_cells(COMMITTED) for out in cell.outputs if out.output_type == "error"
-    ]
+    for cell in code_cells(COMMITTED):
+        assert "error" not in {out.output_type for out in cell.outputs}
     check_what_the_text_says(COMMITTED)
 
 
@@ -114,17 +108,15 @@ def test_links_lead_to_guides():
     words = "\n".join(cell.source for cell in COMMITTED.cells if cell.cell_type == "markdown")
     linked = re.findall(r"\]\(([^)#]+)", words)
     assert linked
-    assert all((Path(NOTEBOOK).parent / name).exists() for name in linked)
+    assert all((NOTEBOOK.parent / name).exists() for name in linked)
 
 
 def small(picture):
     """A PNG in base64 with 64 colours, which is enough for a chart: a tenth of the size, and of the
     repository's."""
-    quantised, smaller = (
-        Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64),
-        io.BytesIO(),
-    )
-    quantised.save(smaller, "png", optimize=True)
+    chart = Image.open(io.BytesIO(base64.b64decode(picture)))
+    smaller = io.BytesIO()
+    chart.convert("RGB").quantize(64).save(smaller, "png", optimize=True)
     return base64.b64encode(smaller.getvalue()).decode()
 
 

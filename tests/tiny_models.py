@@ -102,13 +102,14 @@ def tiny_tokenizer(*special, **named):
     return made
 
 
+MIXTRAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+
+
 def tiny_language_model():
     """A new Mixtral, which takes no images, with 4 experts of which 2 are used, and its
     tokenizer; always the same weights."""
     tokenizer = tiny_tokenizer()
-    config = transformers.MixtralConfig(
-        **TEXT, vocab_size=len(tokenizer), num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
-    )
+    config = transformers.MixtralConfig(**TEXT, **MIXTRAL, vocab_size=len(tokenizer))
     return seeded(transformers.MixtralForCausalLM, config), tokenizer
 
 
@@ -134,19 +135,13 @@ def tiny_llama(seed=0):
 
 def word_tokenizer(*special):
     """One word, one token; a new line is a token, spaces are none."""
-    words = dict.fromkeys(
-        [*KNOWN.values(), "<end>", *special, "\n", "user", "assistant", *WORDS.split()]
-    )
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(" ", "removed"),
-            pre_tokenizers.Split("\n", "isolated"),
-            pre_tokenizers.Punctuation(),
-        ]
-    )
     special = ["<end>", *special]
+    words = [*KNOWN.values(), *special, "\n", "user", "assistant", *WORDS.split()]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    spaces, lines = pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")
+    parts = [spaces, lines, pre_tokenizers.Punctuation()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **KNOWN, extra_special_tokens=special
     )
@@ -172,25 +167,16 @@ def tiny_model(family, **text):
 
 def tiny_clip(folder):
     """Save a new CLIP model of 9 k weights and its processor into a folder, and return it."""
-    layers = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    tokenizer, ends = word_tokenizer(), [("<s>", 2), ("</s>", 3)]
+    layers = {"hidden_size": 16, "intermediate_size": 32}
+    layers |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = word_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        "<s> $A </s>", special_tokens=ends
+        "<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
     )
     tokenizer.model_max_length = 12
-    words = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 12,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    }
+    words = {"vocab_size": len(tokenizer), "max_position_embeddings": 12}
     config = transformers.CLIPConfig(
-        text_config=layers | words,
+        text_config=layers | words | {"bos_token_id": 2, "eos_token_id": 3},
         vision_config=layers | {"image_size": 8, "patch_size": 4},
         projection_dim=12,
     )
@@ -213,11 +199,16 @@ def watched(model):
     """What runs inside: numbers of the blocks, of experts for each token in each block, rows that
     the vision tower is asked for and that it computes, last logits."""
     seen = {"blocks": [], "experts": [], "rows": [], "computed": [], "logits": []}
+    llama4 = model.config.model_type == "llama4"
     hooks = []
 
     def before(module, name, value):
         hook = lambda _, args, kwargs: seen[name].append(value(args, kwargs))  # noqa: E731
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(module, name, value):
+        hook = lambda *arguments: seen[name].append(value(arguments[2]))  # noqa: E731
+        hooks.append(module.register_forward_hook(hook))
 
     def experts(args, _):  # which [tokens, k], and how much each counts
         _, which, weights = args
@@ -232,17 +223,13 @@ def watched(model):
     for number, block in enumerate(blocks_of(model)):
         before(next(block.children()), "blocks", lambda *_, number=number: number)
     for name, module in model.named_modules():
-        if (
-            name.endswith(".router") and model.config.model_type == "llama4"
-        ):  # scores [tokens, experts], 0 if not chosen
-            note = lambda *a: seen["experts"].append(set((a[2][0] > 0).sum(-1).tolist()))  # noqa: E731
-            hooks.append(module.register_forward_hook(note))
-        elif name.endswith(".experts") and model.config.model_type != "llama4":
+        if llama4 and name.endswith(".router"):  # scores [tokens, experts], 0 if not chosen
+            after(module, "experts", lambda scores: set((scores[0] > 0).sum(-1).tolist()))
+        elif not llama4 and name.endswith(".experts"):
             before(module, "experts", experts)
     before(tower_of(model), "rows", rows)
     before(next(tower_of(model).children()), "computed", rows)
-    head = model.get_output_embeddings()
-    hooks.append(head.register_forward_hook(lambda *a: seen["logits"].append(a[2][:, -1].float())))
+    after(model.get_output_embeddings(), "logits", lambda logits: logits[:, -1].float())
     try:
         yield seen
     finally:
@@ -262,9 +249,18 @@ def state_of(model, processor):
     return modules, vars(processor).copy(), parts, str(model.config)
 
 
-def numbers_of(tokenizer, tokens):
-    """The numbers of special tokens, by the name of a setting."""
-    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+def built(family, processor, text, vision, tokens, **settings):
+    """The name of the family, its configuration and the processor.
+
+    Args:
+        tokens: special tokens, by the setting that holds their number.
+    """
+    tokenizer = processor.tokenizer
+    for name, token in tokens.items():
+        settings[name] = tokenizer.convert_tokens_to_ids(token)
+    text = {"vocab_size": len(tokenizer)} | text
+    kind = getattr(transformers, f"{family}Config")
+    return family, kind(text_config=text, vision_config=vision, **settings), processor
 
 
 def _llama4(text):
@@ -274,7 +270,7 @@ def _llama4(text):
     processor = transformers.Llama4Processor(
         pixels, tokenizer, patch_size=4, chat_template=chat("<|image|>")
     )
-    vision = {
+    vision = VISION | {
         "intermediate_size": 64,
         "image_size": 16,
         "patch_size": 4,
@@ -282,23 +278,14 @@ def _llama4(text):
         "projector_input_dim": 32,
         "projector_output_dim": 32,
     }
-    named = {"image": "patch", "boi": "image_start", "eoi": "image_end"}
-    settings = {
-        "vocab_size": len(tokenizer),
-        "no_rope_layer_interval": 2,
-        "attention_chunk_size": 64,
-        "intermediate_size_mlp": 24,
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
+    settings = {"no_rope_layer_interval": 2, "attention_chunk_size": 64}
+    settings |= {"intermediate_size_mlp": 24, **MIXTRAL}
+    tokens = {
+        "image_token_index": "<|patch|>",
+        "boi_token_index": "<|image_start|>",
+        "eoi_token_index": "<|image_end|>",
     }
-    config = transformers.Llama4Config(
-        vision_config=VISION | vision,
-        text_config=settings | text,
-        **numbers_of(
-            tokenizer, {f"{name}_token_index": f"<|{mark}|>" for name, mark in named.items()}
-        ),
-    )
-    return "Llama4", config, processor
+    return built("Llama4", processor, settings | text, vision, tokens)
 
 
 def _aria(text):
@@ -308,24 +295,11 @@ def _aria(text):
     processor = transformers.AriaProcessor(
         pixels, tokenizer, size_conversion=sizes, chat_template=chat("<|img|>")
     )
-    config = transformers.AriaConfig(
-        vision_config={
-            "model_type": "idefics3_vision",
-            **VISION,
-            "image_size": 980,
-            "patch_size": 98,
-        },
-        text_config=text
-        | {
-            "vocab_size": len(tokenizer),
-            "moe_num_experts": EXPERTS,
-            "moe_topk": TOP_K,
-            "moe_num_shared_experts": 1,
-        },
-        projector_patch_to_query_dict={25: 4, 100: 8},
-        image_token_index=tokenizer.convert_tokens_to_ids("<|img|>"),
-    )
-    return "Aria", config, processor
+    vision = VISION | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 98}
+    text = text | {"moe_num_experts": EXPERTS, "moe_topk": TOP_K, "moe_num_shared_experts": 1}
+    queries = {25: 4, 100: 8}
+    tokens = {"image_token_index": "<|img|>"}
+    return built("Aria", processor, text, vision, tokens, projector_patch_to_query_dict=queries)
 
 
 def _llava_next(text):
@@ -335,98 +309,66 @@ def _llava_next(text):
         crop_size={"height": 16, "width": 16},
         image_grid_pinpoints=grids,
     )
-    routing = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
-    return _with_clip(
-        "LlavaNext",
-        transformers.MixtralConfig,
-        routing | text,
-        tiny_tokenizer("<image>"),
-        pixels,
-        "default",
-        image_grid_pinpoints=grids,
-    )
+    text = {"model_type": "mixtral", "sliding_window": None} | MIXTRAL | text
+    tokenizer = tiny_tokenizer("<image>")
+    return _with_clip("LlavaNext", text, tokenizer, pixels, "default", image_grid_pinpoints=grids)
 
 
 def _llava(text):
+    text = {"model_type": "llama"} | text | SMALL
     pixels = transformers.CLIPImageProcessor(**EIGHT)
-    return _with_clip(
-        "Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full"
-    )
+    return _with_clip("Llava", text, word_tokenizer("<image>"), pixels, "full")
 
 
-def _with_clip(name, decoder, text, tokenizer, pixels, strategy, **grids):
+def _with_clip(name, text, tokenizer, pixels, strategy, **grids):
     processor = getattr(transformers, f"{name}Processor")(
         pixels, tokenizer, 4, strategy, chat_template=chat("<image>"), num_additional_image_tokens=1
     )
-    vision = {
+    vision = VISION | {
+        "model_type": "clip_vision_model",
         "image_size": pixels.crop_size["height"],
         "patch_size": 4,
         "initializer_range": text["initializer_range"],
     }
-    config = getattr(transformers, f"{name}Config")(
-        vision_config=transformers.CLIPVisionConfig(**VISION | vision),
-        text_config=decoder(**text, vocab_size=len(tokenizer)),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    return built(
+        name,
+        processor,
+        text,
+        vision,
+        {"image_token_index": "<image>"},
         vision_feature_select_strategy=strategy,
         vision_feature_layer=-1,
         **grids,
     )
-    return name, config, processor
 
 
 def _qwen(name, text, tokenizer=tiny_tokenizer, size=PIXELS, version=3, **vision):
-    marks = {
-        "image": "image_pad",
-        "video": "video_pad",
-        "vision_start": "vision_start",
-        "vision_end": "vision_end",
+    tokens = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
     }
-    ids = {f"{name}_token_id": f"<|{mark}|>" for name, mark in marks.items()}
-    tokenizer = tokenizer(*ids.values())
     pixels = {"patch_size": 4, "merge_size": 2, "size": size}
     processor = getattr(transformers, f"Qwen{version}VLProcessor")(
         transformers.Qwen2VLImageProcessor(**pixels),
-        tokenizer,
+        tokenizer(*tokens.values()),
         getattr(transformers, f"Qwen{version}VLVideoProcessor")(**pixels),
         chat_template=chat("<|vision_start|><|image_pad|><|vision_end|>"),
     )
-    config = getattr(transformers, f"{name}Config")(
-        text_config={"vocab_size": len(tokenizer), "rope_parameters": MROPE} | text,
-        vision_config=vision,
-        **numbers_of(tokenizer, ids),
-    )
-    return name, config, processor
+    return built(name, processor, {"rope_parameters": MROPE} | text, vision, tokens)
 
 
 def _qwen2_vl(text):
     text = text | SMALL | {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}
-    vision = {
-        "depth": 1,
-        "embed_dim": 16,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "patch_size": 4,
-        "mlp_ratio": 1,
-    }
-    return _qwen(
-        "Qwen2VL",
-        text,
-        word_tokenizer,
-        {"shortest_edge": 64, "longest_edge": 400},
-        version=2,
-        **vision,
-    )
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+    size = {"shortest_edge": 64, "longest_edge": 400}
+    return _qwen("Qwen2VL", text, word_tokenizer, size, version=2, mlp_ratio=1, **vision)
 
 
 def _qwen3_vl_moe(text):
-    experts = {"num_experts": EXPERTS, **ROUTING}
-    return _qwen(
-        "Qwen3VLMoe",
-        experts | text,
-        **QWEN,
-        num_position_embeddings=256,
-        deepstack_visual_indexes=[0, 1],
-    )
+    vision = QWEN | {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]}
+    return _qwen("Qwen3VLMoe", {"num_experts": EXPERTS, **ROUTING} | text, **vision)
 
 
 def _qwen3_5_moe(text):
@@ -448,21 +390,20 @@ def _qwen3_5_moe(text):
 
 
 def _glm4v_moe(text):
-    ids = {}
+    tokens = {}
     for kind in ("image", "video"):
-        ids |= {f"{kind}_token_id": f"<|{kind}|>", f"{kind}_start_token_id": f"<|begin_of_{kind}|>"}
-        ids[f"{kind}_end_token_id"] = f"<|end_of_{kind}|>"
-    tokenizer = tiny_tokenizer(*ids.values())
+        tokens[f"{kind}_token_id"] = f"<|{kind}|>"
+        tokens[f"{kind}_start_token_id"] = f"<|begin_of_{kind}|>"
+        tokens[f"{kind}_end_token_id"] = f"<|end_of_{kind}|>"
     # its sizes count pixels of two frames
     pixels = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
     processor = transformers.Glm4vProcessor(
         transformers.Glm4vImageProcessor(**pixels),
-        tokenizer,
+        tiny_tokenizer(*tokens.values()),
         transformers.Glm4vVideoProcessor(**pixels),
         chat_template=chat("<|begin_of_image|><|image|><|end_of_image|>"),
     )
     settings = {
-        "vocab_size": len(tokenizer),
         "n_routed_experts": EXPERTS,
         **ROUTING,
         "n_shared_experts": 1,
@@ -471,12 +412,8 @@ def _glm4v_moe(text):
         **text,
     }
     del settings["head_dim"]
-    config = transformers.Glm4vMoeConfig(
-        text_config=settings,
-        vision_config={**QWEN, "depth": 1, "image_size": 64},
-        **numbers_of(tokenizer, ids),
-    )
-    return "Glm4vMoe", config, processor
+    vision = QWEN | {"depth": 1, "image_size": 64}
+    return built("Glm4vMoe", processor, settings, vision, tokens)
 
 
 def _gemma4(text):
@@ -496,7 +433,6 @@ def _gemma4(text):
         chat_template=chat("<|image|>"),
     )
     settings = {
-        "vocab_size": len(tokenizer),
         "use_bidirectional_attention": "vision",
         "enable_moe_block": True,
         "num_experts": EXPERTS,
@@ -507,20 +443,11 @@ def _gemma4(text):
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2),
     }
-    vision = {
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        **pixels,
-        "position_embedding_size": 2048,
-    }
-    config = transformers.Gemma4Config(
-        text_config=settings | text,
-        vision_config=VISION | vision,
-        audio_config=None,
-        **numbers_of(tokenizer, {f"{name}_id": token for name, token in named.items()}),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
-    )
-    return "Gemma4", config, processor
+    vision = VISION | pixels | {"head_dim": 8, "num_key_value_heads": 2}
+    vision["position_embedding_size"] = 2048
+    tokens = {f"{name}_id": token for name, token in named.items()}
+    tokens["video_token_id"] = "<|video|>"
+    return built("Gemma4", processor, settings | text, vision, tokens, audio_config=None)
 
 
 def _smolvlm(text):
@@ -536,34 +463,23 @@ def _idefics3_words(text):
 
 
 def _idefics(family, text, tokenizer=tiny_tokenizer, size=16, longest=48, **video):
-    def new(part, *arguments, **settings):
-        return getattr(transformers, family + part)(*arguments, **settings)
-
     splits = longest > size
     marks = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
     if splits:
         marks += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    tokenizer = tokenizer(*marks)
-    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
-    pixels = new("ImageProcessor", **sizes, do_image_splitting=splits)
-    template = chat("<image>")
-    processor = new(
-        "Processor", pixels, tokenizer, image_seq_len=4, chat_template=template, **video
+    pixels = getattr(transformers, f"{family}ImageProcessor")(
+        size={"longest_edge": longest},
+        max_image_size={"longest_edge": size},
+        do_image_splitting=splits,
     )
-    vision = VISION | {
-        "initializer_range": text["initializer_range"],
-        "image_size": size,
-        "patch_size": 4,
-    }
-    config = new(
-        "Config",
-        image_token_id=processor.image_token_id,
-        vision_config=vision,
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
-        scale_factor=size // 8,
-        pad_token_id=1,
+    processor = getattr(transformers, f"{family}Processor")(
+        pixels, tokenizer(*marks), image_seq_len=4, chat_template=chat("<image>"), **video
     )
-    return family, config, processor
+    vision = VISION | {"image_size": size, "patch_size": 4}
+    vision["initializer_range"] = text["initializer_range"]
+    text = {"model_type": "llama"} | text
+    settings = {"scale_factor": size // 8, "pad_token_id": 1}
+    return built(family, processor, text, vision, {"image_token_id": "<image>"}, **settings)
 
 
 def _molmo2(text):
@@ -584,14 +500,10 @@ def _molmo2(text):
         chat_template=chat("<|image|>"),
     )
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    layers = {"num_hidden_layers": 2, "image_size": [24, 24], "patch_size": 4}
-    config = transformers.Molmo2Config(
-        vision_config=VISION | heads | layers,
-        adapter_config={
-            "vision_feature_layer": [1, 0], "hidden_size": 16, "intermediate_size": 24,
-            "text_hidden_size": 32, **heads,
-        },
-        text_config={"vocab_size": len(tokenizer), "additional_vocab_size": 8} | text,
-        **numbers_of(tokenizer, marks),
-    )  # fmt: skip
-    return "Molmo2", config, processor
+    vision = VISION | heads | {"num_hidden_layers": 2, "image_size": [24, 24], "patch_size": 4}
+    adapter = {
+        "vision_feature_layer": [1, 0], "hidden_size": 16, "intermediate_size": 24,
+        "text_hidden_size": 32, **heads,
+    }  # fmt: skip
+    text = {"additional_vocab_size": 8} | text
+    return built("Molmo2", processor, text, vision, marks, adapter_config=adapter)

@@ -14,25 +14,25 @@ far from a tie.
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from helpers import small_beams, small_table
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.selector_trainer import SelectorTrainer
-from knobwise.agents.training.settings import OptimiserConfig, StageConfig
-from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.agents import (
+    ControllerTrainer,
+    OptimiserConfig,
+    PolicyConfig,
+    Selector,
+    SelectorConfig,
+    SelectorTrainer,
+    StageConfig,
+)
+from knobwise.envs import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 FILE = Path(__file__).with_suffix(".json")
-Settings = Mapping[str, Mapping[str, Any]]
 CONTROLLER = {
     "policy": {"hidden": 16, "dropout": 0.0},
     "loss": {"entropy_coeff": 0.02, "kl_to_ref_coeff": 0.2, "clip_epsilon": 0.2},
@@ -46,10 +46,7 @@ SETTINGS = {
     "controller sampled": {
         "policy": CONTROLLER["policy"],
         "loss": CONTROLLER["loss"]
-        | {
-            "objective": "sampled",
-            "group_size": 6,
-        }
+        | {"objective": "sampled", "group_size": 6}
         | {"advantage": "zscore", "advantage_clip": 1.5},
         "optimiser": CONTROLLER["optimiser"]
         | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
@@ -79,10 +76,7 @@ SETTINGS = {
         | {"teacher_iterations": 10, "minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3},
         "reward": CONTROLLER["reward"],
     },
-    "selector RCE": {
-        "config": SELECTOR | {"epochs": 4, "clip_grad": 20.0},
-        "loss": {},
-    },
+    "selector RCE": {"config": SELECTOR | {"epochs": 4, "clip_grad": 20.0}, "loss": {}},
     # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
     "selector GRPO": {
         "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},

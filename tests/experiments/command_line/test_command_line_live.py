@@ -8,10 +8,6 @@ from commands import OPTIMISER, launch, read_json, refused, words_of
 from safetensors.torch import load_file
 from tiny_models import picture, tiny_language_model, tiny_model
 
-from knobwise.__main__ import main
-from knobwise.experiments.deploy import live
-
-ROOT = Path(__file__).parents[3]
 LEAN = words_of(
     OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 baselines=false", "seeds=[0]"
 )
@@ -77,81 +73,59 @@ def half(answer, right):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(live, "WARM_UP", 1)
+def folder(home):
     Path("models_of_a_test.py").write_text(MODELS)
-    Path("examples").symlink_to(ROOT / "examples")
-    return tmp_path
 
 
 def served(model, profile, words):
     """Profile, train, serve; gives what the live run writes."""
     launch("profile", model, "out=out", profile)
-    table = words_of(
-        "profile=table profile.path=out/table.parquet", "profile.features=out/features.safetensors"
-    )
+    table = "profile=table profile.path=out/table.parquet profile.features=out/features.safetensors"
     launch("train", LEAN, table, "name=t")
     launch(STREAM, table, model, words)
     return read_json("live.json")
 
 
-def test_the_example_of_a_model_of_your_own(folder):
-    source = (ROOT / "examples" / "own_model.py").read_text()
-    assert sum(bool(line.strip()) for line in source.splitlines()) <= 60
-    model = ["model=examples.own_model:DigitForest"]
-    values = words_of(
-        ["knobs.values={trees: [2, 20]}"], "knobs.samples=30 knobs.repeats=1 knobs.clock=cpu"
-    )
-    results = served(model, values, ["stream.clock=cpu"])
-    assert results["model"] == "digit-forest"
-    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
-
-
 def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
-    model = ["model=models_of_a_test:Echo"]
-    results = served(
-        model, ["knobs.values={mode: [short, long]}", "knobs.metric=exact"], ["budgets_ms=[5.5]"]
-    )
+    values = "knobs.values={mode:[short,long]} knobs.metric=exact"
+    results = served(ECHO, values, "budgets_ms=[5.5]")
     rows = {row["policy"]: row for row in results["rows"]}
     # with the look "long" is late, without it is not; the answers to half of the questions are
     # short
     assert rows["most_accurate"]["accuracy"] == 1
     assert rows["most_accurate"]["latency_ms"] == pytest.approx(5.0)
     assert rows["most_accurate"]["satisfaction"] == 1
-    facts = read_json("out/profile.json")
-    assert facts["class"] == "models_of_a_test:Echo"
+    assert results["model"] == "echo"
+    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
+    assert read_json("out/profile.json")["class"] == "models_of_a_test:Echo"
 
 
 @pytest.mark.parametrize(
-    ("blocks", "data", "knobs"),
+    ("images", "data", "knobs"),
     [
-        ({"image_features", "language_features"}, "questions.jsonl", "knobs.max_crops=[1,4]"),
-        ({"language_features"}, "questions.csv", "knobs.top_k=[1,2]"),
+        (True, "questions.jsonl", "knobs.max_crops=[1,4]"),
+        (False, "questions.csv", "knobs.top_k=[1,2]"),
     ],
 )
-def test_a_tiny_hugging_face_model_from_a_folder(blocks, data, knobs, folder, capsys):
+def test_a_tiny_hugging_face_model_from_a_folder(images, data, knobs, folder, capsys):
     """A language model takes no images: neither its questions nor its features have any. A random
     model is never right, which is said, since a wrong metric looks the same."""
-    sees = "image_features" in blocks
-    for part in tiny_model("llava_next") if sees else tiny_language_model():
+    for part in tiny_model("llava_next") if images else tiny_language_model():
         part.save_pretrained("model")
-    rows = []
-    for n in range(10):
-        rows.append({"id": f"q{n}", "question": f"What is {n}?", "answers": ["a"]})
-        if sees:
-            picture(n, 64, 96).save(f"{n}.png")
-            rows[-1]["image"] = f"{n}.png"
-    questions = pl.DataFrame(rows)
-    if sees:
-        questions.write_ndjson(data)
+    names = [f"q{n}" for n in range(10)]
+    rows = pl.DataFrame({"id": names, "question": names})
+    if images:
+        picture(0, 64, 96).save("0.png")
+        rows = rows.with_columns(image=pl.lit("0.png"), answers=pl.lit(["a"]))
+        rows.write_ndjson(data)
     else:
-        questions.explode("answers").rename({"answers": "answer"}).write_csv(data)
-    model = words_of(f"model=model data={data} device=cpu knobs.max_new_tokens=2")
-    values = words_of(knobs, "knobs.num_active_blocks=[2,4] knobs.repeats=1")
-    results = served(model, values, ["stream.requests=4"])
+        rows.with_columns(answer=pl.lit("a")).write_csv(data)
+    model = f"model=model data={data} device=cpu knobs.max_new_tokens=2"
+    values = [knobs, "knobs.num_active_blocks=[2,4]", "knobs.repeats=1"]
+    results = served(model, values, "stream.requests=4")
     assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
-    assert set(load_file("out/features.safetensors")) == blocks
+    features = {"language_features"} | ({"image_features"} if images else set())
+    assert set(load_file("out/features.safetensors")) == features
     printed = capsys.readouterr().out
     assert "knobs.metric" in printed
     # what follows is a command
@@ -159,7 +133,7 @@ def test_a_tiny_hugging_face_model_from_a_folder(blocks, data, knobs, folder, ca
     assert "profile.features=out/features.safetensors" in following
 
 
-PROFILE = words_of("profile out=out", ["knobs.values={mode: [short, long]}"])
+PROFILE = "profile out=out knobs.values={mode:[short,long]}"
 ECHO = "model=models_of_a_test:Echo"
 MISTAKES = {
     "model=nowhere:Echo": "nowhere",
@@ -178,17 +152,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
-    assert MISTAKES[words] in refused([*PROFILE, *words.split()], capsys)
+    assert MISTAKES[words] in refused(words_of(PROFILE, words), capsys)
 
 
 def test_a_metric_of_your_own(folder):
-    assert main([*PROFILE, ECHO, "knobs.metric=models_of_a_test:half", "knobs.repeats=1"]) == 0
-    facts = read_json("out/profile.json")
-    assert facts["metrics"] == {"models_of_a_test:half": 40}
-
-
-def test_options_of_live_are_all_refused_without_it(folder, capsys):
-    line = "data=a.jsonl dtype=float32 device=cpu importance=a.json model=models_of_a_test:Echo"
-    for word in line.split():
-        name = word.partition("=")[0]
-        assert f"{name}: is for live=true" in refused(["evaluate", word], capsys)
+    launch(PROFILE, ECHO, "knobs.metric=models_of_a_test:half knobs.repeats=1")
+    assert read_json("out/profile.json")["metrics"] == {"models_of_a_test:half": 40}

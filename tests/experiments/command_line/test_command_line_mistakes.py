@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import polars as pl
 import pytest
 from commands import SIMULATED, launch, mistake, refused, words_of, write_table
 from helpers import small_table
@@ -23,10 +24,9 @@ from knobwise.experiments.settings.options import VERBS
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _folder(home, monkeypatch):
     """An empty folder; no key, none of the developer's own W&B variables."""
-    forget_wandb(monkeypatch, tmp_path)
-    monkeypatch.chdir(tmp_path)
+    forget_wandb(monkeypatch, home)
 
 
 WITH_TORCH = {
@@ -48,24 +48,19 @@ WITH_TORCH = {
 def test_a_mistake_that_shows_when_data_are_read(words, capsys):
     command = words.split()
     if command[0] not in VERBS:
-        command = ["train", *command]
-        if "profile=" not in words:
-            command += SIMULATED
+        data = [] if "profile=" in words else SIMULATED
+        command = ["train", *command, *data]
     assert WITH_TORCH[words] in refused(command, capsys)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("WANDB_MODE", "nonsense"), ("WANDB_MODE", "online"), ("WANDB_PROJECT", "a:b")],
-)
-def test_a_mistake_in_the_environment_is_said_by_its_name(name, value, monkeypatch, capsys):
-    monkeypatch.setenv(name, value)
-    assert f"{name}={value}" in refused(["train", *SIMULATED], capsys).replace("'", "")
+@pytest.mark.parametrize("word", ["WANDB_MODE=nonsense", "WANDB_MODE=online", "WANDB_PROJECT=a:b"])
+def test_a_mistake_in_the_environment_is_said_by_its_name(word, monkeypatch, capsys):
+    monkeypatch.setenv(*word.split("="))
+    assert word in refused(["train", *SIMULATED], capsys).replace("'", "")
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["train", "train experiment=selector", "profile out=there", "evaluate json=there.json"],
+    "words", ["train", "train experiment=selector", "profile out=there", "evaluate json=there.json"]
 )
 def test_a_folder_that_cannot_be_written_is_refused_first(words, monkeypatch, capsys):
     # root may write everywhere
@@ -80,7 +75,7 @@ def test_what_the_system_refuses_later_is_one_line_too(number, status, monkeypat
     error = OSError(number, os.strerror(number), "last.pt")
     monkeypatch.setattr(train, "train", Mock(side_effect=error))
     assert main(["train"]) == status
-    assert capsys.readouterr().err.startswith(f"knobwise: last.pt: {os.strerror(number)}; ")
+    assert capsys.readouterr().err.startswith(f"knobwise: last.pt: {error.strerror}; ")
 
 
 def test_an_error_of_the_program_is_not_hidden(monkeypatch):
@@ -221,20 +216,23 @@ def test_what_is_asked_for_is_printed(words, capsys):
 # -- limits of the system, and names that lead elsewhere -------------------------------------------
 
 
+LONG = "a" * 5000
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ["inspect", f"profile={'a' * 5000}"],
-        ["inspect", "profile=[1]"],
-        ["inspect", "profile=table", f"profile.path={'a' * 5000}.csv"],
-        ["train", f"experiment={'a' * 5000}"],
-        ["compare", "a" * 5000],
-        ["evaluate", f"checkpoint={'a' * 5000}"],
+        f"inspect profile={LONG}",
+        "inspect profile=[1]",
+        f"inspect profile=table profile.path={LONG}.csv",
+        f"train experiment={LONG}",
+        f"compare {LONG}",
+        f"evaluate checkpoint={LONG}",
     ],
-    ids=lambda words: f"{words[0]} {words[-1][:12]}",
+    ids=lambda words: words[:40],
 )
 def test_words_that_are_too_long_or_of_another_type_are_refused_in_a_line(words, capsys):
-    mistake(words, capsys)
+    mistake(words.split(), capsys)
 
 
 def test_a_working_folder_that_was_removed_is_named(monkeypatch, capsys):
@@ -254,34 +252,30 @@ def test_a_terminal_that_takes_ascii_alone_gets_all_that_is_printed(monkeypatch)
 
 @pytest.mark.parametrize("name", ["..", "../..", "a/b", "/tmp/x"])
 def test_the_name_of_measured_data_leads_nowhere_else(name, capsys):
-    words = words_of("profile model=elastic knobs.samples=2", f"knobs.name={name}", "out=p")
-    assert name in refused(words, capsys)
+    words = f"profile model=elastic knobs.samples=2 knobs.name={name} out=p"
+    assert name in refused(words.split(), capsys)
 
 
 def test_a_measured_profile_in_a_folder_with_brackets_is_read(capsys):
     write_table()
-    table = Path("m[1]", "table.parquet")
-    table.parent.mkdir()
-    Path("t.parquet").rename(table)
-    write_features(small_table(60), table.with_name("features.safetensors"))
-    profile._summary(table.parent)
-    printed = capsys.readouterr().out
-    assert str(table) in printed
+    folder = Path("m[1]")
+    folder.mkdir()
+    Path("t.parquet").rename(folder / "table.parquet")
+    write_features(small_table(60), folder / "features.safetensors")
+    profile._summary(folder)
+    assert str(folder / "table.parquet") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_a_small_file_that_unpacks_to_much_is_refused_and_the_limit_can_be_set(
     suffix, monkeypatch, capsys
 ):
-    ids = [f"{i}{'0' * 40_000}" for i in range(30) for _ in range(2)]
-    if suffix == "csv":
-        rows = ["sample_id,size,accuracy,latency_ms"]
-        rows += [f"{name},{n % 2},1,{1 + n % 2}" for n, name in enumerate(ids)]
-    else:
-        row = '{{"sample_id": "{}", "size": {}, "accuracy": 1, "latency_ms": 2}}'
-        rows = [row.format(name, n % 2) for n, name in enumerate(ids)]
-    Path(f"t.{suffix}.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
-    words = ["inspect", "profile=table", f"profile.path=t.{suffix}.gz"]
+    ids = [f"{i}{'0' * 40_000}" for i in range(30)]
+    cells = {"sample_id": 2 * ids, "size": 30 * [1] + 30 * [2], "accuracy": 1}
+    frame = pl.DataFrame(cells).with_columns(latency_ms="size")
+    text = frame.write_csv() if suffix == "csv" else frame.write_ndjson()
+    Path(f"t.{suffix}.gz").write_bytes(gzip.compress(text.encode()))
+    words = words_of(f"inspect profile=table profile.path=t.{suffix}.gz")
     for limit in ("2", "much"):
         monkeypatch.setenv("KNOBWISE_UNPACKED_MB", limit)
         assert "KNOBWISE_UNPACKED_MB" in mistake(words, capsys)

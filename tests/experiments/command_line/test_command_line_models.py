@@ -1,6 +1,7 @@
 """End to end, through the command line: exported files, live runs, real models, several data
 sets."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,15 +16,12 @@ from helpers import arrays, small_table
 from tiny_models import picture, tiny_model
 
 import knobwise
-from knobwise.__main__ import main
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.experiments.results.decisions import read_decisions
 
 QUICK = words_of(
-    OPTIMISER,
-    "optimiser.iterations=4 policy=utility policy.members=2 seeds=[0]",
-    "budgets_ms=[8,12]",
+    OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 seeds=[0] budgets_ms=[8,12]"
 )
 LIVE = words_of("evaluate live=true stream.requests=25")
 
@@ -43,9 +41,9 @@ def files(tmp_path_factory):
     for part in tiny_model("llava_next"):
         part.save_pretrained(folder / "model")
     picture(0, 64, 96).save(folder / "image.png")
-    row = {"image": "image.png", "question": "What?", "answers": ["a", "a", "b"]}
-    rows = [json.dumps(row | {"id": f"q{n}"}) for n in range(4)]
-    (folder / "questions.jsonl").write_text("\n".join(rows))
+    questions = pl.DataFrame({"id": ["q0", "q1"], "image": "image.png", "question": "What?"})
+    questions = questions.with_columns(answers=pl.lit(["a", "a", "b"]))
+    questions.write_ndjson(folder / "questions.jsonl")
     (folder / "importance.json").write_text('{"first": 0.1}')
     (folder / "occupied").write_text("a file where a folder is wanted")
     return folder
@@ -55,41 +53,36 @@ def files(tmp_path_factory):
 def train(files):
     """Trains once for all tests that ask for the same; gives the folder of the run."""
 
-    def trained(name, *words):
-        run = files / "runs" / "controller" / name
-        if not run.exists():
-            launch("train", QUICK, words, f"runs={files / 'runs'}", f"name={name}")
-        return run
+    @functools.cache
+    def trained(name):
+        launch("train", QUICK, TRAINED[name], f"runs={files}/runs name={name}")
+        return files / "runs/controller" / name
 
     return trained
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, files):
+def folder(home, files):
     """An empty folder, where paths that begin with `files/` are those of `files`."""
-    monkeypatch.chdir(tmp_path)
     Path("files").symlink_to(files)
-    return tmp_path
 
 
-FIRST = words_of(
-    "profile=table profile.path=files/first.parquet", "profile.features=files/first.npz"
-)
+FIRST = words_of("profile=table profile.path=files/first.parquet profile.features=files/first.npz")
 SECOND = words_of(
-    "profile=table profile.path=files/second.parquet", "profile.features=files/second.npz"
+    "profile=table profile.path=files/second.parquet profile.features=files/second.npz"
 )
-JOINT = ["profile=joint", "profile.paths=[files/first.parquet,files/second.parquet]"]
-JOINT += ["profile.features=[files/first.npz,files/second.npz]"]
-BUILTIN = words_of("split.train=0.06 split.validation=0.04 budgets_ms=[2.0]")
-BEST = "checkpoints/best.pt"
+JOINT = words_of("""
+    profile=joint profile.paths=[files/first.parquet,files/second.parquet]
+    profile.features=[files/first.npz,files/second.npz]
+""")
 
 
-TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]", "own_cost=false"], "BUILTIN": BUILTIN}
-"""What the runs are trained with whose best checkpoint other commands name."""
-
-
-def best_of(name, train):
-    return f"checkpoint={train(name, *TRAINED[name]) / BEST}"
+TRAINED = {
+    "FIRST": words_of(FIRST, "policy.experts=[ridge] own_cost=false"),
+    "BUILTIN": words_of("split.train=0.06 split.validation=0.04 budgets_ms=[2.0]"),
+    "JOINT": words_of(JOINT, "own_cost=false"),
+}
+"""What the runs are trained with that other commands name."""
 
 
 # -- export ----------------------------------------------------------------------------------------
@@ -115,65 +108,58 @@ def decided(folder, requests):
 
 
 def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, train):
-    run = train("FIRST", *TRAINED["FIRST"])
+    run = train("FIRST")
     table = read_long_table("files/first.parquet", features="files/first.npz")
-    decisions = read_decisions(run).filter(pl.col("policy") == "controller")
+    decisions = read_decisions(run).filter(policy="controller")
     assert set(decisions["seed"]) == {0}
     rows = torch.tensor([table.sample_ids.index(sample) for sample in decisions["sample_id"]])
     requests = arrays(table, rows) | {"budgets_ms": decisions["place"].to_numpy()}
     labels = {table.label(c): table.configuration(c) for c in range(table.num_configurations)}
     alone = [labels[choice] for choice in decisions["choice"]]
     assert decided(run, requests) == alone
-    results = read_json(run / "results.json")
-    means = {row["policy"]: row for row in results["rows"][::3]}
+    means = {row["policy"]: row for row in read_json(run / "results.json")["rows"][::3]}
     assert means["controller"]["utility"] == pytest.approx(decisions["score"].mean())
     assert means["controller"]["decision_us_p50"] > 0
     assert means["teacher"]["decision_us_p50"] is None
     # the same is loaded and exported by default
     assert len(knobwise.load(run).agent.teacher.experts) == 1
     # without a profile it is that of the run; the second time there is a file of somebody else
-    for profile, kept in (([], set()), (FIRST, {"notes.txt"})):
-        launch("export", profile, f"checkpoint={run}", "out=light")
-        out = Path("light")
+    out = Path("light")
+    names = {"controller.npz", "policy", "export.json"}
+    for profile, compared_on in (([], "first"), (FIRST, "first"), (SECOND, "second")):
+        launch("export", profile, f"checkpoint={run} out=light")
+        assert {path.name for path in out.iterdir()} == names
+        names.add("notes.txt")
+        (out / "notes.txt").write_text("mine")
         facts = read_json(out / "export.json")
-        names = {path.name for path in out.iterdir()}
-        assert names == {"controller.npz", "policy", "export.json"} | kept
-        assert set(facts["files"]) == {"controller.npz"}
-        assert facts["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
+        size = (out / "controller.npz").stat().st_size
+        assert {name: file["bytes"] for name, file in facts["files"].items()} == {
+            "controller.npz": size
+        }
         assert facts["trained_on"] == {"name": "first", "digest": table.digest}
-        assert facts["compared_on"]["digest"] == table.digest
+        assert facts["compared_on"]["name"] == compared_on
+        assert (facts["compared_on"]["digest"] == table.digest) == (compared_on == "first")
         assert facts["graphs"] == {}
         assert facts["decisions_us_p50"]["controller.npz"] > 0
         assert decided(out, requests) == alone
         (out / "asked.npz").unlink()
-        (out / "notes.txt").write_text("mine")
-
-
-def test_export_compares_on_another_profile(folder, train):
-    checkpoint = best_of("FIRST", train)
-    assert main(["export", *SECOND, checkpoint, "onnx=true"]) == 0
-    facts = read_json("exported/export.json")
-    assert (facts["trained_on"]["name"], facts["compared_on"]["name"]) == ("first", "second")
-    counts = facts["graphs"]["controller.onnx"]
-    contexts = 60 * len(facts["compared_on"]["budgets_ms"])
-    assert counts["same"] + counts["rounding"] == counts["contexts"] == contexts
 
 
 # -- several data sets -----------------------------------------------------------------------------
 
 
 def test_two_files_as_one_profile(folder, train):
-    run = train("joint", *JOINT, "own_cost=false")
+    run = train("JOINT")
     results = read_json(run / "results.json")
     assert results["profile"]["samples"] == 120
     assert {row["dataset"] for row in results["by_dataset"]} == {"first", "second"}
     assert "static_per_dataset" in {row["policy"] for row in results["rows"]}
-    words = ["evaluate", *JOINT, f"checkpoint={run}", "budgets_ms=[8,12]"]
-    launch(words, "baselines=false own_cost=false json=again.json")
-    again = read_json("again.json")
+    words = f"checkpoint={run} budgets_ms=[8,12] baselines=false own_cost=false json=again.json"
+    launch("evaluate", JOINT, words)
+    rows = read_json("again.json")["rows"]
     before, after = (
-        [row["utility"] for row in content["rows"] if row["policy"] == "controller"]
-        for content in (results, again)
+        [row["utility"] for row in each if row["policy"] == "controller"]
+        for each in (results["rows"], rows)
     )
     assert before == after
 
@@ -181,7 +167,10 @@ def test_two_files_as_one_profile(folder, train):
 # -- mistakes --------------------------------------------------------------------------------------
 
 WORDS = {
-    **{"FIRST": FIRST, "JOINT": JOINT, "LIVE": LIVE, "TRAIN": ["train", *QUICK]},
+    "FIRST": FIRST,
+    "JOINT": JOINT,
+    "LIVE": LIVE,
+    "TRAIN": ["train", *QUICK],
     "ASKED": words_of("profile model=files/model data=files/questions.jsonl device=cpu out=out"),
 }
 """What stands for several words in the commands below; of_FIRST and of_BUILTIN are checkpoints."""
@@ -200,6 +189,11 @@ MISTAKES = {
     "LIVE of_BUILTIN html=files/occupied/live.html": "files/occupied",
     "LIVE of_BUILTIN json=files": "json=files",
     "evaluate of_BUILTIN stream.requests=5": "stream: ",
+    "evaluate data=a.jsonl": "data: is for live=true",
+    "evaluate dtype=float32": "dtype: is for live=true",
+    "evaluate device=cpu": "device: is for live=true",
+    "evaluate importance=a.json": "importance: is for live=true",
+    "evaluate model=models_of_a_test:Echo": "model: is for live=true",
     "profile data=files/questions.jsonl out=out": "data: ",
     "profile out=out model=learner knobs.top_k=[1]": "knobs: ",
     "profile out=out knobs.top_k=[5]": "top_k=5",
@@ -228,7 +222,8 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, train, ca
     command = []
     for word in words.split():
         if word.startswith("of_"):
-            command.append(best_of(word.removeprefix("of_"), train))
+            best = train(word.removeprefix("of_")) / "checkpoints/best.pt"
+            command.append(f"checkpoint={best}")
         else:
             command += WORDS.get(word, [word])
     assert MISTAKES[words] in refused(command, capsys)

@@ -18,9 +18,8 @@ def fastest(accuracy, latency_ms, budget_ms, knobs):
 
 
 @pytest.fixture
-def _folder(tmp_path, monkeypatch):
+def _folder(home, monkeypatch):
     """A folder with a table, and the module `my_rewards` in it."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)

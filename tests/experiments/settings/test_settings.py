@@ -2,15 +2,16 @@
 
 from dataclasses import asdict, fields, is_dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 
 import polars as pl
 import pytest
 import torch
+import yaml
 from helpers import small_beams
 
-from knobwise.agents.controller.controller import Controller
+from knobwise.agents import Controller, OptimiserConfig
 from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import READERS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
@@ -27,27 +28,22 @@ from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeam
 from knobwise.profiling.measuring.questions import read_vqa_data
 from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
-
-def every_config():
-    """The dataclasses of the verbs and of all readers, with those that their fields hold by
-    default."""
-    configs = {}
-    waiting = [*VERBS.values()]
-    for readers in READERS.values():
-        waiting += readers.values()
-    while waiting:
-        node = waiting.pop()
-        if node not in configs:
-            configs[node] = None
-            values = [f.default_factory() for f in fields(node) if callable(f.default_factory)]
-            waiting += [type(value) for value in values if is_dataclass(value)]
-    return list(configs)
+CONFIGS = [*VERBS.values()]
+for readers in READERS.values():
+    CONFIGS += [reader for reader in readers.values() if reader not in CONFIGS]
+# those that their fields hold by default come behind them
+for config in CONFIGS:
+    for field in fields(config):
+        value = field.default_factory() if callable(field.default_factory) else None
+        if is_dataclass(value) and type(value) not in CONFIGS:
+            CONFIGS.append(type(value))
 
 
-@pytest.mark.parametrize("node", every_config(), ids=lambda node: node.__name__)
+@pytest.mark.parametrize("node", CONFIGS, ids=lambda node: node.__name__)
 def test_every_field_of_every_config_has_a_docstring(node):
-    assert set(field_docs(node)) == {f.name for f in fields(node)}
-    assert all(len(text) > 10 for text in field_docs(node).values())
+    docs = field_docs(node)
+    assert docs.keys() == {f.name for f in fields(node)}
+    assert min(map(len, docs.values()), default=11) > 10
 
 
 def chosen(settings, wanted):
@@ -55,23 +51,31 @@ def chosen(settings, wanted):
     return {key: attrgetter(key)(settings) for key in wanted}
 
 
+def assert_set(settings, words):
+    """Check that settings have these values, written as on the command line."""
+    for word in words.split():
+        key, value = word.split("=")
+        assert attrgetter(key)(settings) == yaml.safe_load(value), key
+
+
 def test_the_settings_of_the_original_system():
-    wanted = {
-        **{"optimiser.contexts": 64, "optimiser.lr": 1e-4, "loss.group_size": 8},
-        **{"split.train": 0.8, "reward.kind": "shaped", "reward.alpha": 1, "reward.beta": 0.5},
-        **{"reward.gamma": 10, "reward.delta": 0.1, "reward.epsilon": 0.05},
-        **{"budget.strategy": "relative", "policy.teacher": False, "policy.members": 1},
-        **{"policy.guard": False, "policy.hidden": 256, "loss.objective": "sampled"},
-    }
     settings = read_settings("train", ["experiment=seeds"])
-    assert chosen(settings, wanted) == wanted
+    assert_set(
+        settings,
+        """
+        optimiser.contexts=64 optimiser.lr=1.0e-4 loss.group_size=8 split.train=0.8
+        reward.kind=shaped reward.alpha=1 reward.beta=0.5 reward.gamma=10 reward.delta=0.1
+        reward.epsilon=0.05 budget.strategy=relative policy.teacher=false policy.members=1
+        policy.guard=false policy.hidden=256 loss.objective=sampled
+        """,
+    )
 
 
 def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different():
-    wide = ["profile=simulated", "profile.datasets=[text_vqa]", "profile.samples=8"]
-    wide.append("profile.grid='240'")
+    wide = "profile=simulated profile.datasets=[text_vqa] profile.samples=8 profile.grid='240'"
     small, large = (
-        read_settings("train", [f"experiment={name}", *wide]) for name in ("seeds_small", "seeds")
+        read_settings("train", [f"experiment={name}", *wide.split()])
+        for name in ("seeds_small", "seeds")
     )
     policy = replace(small.policy, hidden=large.policy.hidden)
     assert replace(small, experiment=large.experiment, policy=policy) == large
@@ -84,37 +88,39 @@ def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_di
 
 
 def test_the_settings_of_the_original_selector():
-    wanted = {
-        **{"selector.projection": "linear", "selector.update": "convex", "selector.dropout": 0.5},
-        **{"selector.width": 256, "selector.layers": 1, "selector.temperature": 0.1},
-        **{"sft.epochs": 20, "sft.lr": 1e-4, "rce.lr": 1e-5, "grpo.epochs": 5},
-        **{"loss.clip_epsilon": 0.2, "loss.advantage": "zscore", "reward.mode": "auto"},
-    }
     settings = read_settings("train_selector", ["experiment=selector_seeds"])
-    assert chosen(settings, wanted) == wanted
-    (name,) = settings.variants
-    variant = {"live": False, "groups": "all", "own_draws": 0, "warmup": True}
-    assert chosen(settings.plans[name].variant, variant) == variant
+    assert_set(
+        settings,
+        """
+        selector.projection=linear selector.update=convex selector.dropout=0.5 selector.width=256
+        selector.layers=1 selector.temperature=0.1 sft.epochs=20 sft.lr=1.0e-4 rce.lr=1.0e-5
+        grpo.epochs=5 loss.clip_epsilon=0.2 loss.advantage=zscore reward.mode=auto
+        """,
+    )
+    (plan,) = settings.plans.values()
+    assert_set(plan.variant, "live=false groups=all own_draws=0 warmup=true")
 
 
 def test_defaults_and_overrides():
     settings = read_settings("train", [])
-    wanted = {
-        **{"policy.teacher": True, "policy.guard": True, "policy.members": 5, "policy.drift": 0.3},
-        **{"loss.objective": "sampled", "loss.group_size": 16, "reward.kind": "utility"},
-        **{"reward.miss": 0.2, "optimiser.warmup_iterations": 600, "optimiser.iterations": 400},
-    }
     assert isinstance(settings.profile, BuiltinProfile)
-    assert chosen(settings, wanted) == wanted
+    assert_set(
+        settings,
+        """
+        policy.teacher=true policy.guard=true policy.members=5 policy.drift=0.3
+        loss.objective=sampled loss.group_size=16 reward.kind=utility reward.miss=0.2
+        optimiser.warmup_iterations=600 optimiser.iterations=400
+        """,
+    )
     assert set(settings.policy.experts) == set(FAMILIES)
     utility = read_settings("train", ["policy=utility"])
     assert asdict(utility.policy) == asdict(settings.policy) | {"experts": []}
     assert utility.optimiser == settings.optimiser
-    changed = read_settings(
-        "train", ["profile=table", "profile.path=a.csv", "policy=independent", "policy.hidden=8"]
-    )
+    words = "profile=table profile.path=a.csv policy=independent policy.hidden=8"
+    changed = read_settings("train", words.split())
     assert isinstance(changed.profile, TableProfile)
-    assert (changed.policy.teacher, changed.policy.hidden) == (False, 8)
+    assert changed.policy.teacher is False
+    assert changed.policy.hidden == 8
     assert changed.optimiser == OptimiserConfig()
 
 
@@ -143,11 +149,8 @@ def test_hidden_columns_are_hidden_everywhere_and_nothing_else_is():
     assert table.candidates[:, 3].any()  # the table itself is left as it was
 
 
-def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen_on(
-    tmp_path,
-):
-    table, _ = small_beams(50)
-    table.save(tmp_path / "t.safetensors")
+def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen_on(tmp_path):
+    small_beams(50)[0].save(tmp_path / "t.safetensors")
     data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
     parts = [data.split.train, data.split.validation, data.test_rows]
     assert [len(part) for part in parts] == [40, 5, 5]
@@ -165,18 +168,16 @@ def test_without_right_answers_the_best_beam_is_right(tmp_path):
     assert data.test.fields["vqa_correct"][0].tolist() == [0, 1, 0, 1, 0, 0]
 
 
-def test_questions_are_those_beside_the_profile(tmp_path, monkeypatch):
-    profile = TableProfile(path=str(tmp_path / "t.csv"))
+def test_questions_are_those_beside_the_profile(home):
+    profile = TableProfile(path="t.csv")
     assert read_questions(profile) == {}
-    file = tmp_path / "samples.parquet"
+    file = Path("samples.parquet")
     pl.DataFrame({"sample_id": [7], "question": ["How many?"]}).write_parquet(file)
     assert read_questions(profile) == {"7": "How many?"}
     # a simulated profile has no files, whatever is in the current folder
-    monkeypatch.chdir(tmp_path)
     assert read_questions(SimulatedProfile()) == {}
-    content = bytearray(file.read_bytes())
-    content[4:-8] = bytes(len(content) - 12)
-    file.write_bytes(content)
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes(len(content) - 12) + content[-8:])
     assert read_questions(profile) == {}
 
 

@@ -4,22 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import SIMULATED
+from commands import SIMULATED, words_of
 
 from knobwise.experiments.command_line.compose import read_settings, schema_of
 from knobwise.experiments.studies import study
 
-TINY = [
-    *SIMULATED,
-    "baselines=false",
-    "policy.members=2",
-    "policy.hidden=8",
-    "optimiser.teacher_iterations=2",
-    "optimiser.warmup_iterations=2",
-    "optimiser.iterations=1",
-    "optimiser.contexts=16",
-    "optimiser.minibatch=16",
-]
+TINY = words_of(SIMULATED, """
+    baselines=false policy.members=2 policy.hidden=8 optimiser.teacher_iterations=2
+    optimiser.warmup_iterations=2 optimiser.iterations=1 optimiser.contexts=16
+    optimiser.minibatch=16 tracking=disabled
+""")  # fmt: skip
 SHIPPED = sorted(Path(study.__file__).parent.glob("*.yaml"))
 
 
@@ -36,21 +30,24 @@ def test_a_small_study_from_the_command_line(tmp_path, capsys):
             "swept": ["experiment=lean name=c policy.layers=1,2"],
         },
     }
-    path = tmp_path / "few.yaml"
+    path, runs, out = (tmp_path / name for name in ("few.yaml", "runs", "pages"))
     path.write_text(json.dumps(study_file))
-    runs = tmp_path / "runs"
-    out = tmp_path / "pages"
-    extra = f"words={json.dumps(['tracking=disabled', *TINY])}"
-    words = [f"study={path}", f"runs={runs}", f"out={out}", "seeds=[0]", extra]
+    words = [
+        f"study={path}",
+        f"runs={runs}",
+        f"out={out}",
+        "seeds=[0]",
+        f"words={json.dumps(TINY)}",
+    ]
     assert study.main([*words, "sections=[lean,alone_a,swept]"]) == 0
-    written = {run.parent.name: run.stat().st_mtime_ns for run in runs.glob("lean/*/results.json")}
-    assert set(written) == {"a", "b", "c", "c-2"}
+    written = {run: run.stat().st_mtime_ns for run in runs.glob("lean/*/results.json")}
+    assert {run.parent.name for run in written} == {"a", "b", "c", "c-2"}
     pages = {page.name for page in out.iterdir()}
     assert pages == {"lean.html", "lean.json", "swept.html", "swept.json"}
     # what is finished is kept
     assert study.main([*words, "sections=[swept,alone_a]"]) == 0
-    for name, time in written.items():
-        assert (runs / "lean" / name / "results.json").stat().st_mtime_ns == time
+    for run, time in written.items():
+        assert run.stat().st_mtime_ns == time
     # what was trained with other seeds is not passed off as this
     assert study.main([*words, "sections=[lean]", "seeds=[0,2]"]) == 2
     assert "seeds" in capsys.readouterr().err
