@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
-from helpers import close, input_error, small_table, table_of
+from helpers import close, identical, input_error, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.configurations import budgets
 from knobwise.envs.configurations.budgets import (
     LEAST_LATENCY_MS,
     BudgetEncoding,
     BudgetSampler,
-    default_budgets,
     few_budgets,
     judged_worths,
     log_measured,
@@ -21,7 +21,6 @@ from knobwise.envs.configurations.budgets import (
     worths_range,
 )
 from knobwise.envs.configurations.contexts import ContextSampler
-from knobwise.envs.configurations.settings import BudgetConfig
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
 HALF = math.sqrt(0.5)
@@ -88,8 +87,8 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand():
     )
     # what costs nothing is left out
     paid = torch.arange(101.0) + 1
-    assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
-    assert worths_range(torch.zeros(4)).tolist() == [1, 30]
+    identical(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
+    identical(worths_range(torch.zeros(4)), [1, 30])
 
 
 def test_worths_are_drawn_evenly_in_logarithm():
@@ -149,7 +148,7 @@ def test_default_budgets_by_hand(latency_ms, wanted):
     assert len(few_budgets(budgets)) == (len(wanted) < 5)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 40),
@@ -285,15 +284,15 @@ def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):
     budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
     one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
-    assert all(map(torch.equal, first, same(40)))
+    identical(first, same(40))
     assert not torch.equal(first[0], other(40)[0])
     one.set_back(one.before)
-    assert all(map(torch.equal, first, one(40)))
+    identical(first, one(40))
 
 
 def test_equal_seeds_draw_what_they_always_drew():
-    assert sampler(None)(6)[0].tolist() == [44, 39, 53, 0, 43, 39]
-    assert sampler(LISTS)(6)[0].tolist() == [3, 0, 4, 7, 0, 2]
+    identical(sampler(None)(6)[0], [44, 39, 53, 0, 43, 39])
+    identical(sampler(LISTS)(6)[0], [3, 0, 4, 7, 0, 2])
 
 
 def test_nothing_to_draw_from_is_refused():

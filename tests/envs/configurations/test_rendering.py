@@ -9,10 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import knobwise  # noqa: F401  (registers the environment)
+from knobwise.envs import BudgetConfig, ConfigBanditEnv
 from knobwise.envs.configurations import rendering
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
-from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import Knob
 
 ID = "knobwise/ConfigBandit-v0"
@@ -87,7 +85,7 @@ def test_pictures_of_every_kind_are_drawn(picture):
 values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     number=st.floats(0, 1e9, width=32),
     budget=st.floats(2**-20, 1e9, width=32),

@@ -6,15 +6,12 @@ from dataclasses import replace
 import gymnasium
 import numpy as np
 import pytest
-from helpers import input_error, small_table
+from helpers import identical, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.envs import GymWrapper
 
-import knobwise  # noqa: F401  (registers the environment)
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
-from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv
-from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs import BudgetConfig, ConfigBanditEnv, ConfigBanditVectorEnv
 
 ID = "knobwise/ConfigBandit-v0"
 TABLE = small_table()
@@ -23,7 +20,7 @@ TWO_SETS = replace(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(row=st.integers(0, 59), budget=st.floats(2**-20, 2**20, width=32), by_id=st.booleans())
 def test_the_person_chooses_the_sample_and_its_budget(row, budget, by_id):
     env = ConfigBanditEnv(TABLE)
@@ -91,12 +88,12 @@ def test_what_cannot_be_chosen_is_refused(options, fault):
 def test_many_at_once_take_a_single_value_or_each_their_own():
     env = ConfigBanditVectorEnv(3, TWO_SETS)
     observations, infos = env.reset(options={"row": np.array([4, 5, 6]), "budget_ms": 2.0})
-    assert infos["row"].tolist() == [4, 5, 6]
-    assert observations["budget_ms"].tolist() == [2.0, 2.0, 2.0]
+    identical(infos["row"], [4, 5, 6])
+    identical(observations["budget_ms"], [2.0, 2.0, 2.0])
     sample = {"sample_id": "7", "dataset": "b", "budget_ms": [1.0, 2.5, 3.0]}
     observations, infos = env.reset(options=sample)
-    assert infos["row"].tolist() == [37, 37, 37]
-    assert observations["budget_ms"].tolist() == [1.0, 2.5, 3.0]
+    identical(infos["row"], [37, 37, 37])
+    identical(observations["budget_ms"], [1.0, 2.5, 3.0])
     with input_error("row="):
         env.reset(options={"row": [1, 2]})
 

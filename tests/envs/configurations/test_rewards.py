@@ -12,6 +12,7 @@ from helpers import close, identical, input_error, repeated, small_table, table_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.envs import RewardConfig
 from knobwise.envs.configurations.reward import (
     RewardTable,
     complexity,
@@ -19,7 +20,6 @@ from knobwise.envs.configurations.reward import (
     reward,
     share_in_time,
 )
-from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import Knob
 
 NAN = math.nan
@@ -65,7 +65,7 @@ def test_another_kind_is_refused():
         RewardConfig(kind="sparse")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(2**-10, 2**17, width=32), st.integers(-2, 2))
 def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget, steps):
     limit = torch.tensor(budget)
@@ -88,7 +88,7 @@ def test_a_knob_without_a_size_counts_nothing(values):
     table = table_of([[1.0, 1.0]], [[1.0, 1.0]])
     knobs = Knob("top_k", (2, 4)), Knob("other", values)
     table = replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
-    assert complexity(table).tolist() == [0.25, 0.5]
+    identical(complexity(table), [0.25, 0.5])
 
 
 # -- cells that were measured repeatedly -----------------------------------------------------------
@@ -111,8 +111,8 @@ def test_rewards_by_hand():
     repeats = torch.tensor([[1, 1, 3], [3, 0, 2]])
     # numbers beyond the last measurement count from the first again
     accuracy, measured = rewards.outcome(ROWS, chosen, repeats)
-    assert measured.tolist() == [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]]
-    assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
+    identical(measured, [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]])
+    identical(accuracy, TABLE.accuracy.gather(1, chosen))
     wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
     found = rewards.reward_of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
     close(found, wanted)
@@ -120,7 +120,7 @@ def test_rewards_by_hand():
     assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.sampled_from(["shaped", "utility", "priced"]))
 def test_rewards_are_means_over_measurements(seed, kind):
     table = repeated(small_table(9, seed, holes=0.3), most=3, seed=seed)
@@ -182,7 +182,7 @@ def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
     configurations = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 1, 1]])
     table = replace(TABLE, knobs=knobs, configurations=configurations)
     config = written("10.0 * knobs['tier'] + knobs['crops'] + 0 * latency_ms")
-    assert RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]).tolist() == [[4.0, 10.5, 14.0]]
+    identical(RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]), [[4.0, 10.5, 14.0]])
 
 
 @pytest.mark.parametrize(

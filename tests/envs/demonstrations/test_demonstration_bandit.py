@@ -21,15 +21,10 @@ from torchrl.envs import (
     check_env_specs,
 )
 
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs import ConfigBandit, DemonstrationBandit, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.beam_table import bank_rows
-from knobwise.envs.demonstrations.settings import (
-    FIELDS,
-    MODES,
-    DemonstrationRewardConfig,
-    GroupConfig,
-)
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
+from knobwise.envs.demonstrations.settings import FIELDS, MODES
+from knobwise.envs.demonstrations.torchrl_env import Passes, recorded_groups
 
 X = -1
 ROW = torch.tensor([0])
@@ -113,13 +108,13 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order):
     env = DemonstrationBandit(table, batch_size=5, group_size="all")
     context = env.reset()
     rows = context["row"]
-    assert torch.equal(context["group_mask"], table.beam_mask[rows])
+    identical(context["group_mask"], table.beam_mask[rows])
     out = env.step(context.set("action", context["sequences"][:, order]))
     wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
-    assert torch.equal(out["next", "reward"], wanted[rows][:, order])
+    identical(out["next", "reward"], wanted[rows][:, order])
     correct = table.fields["vqa_correct"][rows][:, order]
     close(out["next", "vqa_correct"], correct)
-    assert torch.equal(out["next", "row"], rows)
+    identical(out["next", "row"], rows)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +147,7 @@ def test_the_environment_makes_its_observation_itself(live, words):
     # without `row` the queries are those of the last reset
     for kept in (["row", "action"], ["action"]):
         identical(env.step(context.clone().set("action", action).select(*kept))["next"], whole)
-    assert torch.equal(env.rand_step()["next", "row"], context["row"])
+    identical(env.rand_step()["next", "row"], context["row"])
     check_env_specs(env, return_contiguous=False)
 
 
@@ -179,7 +174,7 @@ def test_without_a_seed_torch_seeds():
     torch.manual_seed(5)
     first, second = (bandit(batch_size=50).reset()["row"] for _ in range(2))
     torch.manual_seed(5)
-    assert torch.equal(bandit(batch_size=50).reset()["row"], first)
+    identical(bandit(batch_size=50).reset()["row"], first)
     assert not torch.equal(first, second)
 
 
@@ -199,7 +194,7 @@ def test_the_state_of_the_passes_can_be_saved(serial):
     torch.manual_seed(0)
     result = other.rollout(4, break_when_any_done=False)
     for key in ("row", ("next", "reward")):
-        assert torch.equal(result[key], wanted[key])
+        identical(result[key], wanted[key])
 
 
 NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
@@ -208,7 +203,7 @@ NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
 @given(
     action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_nearest_is_the_longest_common_start(action):
     outcome, table = NEAREST.decide(torch.arange(5), torch.tensor(action)), NEAREST.table
     for row, places in enumerate(action):
@@ -265,7 +260,7 @@ def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness():
     score = table.fields["beam_score"]
     env = DemonstrationBandit(replace(table, fields={"beam_score": score}), group_size="all")
     outcome = env.decide(torch.arange(1), table.sequences[:1])
-    assert torch.equal(outcome.reward, score[:1])
+    identical(outcome.reward, score[:1])
     assert outcome.correct.isnan().all()
 
 
@@ -296,7 +291,7 @@ def test_groups(groups, shots, kept):
             result = table.beams[name][query, : len(beams)]
             identical(result, wanted)
     env = DemonstrationBandit(whole, batch_size=5, groups=GroupConfig(**groups), shots=shots)
-    assert torch.equal(env.sequences, table.sequences)
+    identical(env.sequences, table.sequences)
 
 
 def test_groups_that_make_no_sense():
@@ -337,11 +332,11 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
     outcome = env.decide(row, torch.tensor([[[2, 2], [7, -5], [0, 2]]]))
     again = env.decide(row, torch.tensor([[[2, X], [X, 2], [2, X]]]))
     assert sorted(env.scorer.asked) == [(4, 0, X), (4, 0, X), (4, 6, 0)]
-    assert torch.equal(again.reward, outcome.reward[:, [0, 0, 0]])
+    identical(again.reward, outcome.reward[:, [0, 0, 0]])
     scored = CountingScorer()(torch.tensor([4, 4]), torch.tensor([[0, X], [6, 0]]))
     wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
     close(outcome.reward[0, [0, 2]], wanted, within=1e-6)
-    assert torch.equal(outcome.correct[0, [0, 2]], scored["vqa_correct"])
+    identical(outcome.correct[0, [0, 2]], scored["vqa_correct"])
     assert outcome.reward[0, 1] == 0
     assert outcome.correct[0, 1].isnan()
 
@@ -385,7 +380,7 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     assert len(rewards.unique(dim=0)) > 2
     assert len(rewards.sort().values.unique(dim=0)) == 1
     env.contexts.drawn = 2
-    assert torch.equal(torch.cat([drawn(), drawn()]), rewards[2:])
+    identical(torch.cat([drawn(), drawn()]), rewards[2:])
 
 
 @given(
@@ -394,7 +389,7 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     seed=st.integers(0, 2**62),
     batches=st.integers(1, 6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_pass_has_each_row_once(rows, count, seed, batches):
     numbers = torch.arange(rows) * 3 + 1
     passes = Passes(numbers, count, seed)
@@ -404,7 +399,7 @@ def test_every_pass_has_each_row_once(rows, count, seed, batches):
         assert len(order.unique()) == len(order)
         assert torch.isin(order, numbers).all()
     passes.set_back(passes.before)
-    assert torch.equal(passes(), drawn[-count:])
+    identical(passes(), drawn[-count:])
 
 
 def test_passes_come_in_other_orders():

@@ -3,17 +3,18 @@ the control."""
 
 import pytest
 import torch
-from helpers import close, input_error
+from helpers import close, identical, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cosine_similarity
 
+from knobwise.envs import DemonstrationRewardConfig
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
     demonstration_reward,
     shuffle,
 )
-from knobwise.envs.demonstrations.settings import LEVELS, MODES, DemonstrationRewardConfig
+from knobwise.envs.demonstrations.settings import LEVELS, MODES
 
 NAN = float("nan")
 RECORDED = {
@@ -144,7 +145,7 @@ def test_coherence_and_diversity_of_few_and_of_zeros():
 
 
 @given(length=st.integers(2, 5), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_coherence_and_diversity_are_those_of_the_pairs(length, seed):
     embeddings = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor(length))
@@ -156,14 +157,14 @@ def test_coherence_and_diversity_are_those_of_the_pairs(length, seed):
 
 
 @given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_shuffling_permutes_what_exists(seed, mask):
     there = torch.tensor([mask, mask])
     reward = torch.arange(1.0, 2 * len(mask) + 1).reshape(2, -1) * there
     result = shuffle(reward, there, torch.Generator().manual_seed(seed))
-    assert torch.equal(result.sort(1).values, reward.sort(1).values)
+    identical(result.sort(1).values, reward.sort(1).values)
     assert not result[~there].any()
-    assert torch.equal(result, shuffle(reward, there, torch.Generator().manual_seed(seed)))
+    identical(result, shuffle(reward, there, torch.Generator().manual_seed(seed)))
 
 
 def test_every_permutation_is_as_likely():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from knobwise.envs import ProfileTable
 from knobwise.envs.readers.feature_files import (
     Features,
     attach_features,
@@ -21,7 +22,7 @@ from knobwise.envs.readers.feature_files import (
 )
 from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.settings.profiles import JointProfile, read_profile
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".parquet"]
@@ -47,7 +48,7 @@ def saved(path, ids=("0", "1", "2"), **blocks):
     width=st.integers(1, 4),
     datasets=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_reading_gives_back_what_was_written(
     tmp_path_factory, suffix, ids, values, width, datasets
 ):
@@ -75,7 +76,7 @@ def test_reading_gives_back_what_was_written(
 def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
     saved(tmp_path / "f.npz", ids=[2, 0, 1, 7], x=np.array([20.0, 0.0, 10.0, 70.0]))
     table = attach_features(bare(), tmp_path / "f.npz")
-    assert table.features["x"].tolist() == [[0.0], [10.0], [20.0]]
+    identical(table.features["x"], [[0.0], [10.0], [20.0]])
     assert len(table.notes) == 1
     saved(tmp_path / "f.npz", ids=["0", "x", "y"])
     with input_error(r"f\.npz: .*1, 2;"):
@@ -85,9 +86,9 @@ def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
 def test_rows_are_matched_by_data_set_where_both_name_it():
     features = Features(("0", "0"), {"x": torch.tensor([[1.0], [2.0]])}, ("b", "a"))
     both = bare(2, sample_ids=("0", "0"), datasets=("a", "b"))
-    assert attach_features(both, features).features["x"].tolist() == [[2.0], [1.0]]
+    identical(attach_features(both, features).features["x"], [[2.0], [1.0]])
     one = table_of([[0.0]], [[1.0]], name="a")
-    assert attach_features(one, features).features["x"].tolist() == [[2.0]]
+    identical(attach_features(one, features).features["x"], [[2.0]])
     with input_error("features"):
         attach_features(replace(one, name="c"), features)
     with input_error("profile"):
@@ -97,14 +98,14 @@ def test_rows_are_matched_by_data_set_where_both_name_it():
 def test_every_kind_of_number(tmp_path):
     for kind in (np.float16, np.float64, np.int8, np.uint16, bool):
         saved(tmp_path / "f.npz", x=np.array([[0], [1], [1]], kind))
-        assert read_features(tmp_path / "f.npz").blocks["x"].tolist() == [[0.0], [1.0], [1.0]]
+        identical(read_features(tmp_path / "f.npz").blocks["x"], [[0.0], [1.0], [1.0]])
     blocks = {"x": torch.tensor([[0.5], [2.0]], dtype=torch.bfloat16)}
     save_file({"sample_id": torch.tensor([4, 2]), **blocks}, tmp_path / "f.safetensors")
     torch.save({"sample_id": [4, 2], **blocks}, tmp_path / "f.pt")
     for suffix in (".safetensors", ".pt"):
         features = read_features(tmp_path / f"f{suffix}")
         assert features.sample_ids == ("4", "2")
-        assert features.blocks["x"].tolist() == [[0.5], [2.0]]
+        identical(features.blocks["x"], [[0.5], [2.0]])
 
 
 def test_columns_of_a_table_file(tmp_path):
@@ -113,8 +114,8 @@ def test_columns_of_a_table_file(tmp_path):
     data.write_parquet(tmp_path / "f.parquet")
     blocks = read_features(tmp_path / "f.parquet").blocks
     assert list(blocks) == ["vision", "features"]
-    assert blocks["vision"].nan_to_num(-1).tolist() == [[1, 2], [3, -1]]
-    assert blocks["features"].nan_to_num(-1).tolist() == [[640, 1], [-1, 0]]
+    identical(blocks["vision"], [[1, 2], [3, NAN]])
+    identical(blocks["features"], [[640, 1], [NAN, 0]])
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
     again = read_features(tmp_path / "f.csv").blocks["features"]
     close(again, blocks["features"])
@@ -220,7 +221,7 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     joint = join_tables([FIRST, OTHER])
     assert joint.knobs == (Knob("crops", (2, 6, 9)), Knob("tier", ("low", "medium", "high")))
     # (2, low), (6, high) of one; (9, medium), (2, high), (9, high) of the other
-    assert joint.configurations.tolist() == [[0, 0], [0, 2], [1, 2], [2, 1], [2, 2]]
+    identical(joint.configurations, [[0, 0], [0, 2], [1, 2], [2, 1], [2, 2]])
     assert (
         joint.mask.tolist()
         == [[True, False, True, False, False]] * 2 + [[False, True, False, True, True]] * 2
@@ -230,14 +231,14 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     assert join_tables([replace(FIRST, unit="J"), replace(OTHER, unit="J")]).unit == "J"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(13, 21), st.floats(0, 0.8)), min_size=1, max_size=3))
 def test_whatever_is_joined_every_cell_is_kept(sizes):
     tables = [small_table(n, i, holes, name=f"t{i}") for i, (n, holes) in enumerate(sizes)]
     joint = join_tables(tables)
     assert cells(joint) == set().union(*map(cells, tables))
     features = torch.cat([table.features["image_features"] for table in tables])
-    assert torch.equal(joint.features["image_features"], features)
+    identical(joint.features["image_features"], features)
 
 
 def test_the_rows_of_each_data_set():
@@ -260,9 +261,9 @@ def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does():
     fixed = small_table(20, seed=1, name="fixed", parts=("train", "test") * 10)
     joint = join_tables([free, fixed])
     split, of_free = joint.split(), free.split()
-    assert split.test.tolist() == [*of_free.test.tolist(), *range(21, 40, 2)]
+    identical(split.test, [*of_free.test.tolist(), *range(21, 40, 2)])
     # of `fixed` a quarter of the training part
-    assert split.validation[:4].tolist() == of_free.validation.tolist()
+    identical(split.validation[:4], of_free.validation)
     assert len(split.validation) == 4 + 3
     assert [note.split(":")[0] for note in joint.notes] == ["small", "fixed"]
     both = join_tables([fixed, replace(fixed, name="again")])
@@ -375,9 +376,9 @@ def test_training_data_that_cannot_be_used(tmp_path, change, field):
 def test_the_data_set_is_a_block_with_a_column_for_each_and_zeros_for_others():
     table = bare(3, datasets=("b", "a", "b"))
     block = with_dataset_input(table).features["dataset"]
-    assert block.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+    identical(block, [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     block = with_dataset_input(table, ["c", "b"]).features["dataset"]
-    assert block.tolist() == [[0, 1], [0, 0], [0, 1]]
+    identical(block, [[0, 1], [0, 0], [0, 1]])
     for one in (bare(3), with_dataset_input(table)):
         with input_error(r"policy\.dataset_input"):
             with_dataset_input(one)

@@ -12,10 +12,8 @@ import pytest
 from knobwise.agents.judging.baselines import Oracle, PredictThenChoose, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.experts import Experts
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs import RewardConfig, builtin_profile, default_budgets
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.experiments.inspection.facts import inspect_table, mean_headroom
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.scenes import SEED, draw_samples

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import input_error
+from helpers import identical, input_error
 
 from knobwise.envs.simulated.calibrated import (
     BLOCK_LOSS,
@@ -119,8 +119,8 @@ def test_what_is_drawn_besides_changes_nothing():
         SimulatedConfig(("okvqa",), grid="27", samples=30, image_width=0, language_width=4)
     )
     assert (alone.name, alone.datasets) == ("simulated-okvqa", ())
-    assert torch.equal(alone.accuracy, whole.accuracy[60:])
-    assert torch.equal(alone.latency_ms, whole.latency_ms[60:])
+    identical(alone.accuracy, whole.accuracy[60:])
+    identical(alone.latency_ms, whole.latency_ms[60:])
     assert list(alone.features) == ["language_features"]
     okvqa = {"datasets": ("okvqa",), "grid": "27", "samples": 30, **NARROW}
     other = simulate(SimulatedConfig(**okvqa, seed=1))
