@@ -11,6 +11,8 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers import identical, input_error, repeated, small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchrl.envs import GymEnv, GymWrapper, check_env_specs
 
 from knobwise.envs import (
@@ -40,10 +42,6 @@ FORMS = [(table, action) for table in TABLES for action in ("knobs", "configurat
 WORTH = BudgetConfig(sense="mean")
 TWELVE = BudgetConfig("fixed", values_ms=(12.0,))
 NOTHING = np.zeros((3, 3), dtype=np.int64)
-
-
-def profiled_action(table, mask, number=0):
-    return table.configurations[torch.from_numpy(mask.astype(bool))][number].numpy()
 
 
 # -- the checks of gymnasium and TorchRL -----------------------------------------------------------
@@ -126,7 +124,8 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(budget, rewar
         for name in (limit, *table.features, "mask"):
             for other in (seen_by_many, context):
                 identical(seen[name], other[name][0].tolist())
-        action = profiled_action(table, info["mask"], step % int(info["mask"].sum()))
+        profiled = table.mask[row].nonzero()
+        action = table.configurations[profiled[step % len(profiled), 0]].numpy()
         out = native.step(context.set("action", torch.from_numpy(action)[None]))["next"]
         _, reward, _, _, outcome = one.step(action)
         seen_by_many, rewards, _, _, infos = many.step(action[None])
@@ -296,7 +295,8 @@ def test_observations_share_no_memory():
     first, info = ConfigBanditEnv(TABLE).reset(seed=0)
     first["image_features"][...] = 7.0
     info["mask"][:] = False
-    assert TABLE.digest == small_table().digest
+    assert TABLE.mask.all()
+    assert not (TABLE.features["image_features"] == 7).any()
     many = ConfigBanditVectorEnv(3, TABLE)
     before, _ = many.reset(seed=0)
     after, _, _, _, infos = many.step(NOTHING)
@@ -400,4 +400,96 @@ def test_make_vec_takes_every_reset_mode(mode):
     second, rewards, *_, infos = statistics.step(env.action_space.sample())
     for observations in (first, second):
         assert env.observation_space.contains(observations)
-    np.testing.assert_allclose(infos["episode"]["r"], rewards, rtol=1e-6)
+    assert infos["episode"]["r"] == pytest.approx(rewards)
+
+
+# -- what a person may choose at a reset ------------------------------------------------------------
+
+
+TWO_SETS = replace(
+    TABLE, sample_ids=(*map(str, range(30)),) * 2, datasets=("a",) * 30 + ("b",) * 30
+)
+
+
+@settings(max_examples=20)
+@given(row=st.integers(0, 59), budget=st.floats(2**-20, 2**20, width=32), by_id=st.booleans())
+def test_the_person_chooses_the_sample_and_its_budget(row, budget, by_id):
+    env = ConfigBanditEnv(TABLE)
+    sample = {"sample_id": TABLE.sample_ids[row]} if by_id else {"row": row}
+    observation, info = env.reset(options={"budget_ms": budget, **sample})
+    assert (info["row"], info["budget_ms"], observation["budget_ms"]) == (row, budget, budget)
+    identical(observation["image_features"], TABLE.features["image_features"][row])
+    *_, info = env.step([0, 0, 0])
+    assert info["latency_ms"] == TABLE.latency_ms[row, 0]
+    assert info["violation"] == (info["latency_ms"] > budget)
+
+
+@pytest.mark.parametrize("strategy", ["relative", "quantiles"])
+def test_the_seed_fixes_what_is_not_chosen(strategy):
+    env = ConfigBanditEnv(TABLE, BudgetConfig(strategy))
+
+    def context(**options):
+        _, info = env.reset(seed=3, options=options)
+        return info["row"], info["budget_ms"]
+
+    row, budget = context()
+    assert context(row=row) == (row, budget)
+    assert context(budget_ms=7.5) == (row, 7.5)
+    assert context(row=11) == context(row=11)
+    # a choice is for one episode
+    assert context(row=11, budget_ms=7.5) == (11, 7.5)
+    env.step([0, 0, 0])
+    assert len({env.reset()[1]["row"] for _ in range(20)}) > 5
+
+
+def test_under_a_mean_budget_the_worth_is_chosen():
+    env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"))
+    _, info = env.reset(options={"worth_ms": 40, "row": 2})
+    assert info["worth_ms"] == 40
+    _, reward, *_, info = env.step([0, 0, 0])
+    assert reward == pytest.approx(info["accuracy"] - info["latency_ms"] / 40)
+    with input_error("budget_ms"):
+        env.reset(options={"budget_ms": 40})
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"budget": 2.0}, "'budget'"),
+        *(({"row": wrong}, "row=") for wrong in (60, -1, 1.5, True, [1, 2], [[1]])),
+        ({"sample_id": "x"}, "0 samples"),
+        ({"sample_id": "7"}, "2 samples"),
+        ({"sample_id": "7", "dataset": "c"}, "0 samples"),
+        ({"dataset": "a"}, "dataset"),
+        ({"row": 3, "sample_id": "7", "dataset": "a"}, "sample_id"),
+        *(
+            ({"budget_ms": wrong}, "budget_ms=")
+            for wrong in (0, -1.0, 1e39, 1e-50, NAN, torch.inf, "fast", True)
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(options, fault):
+    env = ConfigBanditEnv(TWO_SETS)
+    with input_error(f"^reset options.*{fault}"):
+        env.reset(options=options)
+    assert env.reset(options={"sample_id": "7", "dataset": "b"})[1]["row"] == 37
+
+
+def test_many_at_once_take_a_single_value_or_each_their_own():
+    env = ConfigBanditVectorEnv(3, TWO_SETS)
+    sample = {"sample_id": "7", "dataset": "b"}
+    for options, rows, budgets in (
+        ({"row": np.array([4, 5, 6]), "budget_ms": 2.0}, [4, 5, 6], [2.0, 2.0, 2.0]),
+        ({**sample, "budget_ms": [1.0, 2.5, 3.0]}, [37, 37, 37], [1.0, 2.5, 3.0]),
+    ):
+        observations, infos = env.reset(options=options)
+        identical(infos["row"], rows)
+        identical(observations["budget_ms"], budgets)
+    with input_error("row="):
+        env.reset(options={"row": [1, 2]})
+
+
+def test_torchrl_passes_choices_on():
+    context = GymEnv(ID, table=TABLE).reset(options={"row": 5, "budget_ms": 3.0})
+    assert context["budget_ms"].item() == 3
+    identical(context["image_features"], TABLE.features["image_features"][5])

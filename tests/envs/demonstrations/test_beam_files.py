@@ -171,7 +171,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves_and_what_is_written_reads_th
             read_beam_data(*files)
         return
     table = read_beam_data(*files)
-    assert table.candidate_images == tuple(images or ())
+    assert images is None or table.candidate_images == tuple(images)
     for q, query in enumerate(rows):
         assert table.pool[q][table.pool_mask[q]].tolist() == pools[query]
         assert int(table.beam_mask[q].sum()) == len(left[query])

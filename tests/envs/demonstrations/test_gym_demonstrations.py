@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from helpers import five_beams, identical, input_error, small_table
 from torchrl.envs import GymWrapper, check_env_specs
 
-from knobwise.envs import BudgetConfig, ConfigBanditEnv, DemonstrationBandit, DemonstrationBanditEnv
+from knobwise.envs import DemonstrationBandit, DemonstrationBanditEnv
 
 X, ID = -1, "knobwise/DemonstrationBandit-v0"
 
@@ -25,8 +25,6 @@ def made(**options):
 
 ENVIRONMENTS = {
     "configurations": lambda: gymnasium.make("knobwise/ConfigBandit-v0", table=small_table()),
-    "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
-    "without features": lambda: ConfigBanditEnv(small_table(features=False)),
     "recorded": lambda: gymnasium.make(ID, table=five_beams()),
     "scored": lambda: made(scorer=scorer),
 }

@@ -556,12 +556,3 @@ def test_rows_with_several_images_are_no_measurements_of_one_cell(pair):
     put_exp6(pair, SMALL, [one | {"image_id": 1}, other | {"image_id": 2}])
     with input_error(r"exp6_latency_crops2.*2 × sample_id 0"):
         read(pair)
-
-
-def test_core_exp_files_may_repeat_a_sample(tmp_path):
-    row = {"sample_id": 0, "accuracy": 1.0, "T_total": 3.0}
-    rows = [row | {"T_total": 4.0, "repeat": 0}, row | {"accuracy": 0.0, "repeat": 1}]
-    put_core(tmp_path, "high", {}, per_sample_results=[*rows, row | {"repeat": 2}])
-    made = read_core(tmp_path)
-    identical(made.repeats_ms, [[[4.0, 3.0, 3.0]]])
-    assert made.accuracy.item() == pytest.approx(2 / 3)

@@ -3,6 +3,7 @@ data sets."""
 
 import pickle
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from knobwise.common.errors import Damaged
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.divisions import budget_rows, divide
-from knobwise.envs.tables.profile_table import Knob, Split
+from knobwise.envs.tables.profile_table import Knob, Split, median_of
 
 NAN = float("nan")
 
@@ -378,3 +379,64 @@ def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path)
     table.save(tmp_path / "t.safetensors")
     save_file(load_file(tmp_path / "t.safetensors"), tmp_path / "old.safetensors")
     assert ProfileTable.load(tmp_path / "old.safetensors").digest == table.digest
+
+
+# -- cells that were measured repeatedly -----------------------------------------------------------
+
+
+CELLS = [[[3.0, 1.0, 2.0], [8.0, 4.0, NAN]], [[5.0, NAN, NAN], [NAN, NAN, NAN]]]
+REPEATED = table_of([[0.5, 1.0], [0.25, NAN]], CELLS)
+REPEATS = REPEATED.repeats_ms
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(0, 2**20, width=32), max_size=7), st.integers(1, 3))
+def test_the_median_is_that_of_python(values, missing):
+    median = median_of(torch.tensor([values + [NAN] * missing])).item()
+    wanted = statistics.median(values) if values else NAN
+    assert median == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+
+
+def test_a_table_knows_all_measurements_and_their_medians():
+    identical(REPEATED.latency_ms, [[2.0, 6.0], [5.0, NAN]])
+    assert REPEATED.num_repeats == 3
+    assert REPEATED.measurements_ms is REPEATED.repeats_ms
+    assert "75.0% profiled, up to 3 times; " in repr(REPEATED)
+
+
+def test_a_table_measured_once_holds_nothing_more():
+    table = small_table()
+    assert (table.repeats_ms, table.num_repeats) == (None, 1)
+    assert table.measurements_ms.shape == (60, 12, 1)
+    assert table.measurements_ms.data_ptr() == table.latency_ms.data_ptr()
+    # the digest that such a table had before there were repeats
+    plain = table_of([[0.5, 1.0]], [[1.0, 2.0]])
+    assert plain.digest == "sha256:1219ad662736af706c381415d001bb786d1d67a591a77f4d51d041323d28f70f"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"repeats_ms": torch.ones(2, 2)}, "repeats_ms has shape"),
+        ({"repeats_ms": torch.ones(2, 3, 1)}, "repeats_ms has shape"),
+        ({"repeats_ms": REPEATS.flip(-1)}, "repeats_ms after NaN"),
+        ({"repeats_ms": -REPEATS}, "negative"),
+        ({"repeats_ms": REPEATS * torch.inf}, "infinite"),
+        ({"repeats_ms": REPEATS.nan_to_num(1.0)}, "3 × latency_ms"),
+        ({"latency_ms": 2 * REPEATED.latency_ms}, "3 × latency_ms"),
+    ],
+)
+def test_measurements_that_do_not_fit_are_refused(changes, what):
+    with input_error(f"'by hand'.*{what}"):
+        replace(REPEATED, **changes)
+
+
+def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path):
+    once = replace(REPEATED, repeats_ms=None)
+    changed = REPEATS.clone()
+    changed[0, 0, 0] = 4.0  # the median stays
+    other = table_of(REPEATED.accuracy, changed)
+    assert len({table.digest for table in (REPEATED, once, other)}) == 3
+    for table in (REPEATED, once):
+        table.save(tmp_path / "t.safetensors")
+        assert ProfileTable.load(tmp_path / "t.safetensors").digest == table.digest
