@@ -352,11 +352,17 @@ def close(result, wanted, within=None):
 
 
 def identical(result, wanted):
-    """Compare tensors, or TensorDicts, to the last bit; NaN is itself."""
+    """Compare tensors (also with arrays and lists of numbers), sequences of tensors or TensorDicts to
+    the last bit; NaN is itself."""
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     if isinstance(result, TensorDictBase):
         result = result.to_dict()
         wanted = wanted.to_dict()
-    torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+    elif not isinstance(wanted, type(result)):
+        result = torch.as_tensor(result)
+        wanted = torch.as_tensor(wanted)
+        exact["check_dtype"] = False
+    torch.testing.assert_close(result, wanted, **exact)
 
 
 class Harmful:

@@ -1,5 +1,5 @@
-"""TorchRL's workers in processes that are forked or spawned, each started from a process of its own
-that has used threads."""
+"""Workers of TorchRL and gymnasium in processes that are forked or spawned, each time started from a
+process of their own that has used threads."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SCRIPT = """
+TORCHRL = """
 import functools, sys
 import torch
 from helpers import small_table
@@ -17,6 +17,7 @@ from torch import multiprocessing
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import ParallelEnv
 from knobwise.envs import ConfigBandit
+from knobwise.envs.configurations.contexts import fresh_seed
 
 workers = int(sys.argv[2])
 multiprocessing.set_start_method(sys.argv[1], force=True)
@@ -35,36 +36,53 @@ def check(batch):
     return row.tolist()
 
 
+assert min(fresh_seed() for _ in range(20)) >= 0
 env = ParallelEnv(workers, make)
-env.set_seed(0)
-rows = check(env.rollout(6, break_when_any_done=False))
-assert len(set(map(tuple, torch.tensor(rows).view(workers, -1).tolist()))) == workers
+# forked workers share the state of torch's generator; without a seed, and with one, they differ
+for seed in (None, 0):
+    if seed is not None:
+        env.set_seed(seed)
+    rows = check(env.rollout(6, break_when_any_done=False))
+    assert len(set(map(tuple, torch.tensor(rows).view(workers, -1).tolist()))) == workers
 env.close()
 options = {"frames_per_batch": 8 * workers, "total_frames": 16 * workers}
 collector = MultiSyncCollector(
     [make] * workers, None, auto_register_policy_transforms=False, **options
 )
-print(sum(len(check(batch)) for batch in collector))
+assert sum(len(check(batch)) for batch in collector) == 16 * workers
 collector.shutdown()
+"""
+GYMNASIUM = """
+import gymnasium, knobwise, torch
+torch.set_num_threads(2)
+env = gymnasium.make_vec(
+    "knobwise/ConfigBandit-v0", 2, "async", vector_kwargs={"context": "fork"}
+)
+env.reset_async(seed=0, options={"row": 3})
+observations, _ = env.reset_wait(timeout=60)
+assert env.observation_space.contains(observations)
+env.step_async(env.action_space.sample())
+_, _, ended, _, infos = env.step_wait(timeout=60)
+assert ended.all()
+assert infos["row"].tolist() == [3, 3]
+env.close()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
-def test_parallel_environments_and_collectors_by_any_way_of_starting_processes(method, workers):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+@pytest.mark.parametrize(
+    "command",
+    [[TORCHRL, "fork", "2"], [TORCHRL, "spawn", "1"], [GYMNASIUM]],
+    ids=["fork", "spawn", "gymnasium"],
+)
+def test_environments_and_collectors_by_any_way_of_starting_processes(command):
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, method, str(workers)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
+        [sys.executable, "-c", *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
     try:
         # whatever hangs is an error
-        printed, _ = process.communicate(timeout=150)
-        assert process.returncode == 0
-        assert printed.split() == [str(16 * workers)]
+        assert process.wait(150) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started

@@ -12,6 +12,7 @@ from helpers import close, identical, input_error, repeated, small_table, table_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.envs import RewardConfig
 from knobwise.envs.configurations.reward import (
     RewardTable,
     complexity,
@@ -19,7 +20,6 @@ from knobwise.envs.configurations.reward import (
     reward,
     share_in_time,
 )
-from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import Knob
 
 NAN = math.nan
@@ -65,14 +65,13 @@ def test_another_kind_is_refused():
         RewardConfig(kind="sparse")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(2**-10, 2**17, width=32), st.integers(-2, 2))
 def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget, steps):
-    limit = torch.tensor(budget)
+    limit = latency = torch.tensor(budget)
     one = torch.tensor(1.0)
-    latency = limit
     for _ in range(abs(steps)):
-        latency = latency.nextafter(torch.tensor(math.copysign(math.inf, steps)))
+        latency = latency.nextafter(torch.tensor(steps * math.inf))
     gained = reward(one, latency, limit, one, RewardConfig(kind="utility"))
     assert gained == expected_utility(one, latency.unsqueeze(-1), limit) == (steps <= 0)
 
@@ -85,10 +84,9 @@ def test_complexity_by_hand():
 
 @pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
 def test_a_knob_without_a_size_counts_nothing(values):
-    table = table_of([[1.0, 1.0]], [[1.0, 1.0]])
     knobs = Knob("top_k", (2, 4)), Knob("other", values)
-    table = replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
-    assert complexity(table).tolist() == [0.25, 0.5]
+    table = table_of([[1.0] * 2], [[1.0] * 2], knobs=knobs, configurations=torch.eye(2).long())
+    assert complexity(table).tolist() == [0.5, 0.25]
 
 
 # -- cells that were measured repeatedly -----------------------------------------------------------
@@ -96,31 +94,26 @@ def test_a_knob_without_a_size_counts_nothing(values):
 
 def test_share_in_time_and_utility_by_hand():
     limits = BUDGETS.unsqueeze(1)
-    share = share_in_time(TABLE.measurements_ms, limits)
-    close(share, [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
-    gained = expected_utility(TABLE.accuracy, TABLE.measurements_ms, limits)
-    close(gained, [[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]])
+    measured = TABLE.measurements_ms
+    close(share_in_time(measured, limits), [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
+    close(expected_utility(TABLE.accuracy, measured, limits), [[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]])
 
 
 def test_rewards_by_hand():
     rewards = RewardTable(TABLE, replace(UTILITY, alpha=1.0))
     # in time 2 of 3, 1 of 3 and 1 of 1 times; 2 of 2 and 1 of 3 times
-    wanted = torch.tensor([[0.4 - 0.1, 1 / 3 - 0.2, 0.2], [0.5, NAN, 0.3 - 0.2]])
-    close(rewards.all(ROWS, BUDGETS), wanted)
+    close(rewards.all(ROWS, BUDGETS), [[0.4 - 0.1, 1 / 3 - 0.2, 0.2], [0.5, NAN, 0.3 - 0.2]])
     chosen = torch.tensor([[0, 1, 1], [0, 2, 2]])
-    repeats = torch.tensor([[1, 1, 3], [3, 0, 2]])
     # numbers beyond the last measurement count from the first again
-    accuracy, measured = rewards.outcome(ROWS, chosen, repeats)
-    assert measured.tolist() == [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]]
-    assert torch.equal(accuracy, TABLE.accuracy.gather(1, chosen))
-    wanted = torch.tensor([[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
+    accuracy, measured = rewards.outcome(ROWS, chosen, torch.tensor([[1, 1, 3], [3, 0, 2]]))
+    identical(measured, [[3.0, 2.0, 4.0], [7.0, 9.0, 7.0]])
+    identical(accuracy, TABLE.accuracy.gather(1, chosen))
     found = rewards.reward_of(accuracy, measured, BUDGETS.unsqueeze(1), chosen)
-    close(found, wanted)
-    medians = [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]]
-    assert rewards.outcome(ROWS, chosen)[1].tolist() == medians
+    close(found, [[-0.3, 1.0, -0.3], [0.5, -0.3, 0.9]])
+    identical(rewards.outcome(ROWS, chosen)[1], [[2.0, 4.0, 4.0], [6.0, 8.0, 8.0]])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.sampled_from(["shaped", "utility", "priced"]))
 def test_rewards_are_means_over_measurements(seed, kind):
     table = repeated(small_table(9, seed, holes=0.3), most=3, seed=seed)
@@ -131,7 +124,7 @@ def test_rewards_are_means_over_measurements(seed, kind):
     # six numbers meet each of 1, 2 or 3 measurements equally often
     total = torch.zeros(9, 12)
     for number in range(6):
-        drawn = rewards.outcome(rows, every, torch.full((9, 12), number))
+        drawn = rewards.outcome(rows, every, torch.full_like(every, number))
         total += rewards.reward_of(*drawn, budgets.unsqueeze(1), every)
     close(total / 6, rewards.all(rows, budgets))
 
@@ -139,9 +132,9 @@ def test_rewards_are_means_over_measurements(seed, kind):
 def test_the_median_is_rewarded_like_a_single_measurement():
     table = repeated(small_table(holes=0.3))
     rows = torch.arange(60)
-    once = RewardTable(replace(table, repeats_ms=None), UTILITY).all(rows, rows + 1.0)
-    median = RewardTable(table, UTILITY, repeats="median").all(rows, rows + 1.0)
-    identical(median, once)
+    once = RewardTable(replace(table, repeats_ms=None), UTILITY)
+    median = RewardTable(table, UTILITY, repeats="median")
+    identical(median.all(rows, rows + 1.0), once.all(rows, rows + 1.0))
 
 
 # -- functions of the user's -----------------------------------------------------------------------
@@ -168,13 +161,11 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written):
     table = table_of([[0.6, 1.0], [0.5, NAN]], [[[1, 3], [4, 2]], [[5, 7], [NAN, NAN]]])
     rewards = RewardTable(table, written("accuracy - latency_ms / budget_ms + 10 * knobs['size']"))
     budgets = torch.tensor([10.0, 20.0])
-    wanted = torch.tensor([[0.6 - 0.2, 1.0 - 0.3 + 10], [0.5 - 0.3, NAN]])
-    close(rewards.all(ROWS, budgets), wanted)
+    close(rewards.all(ROWS, budgets), [[0.6 - 0.2, 1.0 - 0.3 + 10], [0.5 - 0.3, NAN]])
     chosen = torch.tensor([[1, 0], [0, 0]])
-    repeats = torch.tensor([[0, 1], [1, 0]])
-    each = torch.tensor([[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
-    drawn = rewards.outcome(ROWS, chosen, repeats)
-    close(rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen), each)
+    drawn = rewards.outcome(ROWS, chosen, torch.tensor([[0, 1], [1, 0]]))
+    each = rewards.reward_of(*drawn, budgets.unsqueeze(1), chosen)
+    close(each, [[1.0 - 0.4 + 10, 0.6 - 0.3], [0.5 - 0.35, 0.5 - 0.25]])
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
@@ -182,7 +173,7 @@ def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
     configurations = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 1, 1]])
     table = replace(TABLE, knobs=knobs, configurations=configurations)
     config = written("10.0 * knobs['tier'] + knobs['crops'] + 0 * latency_ms")
-    assert RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]).tolist() == [[4.0, 10.5, 14.0]]
+    identical(RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]), [[4.0, 10.5, 14.0]])
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import input_error
+from helpers import identical, input_error
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
-from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs import BeamTable
 
 NAN = float("nan")
 X = -1
@@ -32,26 +33,26 @@ TINY = BeamTable(
 five."""
 
 
-def changed(name, place, value):
+def changed(name, place, value, **others):
     """TINY with another value at a place of a field."""
     values = getattr(TINY, name).clone()
     values[place] = torch.tensor(value)
-    return replace(TINY, **{name: values})
+    return replace(TINY, **{name: values}, **others)
 
 
 def test_sizes_and_masks():
     table = TINY
     assert (table.num_queries, table.num_beams, table.shots) == (3, 2, 2)
-    assert table.pool_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3]
-    assert table.beam_mask.tolist() == [[True, True], [True, False], [False, False]]
-    assert table.lengths.tolist() == [[2, 1], [2, 0], [0, 0]]
+    identical(table.pool_mask, [[True] * 3, [True, True, False], [False] * 3])
+    identical(table.beam_mask, [[True, True], [True, False], [False, False]])
+    identical(table.lengths, [[2, 1], [2, 0], [0, 0]])
     assert "3 queries, 3 beams" in repr(table)
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
 def test_a_table_without_any_beam_yet(shape):
-    none = torch.full((3, shape[0]), X)
     sequences = torch.full((3, *shape), X)
+    none = torch.full((3, shape[0]), X)
     table = replace(TINY, sequences=sequences, fields={}, found_by=none, round=0 * none)
     assert not table.beam_mask.any()
     again = table.with_beams(TINY.sequences, TINY.fields, TINY.found_by, TINY.round)
@@ -61,10 +62,10 @@ def test_a_table_without_any_beam_yet(shape):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        *[
-            ({name: torch.zeros(7)[(None,) * axes]}, f"{name} has shape")
-            for name, axes in (("pool", 0), ("sequences", 1), ("queries", 0), ("candidates", 0))
-        ],
+        ({"pool": torch.zeros(7)}, "pool has shape"),
+        ({"sequences": torch.zeros(1, 7)}, "sequences has shape"),
+        ({"queries": torch.zeros(7)}, "queries has shape"),
+        ({"candidates": torch.zeros(7)}, "candidates has shape"),
         ({"query_ids": ("1",)}, "query_ids has shape"),
         ({"query_ids": ("1", "1", "2")}, "not unique"),
         ({"round": torch.zeros(3, 1)}, "round has shape"),
@@ -75,15 +76,9 @@ def test_a_table_without_any_beam_yet(shape):
         ({"query_images": ("a",)}, "query_images has shape"),
         *[({"blocks": {"image": columns}}, "block") for columns in ((0, 3), (1, 1), (-1, 1))],
         ({"candidate_images": ("a",)}, "candidate_images has shape"),
-        (
-            {"fields": {"beam_score": torch.tensor([[torch.inf, 2], [3, NAN], [NAN, NAN]])}},
-            "1 × inf",
-        ),
+        ({"fields": {"beam_score": TINY.fields["beam_score"] * torch.inf}}, "2 × inf"),
         ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidates"),
-        (
-            {"query_images": ("b", "b", ""), "candidate_images": ("x", "a", "b", "", "b")},
-            "2 × .*own image",
-        ),
+        ({"query_images": ("b", "b", ""), "candidate_images": tuple("xabcb")}, "2 × .*own image"),
     ],
 )
 def test_what_is_refused(changes, what):
@@ -120,47 +115,55 @@ def test_unknown_images_and_those_of_other_candidates_are_no_leak():
 
 def test_select_keeps_order_shape_and_candidates():
     table = replace(TINY, query_images=("a", "b", "c"))
-    chosen = table.select(torch.tensor([2, 0]))
+    rows = torch.tensor([2, 0])
+    chosen = table.select(rows)
     assert (chosen.query_ids, chosen.query_images) == (("12", "10"), ("c", "a"))
     for name in ("pool", "sequences", "found_by", "round", "queries"):
-        assert torch.equal(getattr(chosen, name), getattr(table, name)[[2, 0]])
-    assert chosen.fields["beam_score"][1].tolist() == [0.5, 0.25]
+        identical(getattr(chosen, name), getattr(table, name)[rows])
+    identical(chosen.fields["beam_score"][1], [0.5, 0.25])
     assert chosen.candidates is table.candidates
     with input_error("empty"):
-        table.select(torch.tensor([], dtype=torch.int64))
+        table.select(rows[:0])
 
 
 def test_beams_are_added_and_closed_up():
-    none, half = [X] * 3, torch.full((3, 2), 0.5)
+    none = [X] * 3
     added = TINY.with_beams(
         torch.tensor([[none, [0, 1, 2]], [[0, X, X], [1, X, X]], [none] * 2]),
-        {"vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]), "vqa_rel_score": half},
+        {
+            "vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]),
+            "vqa_rel_score": torch.full((3, 2), 0.5),
+        },
         found_by=4,
         round=torch.tensor([[9, 3], [3, 3], [9, 9]]),
     )
     first, second = [[2, 0, X], [1, X, X], [0, 1, 2]], [[1, 0, X], [0, X, X], [1, X, X]]
-    assert added.sequences.tolist() == [first, second, [none] * 3]
-    assert added.found_by.tolist() == [[0, 4, 4], [3, 4, 4], none]
-    assert added.round.tolist() == [[0, 2, 3], [0, 3, 3], [0, 0, 0]]
-    assert {name: field.nan_to_num(-9).tolist() for name, field in added.fields.items()} == {
-        "vqa_correct": [[1, 0, 1], [1, 0, 1], [-9] * 3],
-        "beam_score": [[0.5, 0.25, -9], [-9] * 3, [-9] * 3],
-        "vqa_rel_score": [[-9, -9, 0.5], [-9, 0.5, 0.5], [-9] * 3],
+    identical(added.sequences, [first, second, [none] * 3])
+    identical(added.found_by, [[0, 4, 4], [3, 4, 4], none])
+    identical(added.round, [[0, 2, 3], [0, 3, 3], [0, 0, 0]])
+    unknown = [NAN] * 3
+    wanted = {
+        "vqa_correct": [[1, 0, 1], [1, 0, 1], unknown],
+        "beam_score": [[0.5, 0.25, NAN], unknown, unknown],
+        "vqa_rel_score": [[NAN, NAN, 0.5], [NAN, 0.5, 0.5], unknown],
     }
+    assert {*added.fields} == {*wanted}
+    for name, values in wanted.items():
+        identical(added.fields[name], values)
 
 
 def test_digest_tells_content_apart_and_nothing_else():
     table = TINY
+    score, right = table.fields.values()
+    fields = table.fields | {"vqa_rel_score": torch.full((3, 2), NAN)}
     same = [
         replace(table, notes=("read on a Monday",), name="other"),
-        replace(table, fields=dict(reversed(table.fields.items()))),
-        replace(table, fields=table.fields | {"vqa_rel_score": torch.full((3, 2), NAN)}),
-        replace(table, pool=torch.cat([table.pool, torch.full((3, 2), X)], 1)),
-        replace(table, sequences=torch.cat([table.sequences, torch.full((3, 2, 1), X)], 2)),
+        replace(table, fields=dict(reversed(fields.items()))),
+        replace(table, pool=pad(table.pool, (0, 1), value=X)),
+        replace(table, sequences=pad(table.sequences, (0, 1), value=X)),
         table.with_beams(torch.full((3, 4, 5), X), {}, 0),
     ]
     assert {other.digest for other in same} == {table.digest}
-    score, right = table.fields.values()
     others = [
         changed("pool", (0, 2), 1),
         changed("sequences", (0, 0), [0, 2]),
@@ -168,19 +171,17 @@ def test_digest_tells_content_apart_and_nothing_else():
         changed("round", (0, 1), 3),
         changed("queries", 0, 5.0),
         changed("candidates", 0, 5.0),
+        replace(table, query_ids=("10", "11", "13")),
+        replace(table, fields={"beam_score": score}),
+        replace(table, fields={"beam_score": score, "logprob_score": right}),
+        replace(table, query_images=("a", "b", "c")),
+        replace(table, candidate_images=tuple("abcde")),
+        replace(table, blocks={"image": (0, 1)}),
+        replace(table, blocks={"image": (0, 2)}),
     ]
-    for change in (
-        {"query_ids": ("10", "11", "13")},
-        {"fields": {"beam_score": score}},
-        {"fields": {"beam_score": score, "logprob_score": right}},
-        {"query_images": ("a", "b", "c")},
-        {"candidate_images": tuple("abcde")},
-        {"blocks": {"image": (0, 1)}},
-        {"blocks": {"image": (0, 2)}},
-    ):
-        others.append(replace(table, **change))
     assert len({table.digest, *(other.digest for other in others)}) == 14
-    orders = ({"image": (0, 1), "question": (1, 2)}, {"question": (1, 2), "image": (0, 1)})
+    first, second = (("image", (0, 1)), ("question", (1, 2)))
+    orders = dict([first, second]), dict([second, first])
     assert len({replace(table, blocks=blocks).digest for blocks in orders}) == 1
 
 
@@ -195,13 +196,13 @@ def test_a_saved_table_loads_the_same(tmp_path):
     )
     table.save(path)
     again = BeamTable.load(path)
-    assert (again.digest, again.name) == (table.digest, table.name)
-    assert (again.notes, again.blocks) == (table.notes, table.blocks)
+    for name in ("digest", "name", "notes", "blocks"):
+        assert getattr(again, name) == getattr(table, name)
     assert load_file(path)["sequences"].dtype == torch.int8
-    pool = torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]])
-    replace(TINY, candidates=torch.zeros(40_000, 2), pool=pool).save(path)
+    large = changed("pool", (0, 0), 39_999, candidates=torch.zeros(40_000, 2))
+    large.save(path)
     assert load_file(path)["pool"].dtype == torch.int32
-    assert torch.equal(BeamTable.load(path).pool, pool)
+    identical(BeamTable.load(path).pool, large.pool)
 
 
 def test_files_that_are_no_saved_beam_table(tmp_path):

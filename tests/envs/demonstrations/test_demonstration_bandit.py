@@ -21,18 +21,14 @@ from torchrl.envs import (
     check_env_specs,
 )
 
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs import ConfigBandit, DemonstrationBandit, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.beam_table import bank_rows
-from knobwise.envs.demonstrations.settings import (
-    FIELDS,
-    MODES,
-    DemonstrationRewardConfig,
-    GroupConfig,
-)
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
+from knobwise.envs.demonstrations.settings import FIELDS, MODES
+from knobwise.envs.demonstrations.torchrl_env import Passes, recorded_groups
 
 X = -1
 ROW = torch.tensor([0])
+replayed_or_live = pytest.mark.parametrize("live", [False, True])
 SEQUENCES = five_beams().sequences
 
 
@@ -49,14 +45,10 @@ class CountingScorer:
         return dict.fromkeys(FIELDS[1:], probability) | {"vqa_correct": (probability > 0.7).float()}
 
 
-SOFT = DemonstrationRewardConfig("legacy", information="vqa_acc_score")
-
-
 def bandit(live=False, **words):
-    """Replaying whole groups, or scored."""
-    if not live:
-        words["group_size"] = "all"
-    return DemonstrationBandit(five_beams(), scorer=CountingScorer() if live else None, **words)
+    """Scored, or by default replaying whole groups."""
+    words = {"scorer": CountingScorer()} | words if live else words | {"group_size": "all"}
+    return DemonstrationBandit(five_beams(), **words)
 
 
 def bandit_of(kind, **words):
@@ -72,18 +64,19 @@ def bandit_of(kind, **words):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("live", [False, True])
+@replayed_or_live
 @pytest.mark.parametrize("control", [False, True])
 def test_specs_hold_and_rewards_are_finite_in_every_mode(mode, live, control):
     reward = DemonstrationRewardConfig(mode, shuffled=control)
     check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
-    assert out["next", "reward"].isfinite().all()
+    following = out["next"]
+    assert following["reward"].isfinite().all()
     empty = out["row"] == 2  # no candidate
     assert empty.any()
-    assert not out["next", "reward"][empty].any()
-    assert out["next", "vqa_correct"][empty].isnan().all()
-    assert out["next", "done"].all()
+    assert not following["reward"][empty].any()
+    assert following["vqa_correct"][empty].isnan().all()
+    assert following["done"].all()
 
 
 @pytest.mark.parametrize("kind", ["configurations", "recorded", "scored"])
@@ -107,19 +100,19 @@ def test_what_all_bandits_keep(kind):
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 3, 0, 3]])
 def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order):
     """Of two equal recordings each has its own."""
-    table = five_beams().with_beams(
-        SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3
-    )
+    again = {name: torch.full((5, 1), 0.5) for name in FIELDS}
+    table = five_beams().with_beams(SEQUENCES[:, :1], again, 4, 3)
     env = DemonstrationBandit(table, batch_size=5, group_size="all")
     context = env.reset()
     rows = context["row"]
-    assert torch.equal(context["group_mask"], table.beam_mask[rows])
-    out = env.step(context.set("action", context["sequences"][:, order]))
-    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
-    assert torch.equal(out["next", "reward"], wanted[rows][:, order])
-    correct = table.fields["vqa_correct"][rows][:, order]
-    close(out["next", "vqa_correct"], correct)
-    assert torch.equal(out["next", "row"], rows)
+    identical(context["group_mask"], table.beam_mask[rows])
+    out = env.step(context.set("action", context["sequences"][:, order]))["next"]
+    correct, soft = (
+        table.fields[name][rows][:, order] for name in ("vqa_correct", "vqa_acc_score")
+    )
+    identical(out["reward"], (2 * correct + soft).nan_to_num())
+    identical(out["vqa_correct"], correct)
+    identical(out["row"], rows)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ def test_what_was_never_recorded_or_does_not_exist_is_refused_with_its_query(liv
         env.step(env.reset().set("action", action))
 
 
-@pytest.mark.parametrize("live", [False, True])
+@replayed_or_live
 @pytest.mark.parametrize(
     "words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}]
 )
@@ -147,16 +140,17 @@ def test_the_environment_makes_its_observation_itself(live, words):
     assert env.rand_step()["next", "done"].all()  # before any reset it is for new queries
     context = env.reset()
     action = env.rand_action()["action"]
-    whole = env.step(context.clone().set("action", action))["next"]
+    decided = context.clone().set("action", action)
+    whole = env.step(decided)["next"]
     assert whole["reward"].shape == (*env.batch_size, words.get("group_size", 1))
     # without `row` the queries are those of the last reset
     for kept in (["row", "action"], ["action"]):
-        identical(env.step(context.clone().set("action", action).select(*kept))["next"], whole)
-    assert torch.equal(env.rand_step()["next", "row"], context["row"])
+        identical(env.step(decided.select(*kept))["next"], whole)
+    identical(env.rand_step()["next", "row"], context["row"])
     check_env_specs(env, return_contiguous=False)
 
 
-@pytest.mark.parametrize("live", [False, True])
+@replayed_or_live
 def test_transforms_and_a_random_policy_of_torchrl(live):
     made = partial(bandit, live, batch_size=4, group_size=2, seed=0)
     changes = Compose(CatTensors(["query", "mask"], "joined"), ExcludeTransform("row"))
@@ -176,30 +170,31 @@ def test_workers_draw_different_queries(vector):
 
 
 def test_without_a_seed_torch_seeds():
-    torch.manual_seed(5)
-    first, second = (bandit(batch_size=50).reset()["row"] for _ in range(2))
-    torch.manual_seed(5)
-    assert torch.equal(bandit(batch_size=50).reset()["row"], first)
-    assert not torch.equal(first, second)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append([bandit(batch_size=50).reset()["row"] for _ in range(2)])
+    identical(*drawn)
+    assert not torch.equal(*drawn[0])
 
 
 @pytest.mark.parametrize("serial", [False, True])
 def test_the_state_of_the_passes_can_be_saved(serial):
-    def made():
-        env = partial(bandit, batch_size=3, reward=DemonstrationRewardConfig(shuffled=True))
-        return SerialEnv(2, env) if serial else env()
+    made = partial(bandit, batch_size=3, reward=DemonstrationRewardConfig(shuffled=True))
+    env, other = (SerialEnv(2, made) if serial else made() for _ in range(2))
 
-    env, other = made(), made()
+    def played(each):
+        torch.manual_seed(0)
+        return each.rollout(4, break_when_any_done=False)
+
     env.rollout(3, break_when_any_done=False)
     state = env.state_dict()
-    torch.manual_seed(0)
-    wanted = env.rollout(4, break_when_any_done=False)
+    wanted = played(env)
     other.reset()
     other.load_state_dict(state)
-    torch.manual_seed(0)
-    result = other.rollout(4, break_when_any_done=False)
+    result = played(other)
     for key in ("row", ("next", "reward")):
-        assert torch.equal(result[key], wanted[key])
+        identical(result[key], wanted[key])
 
 
 def test_a_penalty_is_1_below_the_worst_of_the_group():
@@ -215,7 +210,7 @@ NEAREST = DemonstrationBandit(five_beams(), batch_size=5, seed=0)
 @given(
     action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_nearest_is_the_longest_common_start(action):
     outcome, table = NEAREST.decide(torch.arange(5), torch.tensor(action)), NEAREST.table
     for row, places in enumerate(action):
@@ -250,18 +245,17 @@ def test_an_action_may_be_the_index_of_a_recorded_sequence():
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
 def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else(group_size):
-    env = DemonstrationBandit(five_beams(), batch_size=5, group_size=group_size, seed=0)
+    env = DemonstrationBandit(five_beams(), batch_size=5, group_size=group_size)
     context = env.rand_action(env.reset())
     wanted = env.step(context.clone())["next"]
-    assert wanted["vqa_correct"].shape == context["action"].shape[:-1]
+    action = context["action"]
+    assert wanted["vqa_correct"].shape == action.shape[:-1]
     if group_size != 2:
         for shape in [(5, 3), (5, 1, 3)]:
-            context["action"] = context["action"].view(shape)
-            identical(env.step(context.clone())["next"], wanted)
+            identical(env.step(context.clone().set("action", action.view(shape)))["next"], wanted)
     for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):
-        context["action"] = torch.zeros(shape, dtype=torch.int64)
         with input_error("the action"):
-            env.step(context)
+            env.step(context.set("action", torch.zeros(shape, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -284,8 +278,8 @@ def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness():
     table = five_beams()
     score = table.fields["beam_score"]
     env = DemonstrationBandit(replace(table, fields={"beam_score": score}), group_size="all")
-    outcome = env.decide(torch.arange(1), table.sequences[:1])
-    assert torch.equal(outcome.reward, score[:1])
+    outcome = env.decide(ROW, table.sequences[:1])
+    identical(outcome.reward, score[:1])
     assert outcome.correct.isnan().all()
 
 
@@ -304,7 +298,8 @@ def test_beams_with_scores_alone_have_a_reward_and_an_unknown_correctness():
 def test_groups(groups, shots, kept):
     """`kept` are the beams of each query, by their numbers in the table."""
     whole = five_beams()
-    table = recorded_groups(whole, GroupConfig(**groups), shots)
+    groups = GroupConfig(**groups)
+    table = recorded_groups(whole, groups, shots)
     assert table.num_beams == max(map(len, kept))
     assert table.shots == table.lengths.max()
     for query, beams in enumerate(kept):
@@ -313,14 +308,13 @@ def test_groups(groups, shots, kept):
             wanted = values[query, beams]
             if name == "sequences":
                 wanted = wanted[:, : table.shots]
-            result = table.beams[name][query, : len(beams)]
-            identical(result, wanted)
-    env = DemonstrationBandit(whole, batch_size=5, groups=GroupConfig(**groups), shots=shots)
-    assert torch.equal(env.sequences, table.sequences)
+            identical(table.beams[name][query, : len(beams)], wanted)
+    env = DemonstrationBandit(whole, groups=groups, shots=shots)
+    identical(env.sequences, table.sequences)
 
 
 def test_groups_that_make_no_sense():
-    with input_error(r"groups\.methods"):
+    with input_error("groups.methods"):
         GroupConfig("beam")
 
 
@@ -328,7 +322,7 @@ def test_groups_that_make_no_sense():
     ("live", "options", "field"),
     [
         (False, {"groups": GroupConfig("own"), "shots": 4}, "shots=4"),
-        (False, {"rows": torch.tensor([], dtype=torch.int64)}, "queries"),
+        (False, {"rows": ROW[:0]}, "queries"),
         (True, {"shots": 0}, "shots=0"),
         (True, {"batch_size": 0}, "batch_size=0"),
         (False, {"unprofiled": "never"}, "unprofiled"),
@@ -358,13 +352,13 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
     outcome = env.decide(row, torch.tensor([[[2, 2], [7, -5], [0, 2]]]))
     again = env.decide(row, torch.tensor([[[2, X], [X, 2], [2, X]]]))
     assert sorted(env.scorer.asked) == [(4, 0, X), (4, 0, X), (4, 6, 0)]
-    assert torch.equal(again.reward, outcome.reward[:, [0, 0, 0]])
+    identical(again.reward, outcome.reward[:, [0, 0, 0]])
     scored = CountingScorer()(torch.tensor([4, 4]), torch.tensor([[0, X], [6, 0]]))
-    wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
-    close(outcome.reward[0, [0, 2]], wanted, within=1e-6)
-    assert torch.equal(outcome.correct[0, [0, 2]], scored["vqa_correct"])
-    assert outcome.reward[0, 1] == 0
-    assert outcome.correct[0, 1].isnan()
+    (first, first_soft), (second, second_soft) = zip(
+        *(scored[name].tolist() for name in ("vqa_correct", "vqa_acc_score")), strict=True
+    )
+    close(outcome.reward, [[2 * first + first_soft, 0.0, 2 * second + second_soft]], within=1e-6)
+    identical(outcome.correct, [[first, torch.nan, second]])
 
 
 def test_information_is_the_gain_over_no_demonstration_asked_once():
@@ -377,36 +371,34 @@ def test_information_is_the_gain_over_no_demonstration_asked_once():
         bank = bank_rows(five_beams().pool[rows], action)
         shown, nothing = (CountingScorer()(rows, x)["vqa_gt_prob"] for x in (bank, bank * 0 - 1))
         close(reward, (shown - nothing).where(action[:, 0] >= 0, 0.0))
-    zero_shot = [asked for asked in env.scorer.asked if asked[1:] == (X, X, X)]
-    assert sorted(zero_shot) == [(q, X, X, X) for q in range(5)]
+    zero_shot = [query for query, *rest in env.scorer.asked if rest == [X] * 3]
+    assert sorted(zero_shot) == [*range(5)]
 
 
 def test_a_scorer_that_does_not_give_what_the_mode_is_made_of():
     def probability(queries, demonstrations):
         return {"vqa_gt_prob": torch.ones(len(queries))}
 
-    def env(reward):
-        return DemonstrationBandit(five_beams(), rows=ROW, scorer=probability, reward=reward)
-
     with input_error("vqa_correct"):
-        env(DemonstrationRewardConfig()).rollout(1)
-    legacy = env(DemonstrationRewardConfig("legacy"))
+        bandit(True, rows=ROW, scorer=probability).rollout(1)
+    legacy = bandit(True, rows=ROW, scorer=probability, reward=DemonstrationRewardConfig("legacy"))
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 
 
 def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts():
-    config = replace(SOFT, shuffled=True)
+    config = DemonstrationRewardConfig("legacy", information="vqa_acc_score", shuffled=True)
     env = bandit(True, group_size=6, rows=torch.tensor([4]), shots=3, reward=config)
     action = torch.tensor([[*permutations(range(3))]])
 
-    def drawn():
-        return env.step(env.reset().set("action", action))["next", "reward"]
+    def drawn(times):
+        steps = [env.step(env.reset().set("action", action)) for _ in range(times)]
+        return torch.cat([step["next", "reward"] for step in steps])
 
-    rewards = torch.cat([drawn() for _ in range(4)])
+    rewards = drawn(4)
     assert len(rewards.unique(dim=0)) > 2
     assert len(rewards.sort().values.unique(dim=0)) == 1
     env.contexts.drawn = 2
-    assert torch.equal(torch.cat([drawn(), drawn()]), rewards[2:])
+    identical(drawn(2), rewards[2:])
 
 
 @given(
@@ -415,7 +407,7 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     seed=st.integers(0, 2**62),
     batches=st.integers(1, 6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_pass_has_each_row_once(rows, count, seed, batches):
     numbers = torch.arange(rows) * 3 + 1
     passes = Passes(numbers, count, seed)
@@ -425,11 +417,10 @@ def test_every_pass_has_each_row_once(rows, count, seed, batches):
         assert len(order.unique()) == len(order)
         assert torch.isin(order, numbers).all()
     passes.set_back(passes.before)
-    assert torch.equal(passes(), drawn[-count:])
+    identical(passes(), drawn[-count:])
 
 
 def test_passes_come_in_other_orders():
-    passes = [Passes(torch.arange(50), 50, seed) for seed in (0, 0, 1)]
-    orders = [tuple(drawn().tolist()) for drawn in (*passes, passes[0])]
-    assert orders[0] == orders[1]
-    assert len({*orders}) == 3
+    same, other = Passes(torch.arange(50), 50, 0), Passes(torch.arange(50), 50, 1)
+    identical(same(), Passes(torch.arange(50), 50, 0)())
+    assert len({tuple(drawn().tolist()) for drawn in (same, other, same)}) == 3

@@ -2,23 +2,26 @@
 the table back."""
 
 import gzip
-import json
 import math
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from helpers import input_error
+from helpers import identical, input_error, repeated, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import knobwise
+from knobwise.envs.readers.exp_files import read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import (
     long_frame,
     read_long_table,
     table_from_frame,
     write_long_table,
 )
+
+NAN = math.nan
 
 
 def frame(**columns):
@@ -33,18 +36,17 @@ def frame(**columns):
 
 
 def table(data=None, **choices):
-    return table_from_frame(frame() if data is None else data, name="t", **choices)
+    return table_from_frame(frame() if data is None else data, name="t", source="t.csv", **choices)
 
 
 def test_rows_become_cells():
     made = table()
     assert (made.sample_ids, made.notes) == (("a", "b"), ())
-    assert [made.configuration(c) for c in range(2)] == [{"top_k": 4}, {"top_k": 8}]
-    assert made.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.25]]
-    assert made.latency_ms.tolist() == [[10.0, 20.0], [30.0, 40.0]]
-    assert made.accuracy.dtype == made.latency_ms.dtype == torch.float32
+    assert [made.label(c) for c in range(2)] == ["top_k=4", "top_k=8"]
+    identical(made.accuracy, torch.tensor([[0.5, 1.0], [0.0, 0.25]]))
+    identical(made.latency_ms, torch.tensor([[10.0, 20.0], [30.0, 40.0]]))
     assert made.configurations.dtype == torch.int64
-    made = table(frame(sample_id=["a"] * 4, dataset=["x", "x", "y", "y"]))  # two samples
+    made = table(frame(sample_id="a", dataset=["x", "x", "y", "y"]))  # two samples
     assert (made.datasets, made.sample_ids) == (("x", "y"), ("a", "a"))
     data = frame(dataset=["y", "x", "x", "y"])  # the order of the rows does not matter
     assert table(data.reverse()).digest == table(data).digest
@@ -55,20 +57,15 @@ def test_rows_become_cells():
     [
         [4.0, 3.5, 1.0, 9.0],
         ["4", "3.5", "1", "9"],
-        [
-            "2026-01-31T12:00:04",
-            "2026-01-31T12:00:03",
-            "2025-12-31T12:00:01",
-            "2026-02-01T00:00:00",
-        ],
+        ["2026-01-31T12:00:04", "2026-01-31T12:00:03", "2025-12-31T12:00:01", "2026-02-01T00:00:00"],
         pl.Series([4, 3, 1, 9]).cast(pl.Datetime),
     ],
     ids=["numbers", "text", "dates", "datetimes"],
-)
+)  # fmt: skip
 def test_samples_stand_in_the_order_of_their_first_times(times):
     made = table(frame(at=times), time="at")
     assert made.sample_ids == ("b", "a")
-    assert made.accuracy.tolist() == [[0.0, 0.25], [0.5, 1.0]]
+    identical(made.accuracy, [[0.0, 0.25], [0.5, 1.0]])
     assert [knob.name for knob in made.knobs] == ["top_k"]
 
 
@@ -89,19 +86,15 @@ def test_what_is_no_time_is_refused(times):
     ],
 )
 def test_samples_are_sorted(ids, order):
-    n = len(ids)
-    data = pl.DataFrame(
-        {"sample_id": ids, "k": [1] * n, "accuracy": [1.0] * n, "latency_ms": [1.0] * n}
-    )
+    data = pl.DataFrame({"sample_id": ids}).with_columns(k=1, accuracy=1.0, latency_ms=1.0)
     assert table(data).sample_ids == order
 
 
 def test_missing_rows_and_empty_cells_are_holes():
     data = frame(accuracy=[1.0, 0.5, None, 0.0], latency_ms=[20.0, None, 40.0, 30.0])
     made = table(data)
-    assert made.mask.tolist() == [[False, True], [True, False]]
-    assert made.accuracy[0, 0].isnan()
-    assert made.latency_ms[1, 1].isnan()
+    identical(made.accuracy, [[NAN, 1.0], [0.0, NAN]])
+    identical(made.latency_ms, [[NAN, 20.0], [30.0, NAN]])
     assert made.notes == ("2 rows without accuracy or latency: not profiled",)
     assert table(data[[0, 3]]).digest == made.digest
 
@@ -151,11 +144,11 @@ def test_knob_values(column, values):
 def test_any_number_of_knobs_in_the_order_of_the_columns():
     data = frame(preset=["slow", "fast"] * 2, codec=["x", "y"] * 2)
     made = table(data)
-    assert made.configurations.tolist() == [[0, 0, 1], [1, 1, 0]]
+    identical(made.configurations, [[0, 0, 1], [1, 1, 0]])
     assert made.label(0) == "top_k=4 preset=fast codec=y"
     chosen = table(data, knobs=["codec", "top_k"])
     assert chosen.label(0) == "codec=x top_k=8"
-    assert chosen.accuracy.tolist() == [[1.0, 0.5], [0.25, 0.0]]
+    identical(chosen.accuracy, [[1.0, 0.5], [0.25, 0.0]])
 
 
 def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
@@ -197,26 +190,25 @@ def test_a_measurement_taken_for_a_knob_is_refused():
 def test_accuracy_and_latency_are_a_choice():
     data = frame(soft_score=[0.1, 0.2, 0.3, 0.4], cost=[4, 3, 2, 1])
     made = table(data, accuracy="soft_score", latency="cost", knobs=["top_k"])
-    assert made.accuracy[0].tolist() == pytest.approx([0.2, 0.1])
-    assert made.latency_ms.tolist() == [[3, 4], [1, 2]]
+    identical(made.accuracy, [[0.2, 0.1], [0.4, 0.3]])
+    identical(made.latency_ms, [[3, 4], [1, 2]])
     assert [k.name for k in table(data.drop("cost"), accuracy="soft_score").knobs] == ["top_k"]
     # a score serves as accuracy
     assert table(frame().rename({"accuracy": "score"})).digest == table().digest
-    assert table(frame(score=[0.0] * 4)).accuracy[0, 1] == 1
+    assert table(frame(score=0.0)).accuracy[0, 1] == 1
 
 
 def in_parts(*parts):
     """Return rows of samples in these parts, of which two at a time show the same image."""
     ids = np.arange(len(parts))
-    return pl.DataFrame({"sample_id": ids, "image_id": ids // 2, "split": parts}).with_columns(
-        k=1, accuracy=1.0, latency_ms=1.0
-    )
+    data = pl.DataFrame({"sample_id": ids, "image_id": ids // 2, "split": parts})
+    return data.with_columns(k=1, accuracy=1.0, latency_ms=1.0)
 
 
 def test_spellings_of_parts(tmp_path):
     made = table(in_parts("train", "Training", "val", "valid", "test", "test"))
     assert made.parts == ("train", "train", "validation", "validation", "test", "test")
-    assert made.image_ids == ("0", "0", "1", "1", "2", "2")
+    assert made.image_ids == tuple("001122")
     write_long_table(made, tmp_path / "t.csv")
     assert read_long_table(tmp_path / "t.csv").digest == made.digest
     again = table(in_parts("train", "train", "dev", "validation", "test", "testing"))
@@ -230,31 +222,30 @@ def test_splits_that_do_not_divide_samples():
             table(data)
     # this is where they come from
     made = table(in_parts("validation", "validation"))
-    assert made.parts == ()
-    assert len(made.notes) == 1
+    assert (made.parts, len(made.notes)) == ((), 1)
 
 
 @pytest.mark.parametrize(
     ("column", "values", "fault"),
     [
-        ("latency_ms", [20.0, 10.0, math.nan, 30.0], "1 rows .* b"),
+        ("latency_ms", [20.0, 10.0, NAN, 30.0], "1 rows .* b"),
         ("latency_ms", [20.0, -10.0, -1.0, 30.0], "2 rows .* a"),
         ("latency_ms", [20.0, 10.0, 40.0, math.inf], "1 rows"),
         ("latency_ms", ["20", "10", "fast", "30"], "'fast'"),
         ("latency_ms", [[20.0]] * 4, "List"),
         ("latency_ms", None, "no row"),
         ("accuracy", [50.0, 100.0, 0.0, 0.0], "2 rows"),
-        ("accuracy", [1.0, math.nan, 0.0, 0.0], "1 rows"),
+        ("accuracy", [1.0, NAN, 0.0, 0.0], "1 rows"),
         ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 rows"),
         ("sample_id", ["a", None, "b", "b"], "1 rows"),
         ("sample_id", [[1]] * 4, "List"),
         ("top_k", [8, None, 8, 4], "1 "),
-        ("top_k", [8.0, math.nan, 8.0, 4.0], "finite"),
+        ("top_k", [8.0, NAN, 8.0, 4.0], "finite"),
     ],
 )
 def test_bad_values(column, values, fault):
     with input_error(rf"^t\.csv: (?=.*{column}).*{fault}"):
-        table(frame(**{column: values}), source="t.csv")
+        table(frame(**{column: values}))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +265,7 @@ def test_bad_values(column, values, fault):
 )
 def test_bad_columns(data, choices, column):
     with input_error(rf"^t\.csv: .*{column}"):
-        table(data, source="t.csv", **choices)
+        table(data, **choices)
 
 
 def is_number(text):
@@ -289,11 +280,11 @@ def is_number(text):
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
 ).filter(lambda text: not is_number(text))
-VALUES = st.one_of(
-    st.integers(-(10**6), 10**6),
-    st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0),
-    st.just("x"),
-    NAMES,
+VALUES = (
+    st.integers(-(10**6), 10**6)
+    | st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0)
+    | st.just("x")
+    | NAMES
 )
 
 
@@ -301,7 +292,7 @@ VALUES = st.one_of(
     rows=st.lists(
         st.tuples(
             st.sampled_from(["x", "y"]),
-            st.one_of(NAMES, st.integers(0, 99).map(str)),
+            NAMES | st.integers(0, 99).map(str),
             VALUES.map(str),
             st.sampled_from(["low", "high", "medium"]),
             st.floats(0, 1, width=32),
@@ -312,15 +303,14 @@ VALUES = st.one_of(
         unique_by=lambda row: row[:4],
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_table_survives_every_format(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("round")
     names = ["dataset", "sample_id", "knob, one", "tier", "accuracy", "latency_ms"]
-    data = pl.DataFrame(rows, schema=names, orient="row")
-    knobs = data.columns[2:4]
-    made = table_from_frame(data, name="t", knobs=knobs)
+    knobs = names[2:4]
+    made = table(pl.DataFrame(rows, schema=names, orient="row"), knobs=knobs)
     assert int(made.mask.sum()) == len(rows)
-    assert table_from_frame(long_frame(made), name="t", knobs=knobs).digest == made.digest
+    assert table(long_frame(made), knobs=knobs).digest == made.digest
     for suffix in (".csv", ".parquet", ".jsonl"):
         write_long_table(made, folder / f"t{suffix}")
         again = read_long_table(folder / f"t{suffix}", knobs=knobs)
@@ -336,9 +326,9 @@ def test_texts_zipped_and_plain(tmp_path):
         (tmp_path / name).write_bytes(gzip.compress(text.encode()))
         assert read_long_table(tmp_path / name).digest == table().digest
     # brackets in a name are no pattern: without the second file there is nothing to read
+    other = table(frame(accuracy=0.0))
     for suffix in (".csv", ".parquet"):
         write_long_table(table(), tmp_path / f"t1{suffix}")
-        other = table(frame(accuracy=[0.0] * 4))
         write_long_table(other, tmp_path / f"t[1]{suffix}")
         assert read_long_table(tmp_path / f"t[1]{suffix}").digest == other.digest
     # the ids of a CSV stay text
@@ -347,11 +337,12 @@ def test_texts_zipped_and_plain(tmp_path):
 
 
 def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
-    rows = [row | {"prefill_ms": math.nan} for row in frame().to_dicts()]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_long_table(tmp_path / "t.jsonl").digest == table().digest
+    path = tmp_path / "t.jsonl"
+    frame(prefill_ms=NAN).write_ndjson(path)
+    path.write_text(path.read_text().replace("null", "NaN"))
+    assert read_long_table(path).digest == table().digest
     with input_error(r"t\.jsonl: 4 rows .*prefill_ms"):
-        read_long_table(tmp_path / "t.jsonl", latency="prefill_ms")
+        read_long_table(path, latency="prefill_ms")
 
 
 @pytest.mark.parametrize(
@@ -378,11 +369,12 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
     ],
 )
 def test_bad_table_files(tmp_path, name, content, fault):
+    path = tmp_path / name
     with input_error(rf"{name}: no such file"):
-        read_long_table(tmp_path / name)
-    (tmp_path / name).write_text(content)
+        read_long_table(path)
+    path.write_text(content)
     with input_error(rf"{name}: .*{fault}"):
-        read_long_table(tmp_path / name)
+        read_long_table(path)
 
 
 def test_a_large_table_is_made_in_seconds():
@@ -391,10 +383,114 @@ def test_a_large_table_is_made_in_seconds():
     It takes a second or two; a test that runs for minutes says that rows are taken one by one.
     """
     n, c = 6800, 240
-    knobs = pl.DataFrame({"top_k": range(4, 64, 4)}).join(
-        pl.DataFrame({"max_crops": range(16)}), how="cross"
-    )
-    data = pl.DataFrame({"sample_id": range(n)}).join(knobs, how="cross")
+    data = pl.DataFrame({"top_k": range(4, 64, 4)})
+    for name, size in (("max_crops", 16), ("sample_id", n)):
+        data = pl.DataFrame({name: range(size)}).join(data, how="cross")
     made = table(data.with_columns(accuracy=np.linspace(0, 1, n * c), latency_ms=np.arange(n * c)))
     assert made.accuracy.shape == (n, c)
     assert made.latency_ms[3, 5] == 3 * c + 5
+
+
+# -- rows that measure a cell again ----------------------------------------------------------------
+
+
+def again(**columns):
+    """One sample under two configurations, of which the first was measured three times."""
+    rows = {"sample_id": "a", "top_k": [4, 4, 8, 4], "accuracy": [1.0, 1.0, 0.5, 1.0]}
+    return frame(**rows | {"latency_ms": [12.0, 10.0, 20.0, 14.0]} | columns)
+
+
+def measured(profile):
+    """The measurements of each cell of the first sample."""
+    return [[ms for ms in cell if ms == ms] for cell in profile.measurements_ms[0].tolist()]
+
+
+def test_rows_with_a_repeat_are_the_measurements_of_a_cell_in_its_order():
+    made = table(again(repeat=[2, 0, 0, 7]))
+    assert [knob.name for knob in made.knobs] == ["top_k"]
+    assert measured(made) == [[10.0, 12.0, 14.0], [20.0]]
+    identical(made.latency_ms, [[12.0, 20.0]])
+    assert made.notes == ()
+    # as text, from a CSV
+    backwards = table(again(repeat=["2", "0", "0", "7"]).reverse())
+    assert backwards.digest == made.digest
+    assert measured(table(again(repeat=[0, 1, 0, 2]))) == [[12.0, 10.0, 14.0], [20.0]]
+
+
+def test_rows_without_a_repeat_are_measurements_too_and_a_note_counts_them():
+    made = table(again())
+    assert measured(made) == [[10.0, 12.0, 14.0], [20.0]]
+    assert "1 cells occur up to 3 times" in made.notes[0]
+    assert table(again().reverse()).digest == made.digest
+    assert table(again(repeat=[None] * 4)).digest == made.digest
+
+
+def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
+    made = table(again(accuracy=[1.0, 0.0, 0.5, 0.5], repeat=[0, 1, 0, 2]))
+    identical(made.accuracy, [[0.5, 0.5]])
+    assert "1 cells differ in accuracy" in made.notes[0]
+    # a measurement without accuracy or latency is none
+    made = table(again(accuracy=[1.0, None, 0.5, 0.0], repeat=[0, 1, 0, 2]))
+    assert (measured(made), made.accuracy[0, 0]) == ([[12.0, 14.0], [20.0]], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency.* sample a"),
+        ({"repeat": [1, 1, 0, 2]}, "repeat.* sample a"),
+        ({"repeat": [None, 1, 0, None]}, "repeat.* sample a"),
+        ({"repeat": ["first", "1", "2", "3"]}, "'repeat' .*'first'"),
+    ],
+)
+def test_copies_are_refused(columns, fault):
+    with input_error(rf"^t\.csv: .*{fault}"):
+        table(again(**columns))
+
+
+def test_repeat_is_never_a_knob():
+    with input_error("repeat"):
+        table(again(repeat=[0, 1, 0, 2]), knobs=["top_k", "repeat"])
+
+
+def test_a_repeat_column_of_cells_measured_once_costs_nothing():
+    data = again(latency_ms=[12.0, None, 20.0, None])
+    numbered = table(data.with_columns(repeat=3))
+    assert (numbered.repeats_ms, numbered.digest) == (None, table(data).digest)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_first_look_is_added_to_times_and_written_apart_again(once, tmp_path):
+    data = again(sample_id=list("aaab"), first_look_ms=[1.5, 1.5, 0.0, 2.0])[once:]
+    made = table(data)
+    identical(made.first_look_ms, [[1.5, 0.0], [2.0, 0.0]])  # 0 where not profiled
+    identical(made.latency_ms, [[11.5 if once else 12.5, 20.0], [16.0, NAN]])
+    written = long_frame(made)
+    for name in ("latency_ms", "first_look_ms"):
+        assert sorted(written[name]) == sorted(data[name])
+    write_long_table(made, tmp_path / "t.parquet")
+    assert read_long_table(tmp_path / "t.parquet").digest == made.digest
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 2**16),
+    st.integers(2, 5),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([".csv", ".parquet", ".jsonl"]),
+    st.booleans(),
+)
+def test_what_is_written_is_read_again(tmp_path_factory, seed, most, holes, suffix, shuffled):
+    profile = repeated(small_table(12, seed, holes, features=False), most, seed)
+    folder = tmp_path_factory.mktemp("rows")
+    path = folder / f"small{suffix}"
+    write_long_table(profile, path)
+    assert read_long_table(path).digest == profile.digest
+    rows = long_frame(profile)
+    assert len(rows) == int((~profile.repeats_ms.isnan()).sum())
+    rows = rows.sample(fraction=1, shuffle=True, seed=seed) if shuffled else rows
+    assert knobwise.read(rows).digest == profile.digest
+    if not holes:
+        write_exp5_exp6(rows, folder / "exp5", folder / "exp6", "small")
+        again = read_exp5_exp6(folder / "exp5", folder / "exp6", "small")
+        assert (again.digest, again.notes) == (profile.digest, ())
