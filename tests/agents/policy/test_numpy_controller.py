@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from replayed import untrained
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.policy import controller as policy
 from knobwise.agents.policy.arrays import digest_of
 from knobwise.agents.policy.controller import FORMAT, NumpyController
@@ -86,15 +87,19 @@ CONFIGS = st.builds(
 @given(
     name=st.sampled_from([*TABLES]),
     config=CONFIGS,
+    guarded=st.booleans(),
     masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(name, config, masked, seed):
+def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
+    name, config, guarded, masked, seed
+):
     table = TABLES[name]
     rounding = ROUNDING * (SHARPER if config.utility_head else 1)
     if not table.features:
         config = replace(config, project=0)
-    agent = untrained(table, config)
+    count = len(default_budgets(table))
+    agent = untrained(table, config, *(MARGINS[:count], DEPLOY[:count]) * guarded)
     light = agent.decider
     # requests miss features, or are far out
     table = replace(table, features={n: block.clone() for n, block in table.features.items()})
@@ -113,18 +118,33 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(name, config, 
         offset = generator.normal(0.1, 0.3, table.num_configurations).astype(np.float32)
         drift, offsets = (offset, 1.0), torch.from_numpy(offset).expand(90, -1)
         planned = planned * math.exp(-offset.mean())
+    deployed = np.ones(90, bool)
+    if guarded:
+        rows = agent.settled.guard
+        budgets, margin, deploy = (
+            np.array([row[key] for row in rows]) for key in ("budget_ms", "margin", "deployed")
+        )
+        logs = np.log(planned.clip(1e-9))
+        nearest = np.abs(logs[:, None] - np.log(budgets)).argmin(1)
+        planned, deployed = planned * margin[nearest], deploy[nearest]
     # by the torch modules
     x = agent.controller.normaliser(table.features, 90)
     with torch.no_grad():
         wanted = agent.controller(x, torch.from_numpy(planned).float(), mask, offsets).numpy()
     log_probs = light.log_probs(blocks, limits, allowed, drift)
     np.testing.assert_allclose(log_probs, wanted, atol=rounding, rtol=rounding)
-    rows, chosen = np.arange(90), light.choose(blocks, limits, allowed, drift)
-    assert (wanted[rows, chosen] >= wanted.max(1) - rounding).all()
+    # the best by the policy, or what static chooses
+    chosen = light.choose(blocks, limits, allowed, drift)
+    rows = np.arange(90)
+    close = wanted[rows, chosen] >= wanted.max(1) - rounding
+    static = static_of(table, torch.arange(90))
+    fixed = static.choose({}, limits * light.factor(drift), allowed)
+    assert np.where(deployed, close, chosen == fixed).all()
     # alone it is decided alike, up to rounding
     if not masked:
         alone = np.array(one_by_one(light, blocks, limits, drift))
-        assert (np.abs(log_probs[rows, alone] - log_probs[rows, chosen]) < rounding).all()
+        close = np.abs(log_probs[rows, alone] - log_probs[rows, chosen]) < rounding
+        assert np.where(deployed, close, alone == chosen).all()
         assert (alone == chosen).mean() > 0.99
 
 

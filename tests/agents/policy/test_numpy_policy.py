@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.judging.baselines import FittedStatic
+from knobwise.agents.policy.arrays import pick
 from knobwise.agents.policy.calibrated import MeanBudgets, Static
+
+# -- small functions -------------------------------------------------------------------------------
+
+
+def test_the_best_score_is_picked_and_among_equal_ones_the_fastest():
+    scores = np.array([[0.5, 0.7, 0.7], [0.9, 0.1, 0.2], [0.1, 0.9, 0.9]])
+    slow = np.array([1.0, 3.0, 2.0])
+    assert pick(scores, slow, None).tolist() == [2, 0, 2]
+    mask = np.array([[True, True, False], [False, True, True], [True, True, True]])
+    assert pick(scores, slow, mask).tolist() == [1, 2, 2]
+    assert pick(np.full((1, 3), -np.inf), slow, mask[1:2]).tolist() == [2]
+
 
 # -- static ----------------------------------------------------------------------------------------
 
