@@ -1,18 +1,15 @@
 """A deployed controller in NumPy: it decides as the torch modules do, and refuses the rest."""
 
+import copy
 import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +28,6 @@ from knobwise.agents.serving.exploration import near_best
 from knobwise.agents.serving.request_log import Result
 from knobwise.envs.configurations.budgets import default_budgets
 
-SOURCE = Path(policy.__file__).parent
 ROUNDING = 1e-4
 """Of log-probabilities in single precision."""
 SHARPER = 10
@@ -75,32 +71,6 @@ def one_by_one(light, blocks, limits, drift=None):
 # -- it decides as the policy does -----------------------------------------------------------------
 
 
-def wanted_of(
-    agent,
-    table,
-    limits,
-    mask,
-    offset,
-):
-    """The log-probabilities [n, C] by the torch modules and the rows of the guard, and where the
-    policy decides."""
-    planned = torch.from_numpy(limits)
-    drift = None
-    if offset is not None:
-        planned = planned * math.exp(-float(offset.mean()))
-        drift = torch.from_numpy(offset).expand(len(limits), -1)
-    deployed = torch.ones(len(limits), dtype=torch.bool)
-    if rows := agent.settled.guard:
-        logs = torch.tensor([row["budget_ms"] for row in rows]).double().log()
-        nearest = (planned.clamp_min(1e-9).log().unsqueeze(1) - logs).abs().argmin(1)
-        planned = planned * torch.tensor([row["margin"] for row in rows]).double()[nearest]
-        deployed = torch.tensor([row["deployed"] for row in rows])[nearest]
-    x = agent.controller.normaliser(table.features, len(limits))
-    with torch.no_grad():
-        log_probs = agent.controller(x, planned.float(), mask, drift)
-    return log_probs.numpy(), deployed.numpy()
-
-
 CONFIGS = st.builds(
     PolicyConfig,
     members=st.sampled_from([1, 3]),
@@ -141,13 +111,26 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
     generator = np.random.default_rng(seed)
     limits = generator.permutation(budgets_of(table)) * generator.uniform(0.9, 1.1, 90)
     mask = table.mask if masked else None
-    allowed = None if mask is None else mask.numpy()
-    offset = None
-    drift = None
+    allowed = table.mask.numpy() if masked else None
+    drift = offsets = None
+    planned = limits
     if config.drift:
         offset = generator.normal(0.1, 0.3, table.num_configurations).astype(np.float32)
-        drift = offset, 1.0
-    wanted, deployed = wanted_of(agent, table, limits, mask, offset)
+        drift, offsets = (offset, 1.0), torch.from_numpy(offset).expand(90, -1)
+        planned = planned * math.exp(-offset.mean())
+    deployed = np.ones(90, bool)
+    if guarded:
+        rows = agent.settled.guard
+        budgets, margin, deploy = (
+            np.array([row[key] for row in rows]) for key in ("budget_ms", "margin", "deployed")
+        )
+        logs = np.log(planned.clip(1e-9))
+        nearest = np.abs(logs[:, None] - np.log(budgets)).argmin(1)
+        planned, deployed = planned * margin[nearest], deploy[nearest]
+    # by the torch modules
+    x = agent.controller.normaliser(table.features, 90)
+    with torch.no_grad():
+        wanted = agent.controller(x, torch.from_numpy(planned).float(), mask, offsets).numpy()
     log_probs = light.log_probs(blocks, limits, allowed, drift)
     np.testing.assert_allclose(log_probs, wanted, atol=rounding, rtol=rounding)
     # the best by the policy, or what static chooses
@@ -167,29 +150,24 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(
 
 @functools.cache
 def guarded():
-    return GAPPY, untrained(GAPPY, None, MARGINS, DEPLOY)
+    return untrained(GAPPY, None, MARGINS, DEPLOY)
 
 
 def test_more_requests_than_are_decided_at_once(monkeypatch):
-    table, agent = guarded()
-    light = agent.decider
-    blocks = arrays(table)
-    limits = np.linspace(5, 40, 90)
-    mask = np.ones((90, 12), bool)
-    together = light.choose(blocks, limits, mask).tolist()
+    light, blocks, limits = guarded().decider, arrays(GAPPY), np.linspace(5, 40, 90)
+    together = light.choose(blocks, limits).tolist()
     monkeypatch.setattr(policy, "AT_ONCE", 7)
-    assert light.choose(blocks, limits, mask).tolist() == together
-    assert light.choose(blocks, limits).tolist() == together
-    assert light.choose(arrays(table, torch.arange(0)), limits[:0]).shape == (0,)
+    for mask in (None, np.ones((90, 12), bool)):
+        assert light.choose(blocks, limits, mask).tolist() == together
+    assert light.choose(arrays(GAPPY, []), limits[:0]).shape == (0,)
 
 
 def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
     light = untrained(GAPPY).decider
     # so that what is expected depends on features
     light._slopes = np.ones((12, 9), np.float32)
-    blocks = arrays(GAPPY)
-    copied = {name: block.copy() for name, block in blocks.items()}
-    limits = np.linspace(5, 40, 90)
+    blocks, limits = arrays(GAPPY), np.linspace(5, 40, 90)
+    given_before = copy.deepcopy((blocks, limits))
 
     def expected(seed):
         decided = [None] * 90
@@ -206,9 +184,7 @@ def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was():
     finally:
         sys.setswitchinterval(before)
     light.choose(blocks, limits, np.ones((90, 12), bool))
-    for name, block in blocks.items():
-        np.testing.assert_array_equal(block, copied[name])
-    np.testing.assert_array_equal(limits, np.linspace(5, 40, 90))
+    np.testing.assert_equal((blocks, limits), given_before)
 
 
 # -- a machine that is not as fast as the profile's ------------------------------------------------
@@ -234,7 +210,7 @@ def arrays_by_hand(**header):
         **header,
     }
     zero = np.zeros(1, np.float32)
-    made = {
+    return {
         "configurations": np.array([[0], [1]]),
         "normaliser.mean": zero,
         "normaliser.scale": zero + 1,
@@ -254,7 +230,6 @@ def arrays_by_hand(**header):
         "latency.weight": np.array([[0.0, 0.5]], np.float32),
         "header": np.frombuffer(json.dumps(about).encode(), np.uint8),
     }
-    return made
 
 
 GUARDED = {
@@ -272,9 +247,8 @@ MANY = {"x": np.full((5, 1), 2.0)}
 def test_drift_by_hand():
     light = NumpyController(arrays_by_hand())
     assert light.decide(X, 22.0) == {"size": "large"}
-    assert light.decide_expected(X, 22.0) == (1, 4.0, 0.25)
+    assert light.decide_expected(X, 22.0) == light.expected_of(X, 22.0, None, 1) == (1, 4.0, 0.25)
     assert light.decide_expected(X, 18.0) == (0, 2.0, 0.125)
-    assert light.expected_of(X, 22.0, None, 1) == (1, 4.0, 0.25)
     # slower by 1.2 it is as if there were 18.3 ms; what is expected stays that of the profile
     by = math.log(1.2)
     assert light.decide_expected(X, 22.0, (by, 1.0)) == (0, 2.0, 0.125)
@@ -290,49 +264,48 @@ def test_drift_by_hand():
     assert light.decide_index(X, 22.0, (1e300, 1.0)) == 0
 
 
+FALLEN = pytest.approx((0, math.log(10), math.log(2)))
+"""What static chooses at 81 ms, and expects of it."""
+SLOWER = math.log(4), 1.0
+ONLY = np.array([[False, True]] * 5)
+
+
 def test_margins_and_fall_backs_by_hand():
     """10 and 40 ms meet at 20 ms, 40 and 160 ms at 80 ms."""
     light = NumpyController(arrays_by_hand(guard=True) | GUARDED)
     # half of 39 ms is too little for the large one, half of 41 ms is enough; above 80 ms static
     # decides: a quarter of its budget would do for the policy; 0.4 and 0.1 at 81 ms, 0.9 at 90 ms
     limits = np.array([19.0, 39.0, 41.0, 81.0, 90.0])
-    assert one_by_one(light, MANY, limits) == [0, 0, 1, 0, 1]
-    assert light.choose(MANY, limits).tolist() == [0, 0, 1, 0, 1]
+    assert one_by_one(light, MANY, limits) == light.choose(MANY, limits).tolist() == [0, 0, 1, 0, 1]
+    assert light.choose(MANY, limits, ONLY).tolist() == [1] * 5
     assert light.reads_features(limits).tolist() == [True, True, True, False, False]
-    fallen = light.fall_back(81.0)
     assert light.fall_back(79.0) is None
-    assert fallen == pytest.approx((0, math.log(10), math.log(2)))
-    assert light.decide_expected(X, 81.0) == fallen
     # a drift moves both, the guard's budgets and static's: 160/4 = 40, and 360/4 = 90
-    slower = math.log(4), 1.0
-    chosen = [light.decide_index(X, budget, slower) for budget in (160.0, 170.0, 361.0)]
+    chosen = [light.decide_index(X, budget, SLOWER) for budget in (160.0, 170.0, 361.0)]
     assert chosen == [0, 1, 1]
-    assert light.fall_back(330.0, slower) == fallen
-    only = np.array([[False, True]] * 5)
-    assert light.choose(MANY, limits, only).tolist() == [1] * 5
     # where static decides no network runs
     light._heads = None
-    assert light.decide_expected(X, 81.0) == fallen
+    assert light.fall_back(330.0, SLOWER) == light.fall_back(81.0) == FALLEN
+    assert light.decide_expected(X, 81.0) == FALLEN
 
 
-def test_the_configurations_that_lose_little_by_hand():
+@pytest.mark.parametrize(
+    ("limit_ms", "drift", "loss", "wanted"),
+    [
+        (40.0, None, 1e-9, [0, 1]),  # half of it is planned with, where both are equal
+        # the large one is at silu(log₂ 1.975) = 0.7169 logits, or 0.01792 of utility, above
+        (79.0, None, 0.0178, [1]),
+        (79.0, None, 0.0181, [0, 1]),
+        (158.0, (math.log(2), 1.0), 0.0178, [1]),
+        # where the guard falls back by the mean utility of static: 0.4 and 0.1 at 81 ms
+        (81.0, None, 0.29, [0]),
+        (81.0, None, 0.31, [0, 1]),
+        (324.0, SLOWER, 0.29, [0]),
+    ],
+)
+def test_the_configurations_that_lose_little_by_hand(limit_ms, drift, loss, wanted):
     light = NumpyController(arrays_by_hand(guard=True) | GUARDED)
-    # at 40 ms half of it is planned with, where both are equal; at 79 ms the large one is at
-    # silu(log₂ 1.975) = 0.7169 logits, or 0.01792 of utility, above the other
-    logit = math.log2(1.975)
-    worth = logit / (1 + math.exp(-logit)) / 40
-
-    def close(limit_ms, loss, drift=None):
-        return near_best(Result(limit_ms, light, drift, True, None, limit_ms, X), loss)
-
-    assert close(40.0, 1e-9) == [0, 1]
-    assert close(79.0, 0.99 * worth) == [1]
-    assert close(79.0, 1.01 * worth) == [0, 1]
-    assert close(158.0, 0.99 * worth, (math.log(2), 1.0)) == [1]
-    # where the guard falls back by the mean utility of static: 0.4 and 0.1 at 81 ms
-    assert close(81.0, 0.29) == [0]
-    assert close(81.0, 0.31) == [0, 1]
-    assert close(324.0, 0.29, (math.log(4), 1.0)) == [0]
+    assert near_best(Result(limit_ms, light, drift, True, None, limit_ms, X), loss) == wanted
     expected = light.expected_of(X, 81.0, None, 1)
     assert expected == pytest.approx((1, math.log(30), math.log(3)))
 
@@ -358,75 +331,43 @@ def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back():
     assert light.reads_features(limits).tolist() == [True, True, False, False, False]
     assert light.fall_back(9.0) is None
     assert np.isnan(light.fall_back(12.0)[1:]).all()
-    only = np.array([[False, True]] * 5)
-    assert light.choose(MANY, limits, only).tolist() == [1] * 5
+    assert light.choose(MANY, limits, ONLY).tolist() == [1] * 5
     with pytest.raises(ValueError, match="drift"):
         light.decide_index(X, 9.0, (0.1, 1.0))
     with pytest.raises(ValueError, match="latency"):
         light.decide_expected(X, 12.0)
 
 
-# -- the folder ------------------------------------------------------------------------------------
-
-
-def test_a_copied_folder_and_a_file_are_enough(tmp_path):
-    table, agent = guarded()
-    agent.export(tmp_path / "controller.npz")
-    shutil.copytree(SOURCE, tmp_path / "policy", ignore=shutil.ignore_patterns("__pycache__"))
-    np.savez(tmp_path / "requests.npz", **arrays(table))
-    script = """
-import json
-import sys
-for name in ("knobwise", "torch", "tensordict", "scipy", "sklearn"):
-    sys.modules[name] = None  # whoever imports it fails
-import numpy as np
-from policy import NumpyController
-light = NumpyController.load("controller.npz")
-blocks = dict(np.load("requests.npz"))
-first = light.decide({name: block[0] for name, block in blocks.items()}, 15.0)
-print(json.dumps([light.choose(blocks, np.linspace(5, 40, 90)).tolist(), first, light.digest]))
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
-    light = agent.decider
-    blocks = arrays(table)
-    chosen = light.choose(blocks, np.linspace(5, 40, 90)).tolist()
-    assert json.loads(done.stdout) == [chosen, light.decide(request_of(blocks), 15.0), light.digest]
-
-
 # -- what it says, and what it refuses -------------------------------------------------------------
 
 
-REQUEST = {"image_features": np.zeros(4), "language_features": np.zeros(4)}
+BLOCKS = {name: np.zeros((1, 4)) for name in ("image_features", "language_features")}
 FEW = np.full(1, 10.0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "budgets", "mask", "drift", "named"),
+    ("changes", "named"),
     [
-        ({"language_features": None}, FEW, None, None, "language_features"),
-        (dict.fromkeys(REQUEST, np.zeros((4, 1))), FEW, None, None, "image_features"),
-        *(({}, np.full(1, b), None, None, "budget") for b in (0.0, np.nan, 1e300)),
-        ({}, np.array(10.0), None, None, "budgets"),
-        ({}, FEW.repeat(2), None, None, "image_features"),
-        ({}, FEW, np.ones(12, bool), None, "mask"),
-        ({}, FEW, np.zeros((1, 12), bool), None, "mask"),
-        *(({}, FEW, None, (o, 1.0), "drift") for o in (math.nan, np.zeros(3), np.full(12, np.nan))),
-        ({}, FEW, None, (0.0, 0.0), "drift"),
+        ({"features": {"image_features": np.zeros((1, 4))}}, "language_features"),
+        ({"features": dict.fromkeys(BLOCKS, np.zeros((1, 4, 1)))}, "image_features"),
+        *(({"limits": np.full(1, budget)}, "budget") for budget in (0.0, np.nan, 1e300)),
+        ({"limits": np.array(10.0)}, "budgets"),
+        ({"limits": FEW.repeat(2)}, "image_features"),
+        ({"mask": np.ones(12, bool)}, "mask"),
+        ({"mask": np.zeros((1, 12), bool)}, "mask"),
+        *(({"drift": (o, 1.0)}, "drift") for o in (math.nan, np.zeros(3), np.full(12, np.nan))),
+        ({"drift": (0.0, 0.0)}, "drift"),
     ],
 )
-def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(
-    changes, budgets, mask, drift, named
-):
+def test_wrong_features_budgets_masks_and_drifts_are_refused_by_name(changes, named):
     light = untrained(small_table(30)).decider
-    request = {name: block for name, block in (REQUEST | changes).items() if block is not None}
-    many = {name: block[None] for name, block in request.items()}
+    call = {"features": BLOCKS, "limits": FEW} | changes
     with pytest.raises(ValueError, match=named):
-        light.choose(many, budgets, mask, drift)
-    if mask is None and budgets.shape == (1,):
+        light.choose(**call)
+    if "mask" not in changes and call["limits"].shape == (1,):
+        limit = float(call["limits"][0])
         with pytest.raises(ValueError, match=named):
-            light.decide(request, float(budgets[0]), drift)
+            light.decide(request_of(call["features"]), limit, call.get("drift"))
 
 
 def test_other_files_are_refused(tmp_path):
@@ -434,9 +375,9 @@ def test_other_files_are_refused(tmp_path):
     np.savez(tmp_path / "other.npz", header=np.zeros(3, np.uint8))
     np.savez(tmp_path / "pickled.npz", header=np.array([{}], object))
     np.savez(tmp_path / "earlier.npz", **arrays_by_hand(format="knobwise.NumpyController/2"))
-    made = arrays_by_hand()
-    made.pop("network.layers.1.weight")
-    np.savez(tmp_path / "incomplete.npz", **made)
+    incomplete = arrays_by_hand()
+    del incomplete["network.layers.1.weight"]
+    np.savez(tmp_path / "incomplete.npz", **incomplete)
     for path in tmp_path.iterdir():
         with pytest.raises(ValueError, match=path.name):
             NumpyController.load(path)
@@ -454,15 +395,14 @@ def test_a_file_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
 
 def spoilt(array):
     """The array with one NaN."""
-    position = np.arange(array.size).reshape(array.shape)
-    return np.where(position == array.size // 2, np.nan, array)
+    return np.where(np.arange(array.size).reshape(array.shape) == array.size // 2, np.nan, array)
 
 
 MUTATIONS = [
     lambda array: array[: len(array) // 2],
     lambda array: array[::-1],
     spoilt,
-    lambda array: array.reshape(-1),
+    np.ravel,
     lambda array: np.concatenate([array, array[-1:]]),
     lambda array: array.astype(np.float16 if array.dtype.kind == "f" else np.int8),
 ]
@@ -470,7 +410,6 @@ MUTATIONS = [
 
 def loaded(path):
     """The controller in a file; None if it is refused by a line that names the file."""
-    message = ""
     try:
         return NumpyController.load(path)
     except ValueError as error:
@@ -481,15 +420,13 @@ def loaded(path):
 
 @pytest.mark.parametrize("digest", [True, False])
 def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(tmp_path, digest):
-    table, agent = guarded()
-    whole = agent.arrays()
+    whole, path = guarded().arrays(), tmp_path / "c.npz"
     assert bytes(whole["digest"]) == digest_of(whole)
-    path = tmp_path / "c.npz"
     if not digest:
-        whole.pop("digest")
+        del whole["digest"]
     np.savez(path, **whole)
-    limits = np.full(90, 15.0)
-    assert NumpyController.load(path).choose(arrays(table), limits).shape == (90,)
+    blocks, limits = arrays(GAPPY), np.full(90, 15.0)
+    assert NumpyController.load(path).choose(blocks, limits).shape == (90,)
     refused = 0
     for name, mutation in itertools.product(sorted(set(whole) - {"digest"}), MUTATIONS):
         array = whole[name]
@@ -502,21 +439,17 @@ def test_damaged_arrays_are_refused_on_loading_or_without_a_digest_decide(tmp_pa
         refused += controller is None
         if controller is not None:
             assert not digest, name
-            assert controller.choose(arrays(table), limits).max() < 12
+            assert controller.choose(blocks, limits).max() < 12
     assert refused > (100 if digest else 30)
 
 
 def test_a_file_that_is_cut_or_has_a_flipped_bit_is_noticed(tmp_path):
-    agent = untrained(GAPPY, PolicyConfig(hidden=64), MARGINS, DEPLOY)
-    light = agent.decider
-    path = tmp_path / "c.npz"
-    assert agent.export(path).digest == light.digest
+    path, draw, refused = tmp_path / "c.npz", random.Random(0), 0
+    light = untrained(GAPPY, PolicyConfig(hidden=64), MARGINS, DEPLOY).export(path)
     whole = path.read_bytes()
     for length in range(0, len(whole), len(whole) // 150):
         path.write_bytes(whole[:length])
         assert loaded(path) is None
-    draw = random.Random(0)
-    refused = 0
     for position in draw.sample(range(len(whole)), 150):
         flipped = bytes([whole[position] ^ 1 << draw.randrange(8)])
         path.write_bytes(whole[:position] + flipped + whole[position + 1 :])

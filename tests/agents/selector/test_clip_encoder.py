@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ctrl_c
-from helpers import small_beams
+import transformers
+from commands import stopped_and_resumed
+from helpers import close, equal_states, input_error, small_beams
 from safetensors.torch import load_file
 from tiny_models import picture, tiny_clip
 
@@ -18,7 +19,6 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import StageConfig
-from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.questions import VQAItem
 
 QUESTIONS = ("How many dogs ?", "What color is it ?", "How many cats ?")
@@ -55,21 +55,9 @@ def changed(source, items):
     """An encoder whose LoRA weights do something."""
     torch.manual_seed(0)
     encoder = ClipEncoder(source, items).eval()
-    with torch.no_grad():
-        for weight in encoder.parameters():
-            weight.add_(0.3 * torch.randn_like(weight))
+    for weight in encoder.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
     return encoder
-
-
-def frozen_embeddings(source, items):
-    """Of every item, from the image's and the text's own towers of the model as it was saved."""
-    import transformers
-
-    model = transformers.CLIPModel.from_pretrained(source).eval()
-    with torch.no_grad():
-        image = model.get_image_features(items.pixel_values.float()).pooler_output
-        text = model.get_text_features(items.input_ids, items.attention_mask).pooler_output
-    return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
 
 
 def test_items_are_read_once_and_named_by_number(items):
@@ -79,10 +67,15 @@ def test_items_are_read_once_and_named_by_number(items):
 
 
 def test_before_any_step_the_embeddings_are_those_of_clip(source, items):
-    wanted = frozen_embeddings(source, items)
-    numbers = torch.tensor([[[6.0], [0.0]], [[0.0], [2.0]]])
-    for encoder in (ClipEncoder(source, items).eval(), ClipEncoder(source, items).train()):
-        torch.testing.assert_close(encoder(numbers), wanted[torch.tensor([[6, 0], [0, 2]])])
+    model = transformers.CLIPModel.from_pretrained(source).eval()
+    # of every item, from the image's and the text's own towers of the model as it was saved
+    image = model.get_image_features(items.pixel_values.float()).pooler_output
+    text = model.get_text_features(items.input_ids, items.attention_mask).pooler_output
+    wanted = (torch.nn.functional.normalize(image) + torch.nn.functional.normalize(text)) / 2
+    numbers = torch.tensor([[6, 0], [0, 2]])
+    for training in (False, True):
+        encoder = ClipEncoder(source, items).train(training)
+        close(encoder(numbers.unsqueeze(2).float()), wanted[numbers])
 
 
 def test_only_lora_weights_learn_and_are_saved(source, items):
@@ -103,16 +96,13 @@ def test_a_copy_shares_what_is_large_and_nothing_that_learns(source, items):
     assert twin.items is encoder.items
     assert all(a is b for a, b in zip(twin.buffers(), encoder.buffers(), strict=True))
     assert torch.equal(twin(items.queries), encoder(items.queries))
-    with torch.no_grad():
-        next(twin.parameters()).add_(1.0)
+    next(twin.parameters()).data += 1.0
     assert not torch.equal(next(twin.parameters()), next(encoder.parameters()))
 
 
 def selector_of(table, encoder):
-    torch.manual_seed(1)
-    return Selector.fitted(
-        SelectorConfig(width=8, heads=2), table.queries, table.candidates, encoder
-    )
+    config = SelectorConfig(width=8, heads=2)
+    return Selector.fitted(config, table.queries, table.candidates, encoder)
 
 
 def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(source, beams, tmp_path):
@@ -127,7 +117,7 @@ def test_a_checkpoint_holds_the_models_name_and_gives_the_same_log_probs(source,
     }
     loaded = load_checkpoint(tmp_path / "c.pt").selector
     batch = (table.queries, table.candidates[table.pool], table.pool_mask)
-    with pytest.raises(InputError, match="items"):
+    with input_error("items"):
         loaded.choose(*batch, 2)
     loaded.encoder.items = items
     wanted = made.distribution(*batch, 2)
@@ -140,53 +130,35 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(source, b
     """Both learn, what they start from stays, and an interruption changes nothing."""
     table, scorer, items = beams
     start = selector_of(table, changed(source, items))
-    before = {name: value.clone() for name, value in start.state_dict().items()}
+    before = copy.deepcopy(start)
     config = StageConfig(epochs=2, lr=1e-2, queries=4, keep="last")
     options = {"scorer": scorer, "live": True, "config": config}
 
     def trainer(folder):
-        made = SelectorTrainer(
-            "grpo", table, table.split(0.7, 0.2), start, folder=tmp_path / folder, **options
-        )
-        made.resume(tmp_path / folder / "last.pt")
-        return made
+        split = table.split(0.7, 0.2)
+        return SelectorTrainer("grpo", table, split, start, folder=folder, **options)
 
-    whole = trainer("whole")
-    trained = whole.run()
-    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
-    moved = {
-        name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])
-    }
-    assert any("encoder" in name and "lora" in name for name in moved)
-    assert any(name.startswith("network.") for name in moved)
-    with ctrl_c(lambda student: student.iteration == 3), pytest.raises(KeyboardInterrupt):
-        trainer("parts").run()
-    resumed = trainer("parts")
-    assert 0 < resumed.iteration < resumed.total
-    state = resumed.run().state_dict()
-    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in state.items())
+    whole, resumed = (each.trained for each in stopped_and_resumed(trainer, tmp_path, 3))
+    assert equal_states(start, before)
+    for part in ("encoder", "network"):
+        assert not equal_states(getattr(whole, part), getattr(start, part))
+    assert equal_states(resumed, whole)
 
 
-def test_a_moved_model_and_missing_packages_are_named(
-    source,
-    beams,
-    tmp_path,
-    monkeypatch,
-):
+def test_a_moved_model_and_missing_packages_are_named(source, beams, tmp_path, monkeypatch):
     table, _, items = beams
-    shutil.copytree(source, tmp_path / "moved")
-    save_checkpoint(
-        tmp_path / "c.pt", selector_of(table, changed(str(tmp_path / "moved"), items)), table, {}
-    )
-    shutil.rmtree(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"encoder\.model=.*moved"):
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    for folder in (moved, other):
+        shutil.copytree(source, folder)
+    selector = selector_of(table, changed(str(moved), items))
+    save_checkpoint(tmp_path / "c.pt", selector, table, {})
+    shutil.rmtree(moved)
+    with input_error(r"encoder\.model=.*moved"):
         load_checkpoint(tmp_path / "c.pt")
-    config = Path(source, "config.json").read_text()
-    config = config.replace('"model_type": "clip"', '"model_type": "siglip"')
-    shutil.copytree(source, tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text(config)
-    with pytest.raises(InputError, match=r"encoder\.model="):
-        load_clip(str(tmp_path / "other"))
+    config = other / "config.json"
+    config.write_text(config.read_text().replace(': "clip"', ': "siglip"'))
+    with input_error(r"encoder\.model="):
+        load_clip(str(other))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(InputError, match=r"pip install 'knobwise\[peft\]'"):
+    with input_error("knobwise.peft"):
         load_clip(source)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from helpers import close, input_error
 from torch import nn
 
 from knobwise.agents.selector.networks import (
@@ -13,7 +14,6 @@ from knobwise.agents.selector.networks import (
 )
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.common.errors import InputError
 
 KINDS = [{"update": "additive"}, {"update": "convex"}]
 KINDS += [{"version": version} for version in ("v0", "v1", "v3")]
@@ -21,33 +21,24 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(ki
 
 
 def embeddings():
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.tensor([1.0, 100.0, 1e-3, 1.0])
-    queries, candidates = (3 + scale * torch.randn(n, 4, generator=generator) for n in (6, 20))
-    queries[:, 3] = candidates[:, 3] = 3.0
-    return queries, candidates
-
-
-def pools():
-    pool = torch.stack(
-        [torch.randperm(20, generator=torch.Generator().manual_seed(q))[:5] for q in range(6)]
+    """Of queries and candidates: columns of different scales, the last of which never varies."""
+    scale = torch.tensor([1.0, 100.0, 1e-3, 0.0])
+    return (3 + scale * torch.randn(26, 4, generator=torch.Generator().manual_seed(0))).split(
+        [6, 20]
     )
-    pool[1, 2:] = -1
-    pool[2] = -1
-    return pool
+
+
+def batch():
+    """Of the queries one has a short pool, and one an empty one."""
+    queries, candidates = embeddings()
+    pool = torch.rand(6, 20, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :5]
+    mask = torch.arange(5) < torch.tensor([5, 2, 0, 5, 5, 5]).unsqueeze(1)
+    return queries, candidates[pool] * mask.unsqueeze(-1), mask
 
 
 def selector(**settings):
     torch.manual_seed(0)
-    config = SelectorConfig(**{"width": 8} | settings)
-    return Selector.fitted(config, *embeddings())
-
-
-def batch():
-    pool = pools()
-    queries, candidates = embeddings()
-    mask = pool >= 0
-    return queries, candidates[pool] * mask.unsqueeze(-1), mask
+    return Selector.fitted(SelectorConfig(**{"width": 8} | settings), *embeddings())
 
 
 # -- the selector ----------------------------------------------------------------------------------
@@ -56,9 +47,8 @@ def batch():
 def test_embeddings_are_standardised_by_queries_and_candidates_together():
     made = selector()
     normal = (torch.cat(embeddings()) - made.mean) / made.scale
-    torch.testing.assert_close(normal.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
-    spread = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    torch.testing.assert_close(normal.std(0, correction=0), spread, atol=1e-3, rtol=0)
+    close(normal.mean(0), [0.0, 0.0, 0.0, 0.0], 1e-4)
+    close(normal.std(0, correction=0), [1.0, 1.0, 1.0, 0.0], 1e-3)
 
 
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
@@ -79,9 +69,9 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
     ],
 )
 def test_mistakes_are_told(changed, field):
-    query, pool, mask = batch()
-    with pytest.raises(InputError, match=field):
-        selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
+    call = dict(zip(("query", "pool", "mask"), batch(), strict=True), shots=2)
+    with input_error(field):
+        selector().choose(**call | changed)
 
 
 # -- saved and restored ----------------------------------------------------------------------------
@@ -109,34 +99,35 @@ def test_a_selector_of_an_earlier_version_is_still_read():
     assert restored.config.version == "v2"
 
 
-def test_weights_of_another_network_are_refused():
-    plain = selector().plain()
-    state = plain["state"]
-    for changed in (
-        {"state": state | {"other": torch.ones(1)}},
-        {"state": dict([*state.items()][1:])},
+PLAIN = selector().plain()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"state": PLAIN["state"] | {"other": torch.ones(1)}},
+        {"state": dict([*PLAIN["state"].items()][1:])},
         {"features": 5},
-        {"selector": plain["selector"] | {"update": "convex"}},
-    ):
-        with pytest.raises(RuntimeError):
-            Selector.restored(plain | changed)
+    ],
+)
+def test_weights_of_another_network_are_refused(changed):
+    with pytest.raises(RuntimeError):
+        Selector.restored(PLAIN | changed)
 
 
 # -- the networks behind it ------------------------------------------------------------------------
 
 
 def network(features=6, **settings):
-    torch.manual_seed(0)
     layers = {} if settings.get("version") == "v1" else {"layers": 2}
     config = SelectorConfig(**{"width": 16} | layers | settings)
     return NETWORKS[config.version](config, features).eval()
 
 
-def encodable(queries=3, size=5, features=6):
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(queries, features, generator=generator)
-    pool = torch.randn(queries, size, features, generator=generator)
-    return query, pool, torch.ones(queries, size, dtype=torch.bool)
+def encodable(queries=3, features=6):
+    """Queries with pools of five."""
+    query, *pool = torch.randn(6, queries, features)
+    return query, torch.stack(pool, 1), torch.ones(queries, 5, dtype=torch.bool)
 
 
 def size_of(module):
@@ -161,7 +152,7 @@ def size_of(module):
     ],
 )
 def test_settings_that_cannot_be_are_refused(name, settings):
-    with pytest.raises(InputError, match=f"selector.{name}"):
+    with input_error(f"selector.{name}"):
         SelectorConfig(**settings)
 
 
@@ -186,12 +177,12 @@ def test_logits_are_cosines_over_the_temperature(projection, kind):
     projected = {} if kind.get("version") == "v1" else {"projection": projection}
     net = network(**projected, **kind, temperature=0.25)
     encoded = net.encode(*encodable())
-    torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
+    close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
     chosen = encoded.keys[:, torch.tensor([[0, 1]] * 4)]
     directions = net.states(encoded, chosen)  # [3, 4, 3, 16]
-    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4, 3))
+    close(directions.norm(dim=-1), torch.ones(3, 4, 3))
     wanted = torch.einsum("pjth,pnh->pjtn", directions, encoded.keys) / 0.25
-    torch.testing.assert_close(net.logits(directions, encoded), wanted)
+    close(net.logits(directions, encoded), wanted)
 
 
 def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool():
@@ -202,11 +193,12 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool():
     pool[1, 3:] = 100.0
     pool[2] = -pool[2]
     other = net.encode(query, pool, mask)
-    torch.testing.assert_close(other.state[:2], encoded.state[:2])
-    torch.testing.assert_close(other.keys[:2][mask[:2]], encoded.keys[:2][mask[:2]])
+    mask[2] = False
+    close(other.state[:2], encoded.state[:2])
+    close(other.keys[mask], encoded.keys[mask])
     alone = net.encode(query[1:2], pool[1:2, [2, 0, 1]], mask[1:2, :3])
-    torch.testing.assert_close(alone.state, encoded.state[1:2])
-    torch.testing.assert_close(alone.keys, encoded.keys[1:2, [2, 0, 1]])
+    close(alone.state, encoded.state[1:2])
+    close(alone.keys, encoded.keys[1:2, [2, 0, 1]])
 
 
 @every_kind
@@ -214,56 +206,55 @@ def test_every_weight_learns(kind):
     net = network(**kind)
     encoded = net.encode(*encodable())
     directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
-    torch.manual_seed(0)
     (net.logits(directions, encoded) * torch.randn(3, 2, 3, 5)).sum().backward()
     for name, parameter in net.named_parameters():
-        if name.endswith("key.bias"):  # cancels in the softmax
-            continue
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.any(), name
+        if not name.endswith("key.bias"):  # cancels in the softmax
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.any(), name
 
 
 # -- the parts -------------------------------------------------------------------------------------
 
 
 def test_cross_attention_is_that_of_torch():
-    torch.manual_seed(0)
     layer = CrossAttention(SelectorConfig(width=16, heads=4))
     stock = nn.MultiheadAttention(16, 4, batch_first=True)
     inner = (layer.query, layer.key, layer.value)
-    stock.in_proj_weight = nn.Parameter(torch.cat([linear.weight for linear in inner]))
-    stock.in_proj_bias = nn.Parameter(torch.cat([linear.bias for linear in inner]))
+    stock.in_proj_weight.data = torch.cat([linear.weight for linear in inner])
+    stock.in_proj_bias.data = torch.cat([linear.bias for linear in inner])
     stock.out_proj = layer.outer
     state, items = torch.randn(3, 16), torch.randn(3, 7, 16)
     mask = torch.rand(3, 7) < 0.6
     mask[:, 0] = True
     read, _ = stock(state.unsqueeze(1), items, items, key_padding_mask=~mask)
-    torch.testing.assert_close(layer(state, items, mask), layer.norm(state + read.squeeze(1)))
+    close(layer(state, items, mask), layer.norm(state + read.squeeze(1)))
 
 
-def test_updates_by_hand():
-    state, chosen = torch.tensor([1.0, 0]), torch.tensor([0, 1.0])
-    convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"))
-    additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"))
-    with torch.no_grad():
-        for update in (convex, additive):
-            update.linear.weight.zero_()
-            update.linear.bias.zero_()
-        convex.linear.weight[0, 2] = additive.linear.weight[0, 3] = (
-            1.0  # g₀ reads c₀ = 0; g₀ reads c₁ = 1
-        )
-        additive.linear.weight[3, 3] = -2.0  # U₁ reads c₁
-    torch.testing.assert_close(convex(state, chosen), torch.tensor([0.5, 0.5]) * math.sqrt(2))
-    gate = 1 / (1 + math.exp(-1))
-    wanted = torch.tensor(
-        [gate, 0.5 * math.tanh(-2)]
-    )  # turned away from what was chosen: no convex update can
-    torch.testing.assert_close(additive(state, chosen), wanted / wanted.norm())
+# U₁ reads c₁, g₀ reads c₁: turned away from what was chosen, as no convex update can
+GATE = 1 / (1 + math.exp(-1))
+
+
+@pytest.mark.parametrize(
+    ("update", "weights", "wanted"),
+    [
+        ("convex", {(0, 2): 1.0}, [0.5, 0.5]),  # g₀ reads c₀ = 0
+        ("additive", {(0, 3): 1.0, (3, 3): -2.0}, [GATE, 0.5 * math.tanh(-2)]),
+    ],
+)
+@torch.no_grad()
+def test_updates_by_hand(update, weights, wanted):
+    layer = StateUpdate(SelectorConfig(width=2, heads=1, update=update))
+    for parameter in layer.parameters():
+        parameter.zero_()
+    for place, weight in weights.items():
+        layer.linear.weight[place] = weight
+    result = layer(torch.tensor([1.0, 0]), torch.tensor([0, 1.0]))
+    close(result, torch.tensor(wanted) / math.hypot(*wanted))
 
 
 def test_linear_projections_point_at_what_is_alike_before_any_training():
     net = network(features=32, width=64, layers=0, projection="linear")
-    query, pool, mask = encodable(queries=20, features=32)
+    query, pool, mask = encodable(20, 32)
     pool[:, 2] = query + 0.1 * pool[:, 2]
     encoded = net.encode(query, pool, mask)
     assert net.logits(net.start(encoded, 1), encoded).argmax(-1).flatten().tolist() == [2] * 20
@@ -271,9 +262,8 @@ def test_linear_projections_point_at_what_is_alike_before_any_training():
 
 def test_the_bi_encoder_moves_on_by_a_learned_share():
     net = BiEncoder(SelectorConfig(version="v1", width=2), 3)
-    moved = net.advance(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 1.0]]]))
-    wanted = torch.tensor([0.6, 0.4]) / math.hypot(0.6, 0.4)
-    torch.testing.assert_close(moved[0, 0], wanted)
+    moved = net.advance(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).detach()
+    close(moved, torch.tensor([0.6, 0.4]) / math.hypot(0.6, 0.4))
 
 
 def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for():
@@ -288,9 +278,9 @@ def test_a_causal_transformer_reads_more_steps_than_it_has_positions_for():
     assert changed[36:].min() > 1e-3
 
 
-def test_v3_sees_its_pool_and_v0_does_not():
+@pytest.mark.parametrize(("version", "reads"), [("v0", False), ("v3", True)])
+def test_v3_sees_its_pool_and_v0_does_not(version, reads):
     query, pool, mask = encodable()
-    for version, reads in (("v0", False), ("v3", True)):
-        net = network(version=version)
-        first, other = (net.encode(query, some, mask).state for some in (pool, -pool))
-        assert torch.equal(first, other) is not reads
+    net = network(version=version)
+    first, other = (net.encode(query, some, mask).state for some in (pool, -pool))
+    assert torch.equal(first, other) is not reads

@@ -5,9 +5,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
-from helpers import BRIEF, arrays, deployed, small_table, table_of, trained
+from helpers import BRIEF, deployed, small_table, table_of, trained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack import prices
@@ -33,15 +34,14 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     mixed = torch.full((4, 3), 0.5)
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
     # 0 and 0
-    accuracy = torch.full((4, 3), 0.75)
-    accuracy[:, 0] = torch.tensor([0.5, 0.5, 1.0, 1.0])
+    accuracy = torch.tensor([[0.5, 0.75, 0.75]] * 2 + [[1.0, 0.75, 0.75]] * 2)
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
     budgets_ms = torch.tensor([2.0, 2.0, 2.9])
     result = compared(accuracy, cost, mixed, budgets_ms)
-    assert [row["deployed"] for row in result] == [True, True, False]
-    assert [row["gain"] for row in result] == pytest.approx([0.25] * 3)
-    assert [row["gain_se"] for row in result] == pytest.approx([math.sqrt(0.25 / 12), 0, 0])
-    assert [row["accuracy_static_mix"] for row in result] == [0.5] * 3
+    spread = math.sqrt(0.25 / 12)
+    for row, gains, se in zip(result, (True, True, False), (spread, 0, 0), strict=True):
+        wanted = {"deployed": gains, "gain": 0.25, "accuracy_static_mix": 0.5}
+        assert row | wanted | {"gain_se": pytest.approx(se)} == row
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
     monkeypatch.setattr(prices, "CONFIDENCE", 0.96)
     assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
@@ -63,8 +63,8 @@ def test_the_most_accurate_worth_within_each_mean_budget_is_found():
 
     budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
     worths, choices = worths_for(decide, table, rows, budgets_ms)
-    low, high = worths_range(table.latency_ms.flatten()).tolist()
-    np.testing.assert_allclose(tried, np.geomspace(low, high, WORTHS), rtol=1e-5)
+    ends = worths_range(table.latency_ms.flatten()).tolist()
+    np.testing.assert_allclose(tried, np.geomspace(*ends, WORTHS), rtol=1e-5)
     # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
     assert choices.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
     assert [decide(worth).tolist() for worth in worths] == choices.T.tolist()
@@ -80,9 +80,8 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
     worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
     policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
-    decided = policy.decided(table, rows)
     # what is expected of it needs no draw
-    expected = policy.expected(table, rows, decided)
+    expected = policy.expected(table, rows, policy.decided(table, rows))
     cells = table.accuracy, table.latency_ms
     for values, cell, mixed in zip(expected, cells, mix.expected(table, rows), strict=True):
         assert values.equal(torch.stack([cell[:, 3].double(), mixed[:, 1]], 1))
@@ -103,19 +102,15 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     chosen = torch.stack([trainer.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
     assert table.mask[rows].gather(1, chosen).all()
     accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
-    guard = agent.settled.guard
-    assert [row["latency_ms_mean"] for row in guard] == pytest.approx((spent + cost_ms).tolist())
-    assert [row["accuracy_policy"] for row in guard] == pytest.approx(accuracy.tolist())
+    guard = pl.DataFrame(agent.settled.guard)
+    assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
+    assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
     kept = spent + cost_ms <= budgets_ms * (1 + 1e-9)
-    assert all(keeps or not row["deployed"] for keeps, row in zip(kept, guard, strict=True))
-    assert mean["deployed"].tolist() == [row["deployed"] for row in guard]
+    assert (kept.numpy() >= mean["deployed"]).all()
+    assert mean["deployed"].tolist() == guard["deployed"].to_list()
     # what decides is the network of all samples at that worth
-    result = agent.decider.log_probs(arrays(table), np.full(120, float(budgets_ms[1])))
     x = agent.controller.normaliser(table.features, 120)
-    with torch.no_grad():
-        wanted = agent.controller(x, worths[1].expand(120))
-    np.testing.assert_allclose(result, wanted, atol=1e-4)
-    greedy = wanted.masked_fill(~table.mask, -torch.inf).argmax(1)
+    greedy = agent.controller(x, worths[1].expand(120), table.mask).argmax(1)
     decided = agent.under_mean_budgets().decided(table, torch.arange(120))
     assert torch.equal(decided[:, 1], greedy)
 
@@ -123,8 +118,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
 def test_a_taught_policy_spends_more_where_it_may():
     table = small_table(300)
     split = table.split()
-    rows, test = split.fitted, split.test
-    budgets_ms = mean_budgets(table, rows)
+    test, budgets_ms = split.test, mean_budgets(table, split.fitted)
     steps = {"teacher_iterations": 30, "warmup_iterations": 150, "evaluate_every": 30}
     optimiser = OptimiserConfig(iterations=0, **steps)
     policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
@@ -132,7 +126,7 @@ def test_a_taught_policy_spends_more_where_it_may():
     policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
     names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
     assert [policy.name for policy in policies] == ["controller", *names]
-    mixed = StaticMix.of_table(table, rows, budgets_ms).expected(table, test)[0]
+    mixed, _ = StaticMix.of_table(table, split.fitted, budgets_ms).expected(table, test)
     # baselines that look at the request are priced out of fold
     for policy in policies:
         accuracy, cost = policy.expected(table, test, policy.decided(table, test))
