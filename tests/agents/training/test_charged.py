@@ -1,52 +1,43 @@
 """What a decision costs is charged: in the reward that is trained on, and where it is judged."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, controller_trainer, small_table, table_of, trained
+from helpers import arrays, close, controller_trainer, identical, repeated, small_table, trained
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.tables.profile_table import median_of
 
-NAN = torch.nan
-UTILITY = RewardConfig(kind="utility")
-ROWS = torch.arange(2)
+ONCE = small_table(40, holes=0.2)
 
 
-def test_a_cost_is_added_to_every_latency_by_hand():
-    table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
-    rewards = RewardTable(table, UTILITY, cost_ms=1.0)
-    budgets_ms = torch.tensor([20.5, 41.0])
-    # 11 and 21 ms under 20.5, 31 and 41 under 41
-    assert rewards.all(ROWS, budgets_ms).tolist() == [[0.5, 0.0], [0.25, 0.75]]
-    chosen = torch.tensor([[1, 0], [1, 1]])
-    assert rewards.chosen(ROWS, chosen, budgets_ms).tolist() == [[0.0, 0.5], [0.75, 0.75]]
-    assert rewards.outcome(ROWS, chosen)[1].tolist() == [[21.0, 11.0], [41.0, 41.0]]
-    priced = RewardTable(table, RewardConfig(kind="priced"), cost_ms=1.0)
-    # accuracy − (latency + 1)/worth
-    wanted = [[0.5 - 11 / 50, 1.0 - 21 / 50], [0.25 - 31 / 50, 0.75 - 41 / 50]]
-    result = priced.all(ROWS, torch.full((2,), 50.0))
-    torch.testing.assert_close(result, torch.tensor(wanted))
-
-
-def test_a_cost_is_added_to_each_of_several_measurements_and_not_to_the_table():
-    repeats = torch.tensor([[[10.0, 11.0, 12.0], [20.0, 22.0, NAN]]])
-    table = table_of([[0.6, 1.0]], repeats)
-    budget_ms = torch.tensor([12.0])
-    row = torch.tensor([0])
-    plain = RewardTable(table, UTILITY)
-    charged = RewardTable(table, UTILITY, cost_ms=0.5)
-    torch.testing.assert_close(plain.all(row, budget_ms), torch.tensor([[0.6, 0.0]]))
-    # 10.5, 11.5 and 12.5
-    torch.testing.assert_close(charged.all(row, budget_ms), torch.tensor([[0.4, 0.0]]))
-    assert torch.equal(table.latency_ms, median_of(repeats))
-    median = RewardTable(table, UTILITY, repeats="median", cost_ms=0.5)
-    assert median.outcome(row, torch.tensor([[0]]))[1].tolist() == [[11.5]]
+@pytest.mark.parametrize("kind", ["utility", "priced"])
+@pytest.mark.parametrize(
+    ("table", "repeats"), [(ONCE, "draw"), (repeated(ONCE), "draw"), (repeated(ONCE), "median")]
+)
+def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats, kind):
+    """What rewards are without a cost is worked out by hand in the tests of rewards."""
+    before = table.latency_ms.clone()
+    several = None if table.repeats_ms is None else table.repeats_ms + 1.5
+    longer = replace(table, latency_ms=table.latency_ms + 1.5, repeats_ms=several)
+    rows, limits = torch.arange(40), default_budgets(table).repeat(8)
+    chosen = table.mask.float().multinomial(1)
+    free, charged, wanted = (
+        RewardTable(each, RewardConfig(kind=kind), repeats=repeats, cost_ms=cost_ms)
+        for each, cost_ms in ((table, 0.0), (table, 1.5), (longer, 0.0))
+    )
+    identical(charged.all(rows, limits), wanted.all(rows, limits))
+    identical(charged.chosen(rows, chosen, limits), wanted.chosen(rows, chosen, limits))
+    identical(charged.outcome(rows, chosen), wanted.outcome(rows, chosen))
+    assert (free.all(rows, limits) > charged.all(rows, limits)).any()
+    identical(table.latency_ms, before)
 
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
@@ -54,7 +45,7 @@ def test_training_learns_from_what_its_decisions_leave(sense):
     table = small_table(60)
     student = controller_trainer(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
     learned = student.env.rewards
-    torch.testing.assert_close(learned.latency_ms, table.latency_ms + 2)
+    close(learned.latency_ms, table.latency_ms + 2)
     assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
 
 
@@ -68,17 +59,15 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     for row in deployed.settled.guard:
         assert (row["deployed"], row["gain"]) == (False, -row["utility_static"])
     assert max(row["gain"] + row["utility_static"] for row in rows) > 0
-    assert [row["margin"] for row in rows] == [1.0] * len(trainer.limits)
+    assert [row["margin"] for row in rows] == [1.0] * 5
     rows[0]["deployed"] = False
     rows[1]["deployed"] = True
     teacher = deployed.guarded_teacher
-    assert deployed.teacher is not None
-    features = arrays(table)
     limits = trainer.limits.double().numpy()
     assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
     static = static_of(table, trainer.fitted)
-    for limit, by in ((limits[0], static), (limits[1], deployed.teacher)):
-        under = np.full(table.num_samples, limit)
-        assert np.array_equal(teacher.choose(features, under), by.choose(features, under))
+    for limit, policy in zip(limits, (static, deployed.teacher), strict=False):
+        request = arrays(table), np.full(120, limit)
+        assert np.array_equal(teacher.choose(*request), policy.choose(*request))
     restored = DeployedController.restored(deployed.plain())
     assert restored.settled.guard_of_teacher == rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, arrays, controller_trainer, repeated, small_table
+from helpers import TAUGHT, arrays, close, controller_trainer, repeated, small_table
 
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -25,16 +25,14 @@ def generator():
 
 def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
     offsets = drawn_drift(GRID, 0.4, (2000,), generator())
-    assert offsets is not None
     assert offsets.shape == (2000, 12)
-    torch.testing.assert_close(offsets.mean(1), torch.zeros(2000), atol=1e-6, rtol=0)
+    close(offsets.mean(1), torch.zeros(2000), within=1e-6)
     still = (offsets == 0).all(1)
     assert float(still.double().mean()) == pytest.approx(0.5, abs=0.04)
     drifted = offsets[~still]
     # what a configuration is off by is the sum over its knobs: without interactions
-    effect = drifted.reshape(-1, 3, 2, 2)
-    mixed = effect[:, :, 1, 1] - effect[:, :, 1, 0] - effect[:, :, 0, 1] + effect[:, :, 0, 0]
-    torch.testing.assert_close(mixed, torch.zeros_like(mixed), atol=1e-5, rtol=0)
+    mixed = drifted.reshape(-1, 3, 2, 2).diff(dim=2).diff(dim=3)
+    close(mixed, torch.zeros_like(mixed), within=1e-5)
     # of sizes that differ from machine to machine, the largest near the one asked for
     spread = drifted.std(1)
     assert spread.quantile(0.95) > 5 * spread.quantile(0.05)
@@ -47,23 +45,17 @@ def test_copies_are_the_samples_on_other_machines(several):
     table = small_table(30, holes=0.2)
     table = repeated(table) if several else table
     drifted, offset = drifted_copies(table, 0.4, seed=0)
-    assert offset is not None
     assert drifted.num_samples == len(offset) == 30 * (1 + COPIES)
     assert drifted.features == {}
     assert len(set(drifted.sample_ids)) == drifted.num_samples
-    for k in range(1 + COPIES):
+    for k, factors in enumerate(offset.exp().split(30)):
         rows = torch.arange(30) + 30 * k
-        factors = offset[rows].exp()
         assert (factors == 1).all() == (k == 0)
-        torch.testing.assert_close(drifted.accuracy[rows], table.accuracy, equal_nan=True)
-        wanted = table.latency_ms * factors
-        torch.testing.assert_close(drifted.latency_ms[rows], wanted, equal_nan=True)
-        measured = table.measurements_ms * factors.unsqueeze(-1)
-        torch.testing.assert_close(drifted.measurements_ms[rows], measured, equal_nan=True)
+        close(drifted.accuracy[rows], table.accuracy)
+        close(drifted.latency_ms[rows], table.latency_ms * factors)
+        close(drifted.measurements_ms[rows], table.measurements_ms * factors.unsqueeze(-1))
         assert torch.equal(drifted.mask[rows], table.mask)
-    same, nothing = drifted_copies(table, 0.0, seed=0)
-    assert same is table
-    assert nothing is None
+    assert drifted_copies(table, 0.0, seed=0) == (table, None)
 
 
 def test_what_heads_are_told_of_it_by_hand():
@@ -71,8 +63,7 @@ def test_what_heads_are_told_of_it_by_hand():
     configurations = torch.tensor([[0, 0], [1, 0], [2, 0], [0, 0]])
     values = drift_values(configurations, 0.3)
     offset = torch.tensor([0.4, 0.0, -0.4, 0.8])  # mean .2
-    wanted = torch.tensor([0.6 - 0.2, 0.0 - 0.2, -0.4 - 0.2])
-    torch.testing.assert_close(values @ offset, wanted)
+    close(values @ offset, [0.6 - 0.2, 0.0 - 0.2, -0.4 - 0.2])
     assert drift_values(configurations, 0.0).shape == (0, 4)
     assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
 
@@ -85,7 +76,6 @@ def trainer(table, sense="deadline"):
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     table = small_table(60, holes=0.2)
     student = trainer(table)
-    n = table.num_samples
     learn, batches = student._learn, []
 
     def learned(data):
@@ -95,86 +85,68 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
 
     student._learn = learned
     student.run()
-    rows = torch.cat([batch["row"] for batch in batches])
-    for network, fitted in enumerate(student.network_rows):
-        seen = rows[:, network]
-        assert set((seen % n).tolist()) == set(fitted.tolist())
-        assert float((seen < n).double().mean()) == pytest.approx(0.5, abs=0.1)
+    rows = torch.cat([batch["row"] for batch in batches]).T
+    for seen, fitted in zip(rows, student.network_rows, strict=True):
+        assert set((seen % 60).tolist()) == set(fitted.tolist())
+        assert float((seen < 60).double().mean()) == pytest.approx(0.5, abs=0.1)
     # the latencies that it is rewarded for are those of the copy
     last = batches[-1]
-    offset = drifted_copies(table, student.drift, student.seed)[1]
-    row, chosen = last["row"].unsqueeze(-1), last["configuration"]
-    taken = table.latency_ms[row % n, chosen] * offset[row, chosen].exp()
-    in_time = taken <= last["budget_ms"].unsqueeze(-1)
-    missed = torch.tensor(-0.2)
-    wanted = torch.where(in_time, table.accuracy[row % n, chosen], missed)
-    torch.testing.assert_close(last["next", "reward"], wanted)
+    row, limits, chosen = last["row"], last["budget_ms"], last["configuration"]
+    offset = drifted_copies(table, student.drift, student.seed)[1][row]
+    cell = row.unsqueeze(-1) % 60, chosen
+    in_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
+    close(last["next", "reward"], torch.where(in_time, table.accuracy[cell], -0.2))
     # and what draws reads how much slower knob values are there
-    contexts = last.select("row", "budget_ms")
-    log_probs = student.actor.get_dist(contexts).log_probs
     network = student.agent.controller.network
-    sample = last["row"].T % n
-    x = student.all_features[sample]
-    limits, mask = last["budget_ms"].T, table.mask[sample]
-    drift = drift_inputs(offset[last["row"].T], network.values)
-    told = network(x, limits, mask, drift).transpose(0, 1)
-    torch.testing.assert_close(log_probs, told)
+    sample = row.T % 60
+    drift = drift_inputs(offset.transpose(0, 1), network.values)
+    log_probs = network(student.all_features[sample], limits.T, table.mask[sample], drift)
+    contexts = last.select("row", "budget_ms")
+    close(student.actor.get_dist(contexts).log_probs, log_probs.transpose(0, 1))
 
 
 def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     table = small_table(60)
     student = trainer(table)
     drawn = []
-    monkeypatch.setattr(
-        imitation,
-        "drawn_drift",
-        lambda *settings: drawn.append(drawn_drift(*settings)) or drawn[-1],
-    )
+
+    def noted(*settings):
+        drawn.append(drawn_drift(*settings))
+        return drawn[-1]
+
+    monkeypatch.setattr(imitation, "drawn_drift", noted)
     student.run()
-    lessons, teacher = student.lessons, student.taught_by.teacher
     names = "x", "limit", "worth", "by_value"
-    x, limits, worths, told = (lessons[name][-1, :40] for name in names)
-    x = x[:, 0]
+    x, limits, worths, told = (student.lessons[name][-1, :40] for name in names)
     offsets = drawn[-1][:40]
-    torch.testing.assert_close(told, drift_inputs(offsets, student.agent.controller.network.values))
+    close(told, drift_inputs(offsets, student.agent.controller.network.values))
     with torch.no_grad():
-        still = teacher.mixture(x)
+        still = student.taught_by.teacher.mixture(x[:, 0])
         wanted = []
-        for place in range(limits.shape[1]):
-            log_latency = still.members.log_latency + offsets[:, place]
-            moved = still.members._replace(log_latency=log_latency)
-            wanted.append(still._replace(members=moved).score(limits[:, place]))
+        for limit, offset in zip(limits.T, offsets.unbind(1), strict=True):
+            moved = still.members._replace(log_latency=still.members.log_latency + offset)
+            wanted.append(still._replace(members=moved).score(limit))
     # but where nothing is likely to be on time
-    hopeful = worths.amax(-1) > 0.02
-    hopeful &= worths.amin(-1) >= 0
-    torch.testing.assert_close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
+    hopeful = (worths.amax(-1) > 0.02) & (worths.amin(-1) >= 0)
+    close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
     assert student._draw_lessons(9)["by_value"].shape == (3, 9, told.shape[-1])
 
 
-def test_what_is_judged_and_deployed_does_not_drift():
+def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
     table = small_table(60)
     student = trainer(table)
     student.run()
-    limit = default_budgets(table)[2]
-    assert int(student.held_out.max()) < table.num_samples
+    assert int(student.held_out.max()) < 60
     # a drift of the first knob's last value changes what is chosen, away from it
-    agent = deployed_by(student, student.limits)
-    limits = np.full(60, float(limit))
-    request = arrays(table), limits, None
-    plain = agent.decider.log_probs(*request)
-    still = agent.decider.log_probs(*request, (np.zeros(12), 1.0))
-    np.testing.assert_allclose(still, plain, atol=1e-5)
+    decider = deployed_by(student, student.limits).decider
+    limits = np.full(60, float(default_budgets(table)[2]))
     offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
-    moved = agent.decider.log_probs(*request, (offset, 1.0))
+    plain, still, moved = (
+        decider.log_probs(arrays(table), limits, None, drift)
+        for drift in (None, (np.zeros(12), 1.0), (offset, 1.0))
+    )
+    np.testing.assert_allclose(still, plain, atol=1e-5)
     assert np.abs(np.exp(moved) - np.exp(plain)).max() > 1e-3
-    guard = agent.decider.guard
-    under = limits * np.exp(-offset.mean()) * guard.margin[guard.groups(limits)]
-    network = agent.controller
-    x = network.normaliser(table.features, 60)
-    with torch.no_grad():
-        told = torch.tensor(offset).float().expand(60, -1)
-        by_hand = network(x, torch.tensor(under).float(), None, told)
-    np.testing.assert_allclose(moved, by_hand, atol=1e-3)
 
 
 def test_under_a_mean_budget_nothing_drifts():
@@ -189,16 +161,15 @@ def test_answers_as_in_the_profile_show_no_drift(features):
     table = small_table(80, features=features)
     stalls = 1 + torch.empty(80, 12, 7).exponential_(4, generator=generator())
     skewed = table.latency_ms.unsqueeze(-1) * stalls
-    table = replace(table, latency_ms=skewed.median(-1).values, repeats_ms=skewed)
+    median = skewed.median(-1).values
+    table = replace(table, latency_ms=median, repeats_ms=skewed)
     rows = torch.arange(80)
     normaliser = FeatureNormaliser.fit(table, rows)
     latency = latency_of(table, rows, normaliser)
-    x = normaliser(table.features, 80).numpy()
-    logs = np.log(skewed.double().numpy())
-    expected = np.tile(latency["bias"], (80, 1))
+    residuals = skewed.double().log().numpy() - latency["bias"][:, None]
     if features:
-        expected += x @ latency["weight"]
-    residuals = logs - expected[..., None]
+        x = normaliser(table.features, 80).numpy()
+        residuals -= (x @ latency["weight"])[..., None]
     assert np.abs(residuals.mean((0, 2))).max() < 1e-3
     np.testing.assert_allclose(latency["spread"], residuals.std((0, 2)), rtol=1e-3)
-    assert np.log(np.median(skewed, -1)).mean() < logs.mean() - 0.01
+    assert median.log().mean() < skewed.log().mean() - 0.01

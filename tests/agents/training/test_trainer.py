@@ -1,6 +1,6 @@
 import copy
-import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,46 +8,53 @@ import numpy as np
 import pytest
 import torch
 from commands import stopped_and_resumed
-from helpers import Lines, arrays, equal_states, member_of, small_table, table_of
+from helpers import (
+    BRIEF,
+    Lines,
+    arrays,
+    close,
+    controller_trainer,
+    equal_states,
+    input_error,
+    member_of,
+    small_table,
+    table_of,
+)
 
 from knobwise.agents.controller.networks import BEYOND, WIDEST
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import judged_worths
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")
-SHORT = OptimiserConfig(
-    teacher_iterations=8,
-    warmup_iterations=8,
-    iterations=12,
-    contexts=32,
-    minibatch=16,
-    epochs=2,
-    evaluate_every=4,
-)
+SHORT = replace(BRIEF, teacher_iterations=8, iterations=12, minibatch=16, epochs=2)
 HEADS = PolicyConfig(members=3, hidden=16)
 TAUGHT = PolicyConfig(teacher=True, members=3, hidden=16, teacher_hidden=16)
 POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
 
 
-def watch(student, inspect):
-    """Show every batch to `inspect` before it is learned from."""
-    student._learn = Mock(side_effect=lambda data: inspect(data) or Trainer._learn(student, data))
-    return student
+def watch(student, look):
+    """Look at every batch before it is learned from; return what was seen in each iteration."""
+    seen = {}
+
+    def learn(data):
+        seen[student.iteration] = look(data)
+        return Trainer._learn(student, data)
+
+    student._learn = learn
+    return seen
 
 
 def trainer(table, folder=None, **settings):
-    options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"], **settings}
-    return ControllerTrainer(table, table.split(), folder=folder, **options)
+    options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"]} | settings
+    return controller_trainer(table, folder=folder, **options)
 
 
 def scored(student, *scores):
@@ -57,52 +64,55 @@ def scored(student, *scores):
 
 
 @pytest.mark.parametrize(
-    ("policy", "objective"),
+    ("objective", "policy"),
     [
-        (PolicyConfig(hidden=64), "exact"),
-        (PolicyConfig(teacher=True, members=3, hidden=32, dropout=0.2), "sampled"),
+        ("exact", {"hidden": 64}),
+        ("sampled", {"teacher": True, "members": 3, "hidden": 32, "dropout": 0.2}),
     ],
-    ids=["one", "taught"],
 )
-def test_learns_more_than_budget_aware_static(policy, objective):
+def test_learns_more_than_budget_aware_static(objective, policy):
     table = small_table(1500, holes=0.2)
-    optimiser = OptimiserConfig(
-        teacher_iterations=40, warmup_iterations=60, iterations=200, contexts=128, minibatch=128
+    student = trainer(
+        table,
+        policy=PolicyConfig(**policy),
+        loss=LossConfig(objective=objective),
+        optimiser=OptimiserConfig(40, 60, 200, contexts=128, minibatch=128),
     )
-    loss = LossConfig(objective=objective)
-    student = trainer(table, optimiser=optimiser, policy=policy, loss=loss)
-    data = table, student.split.test, student.limits, student.env.rewards
-    static = judge(static_of(table, student.split.train), *data).utility.mean()
-    before = judge(student.agent, *data).utility.mean()
-    after = judge(student.run(), *data).utility.mean()
-    assert after > static + 0.02
-    assert after > before + 0.05
+
+    def utility(policy):
+        return judge(policy, table, student.split.test, student.limits).utility.mean()
+
+    static, before = utility(static_of(table, student.split.train)), utility(student.agent)
+    assert utility(student.run()) > max(static + 0.02, before + 0.05)
 
 
 def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path):
     table = small_table(60)
     path = tmp_path / "last.pt"
-    assert not trainer(table, tmp_path).resume(path)
-    trainer(table, tmp_path).run()
+    student = trainer(table, tmp_path)
+    assert not student.resume(path)
+    student.run()
     again = trainer(table, tmp_path)
     assert again.resume(path)
     assert again.finished
-    mean = trainer(table, budget=BudgetConfig(sense="mean"))
-    for other in (trainer(small_table(60, seed=1)), trainer(table, policy=HEADS), mean):
-        with pytest.raises(InputError, match="name="):
-            other.resume(path)
+    for other, settings in (
+        (small_table(60, seed=1), {}),
+        (table, {"policy": HEADS}),
+        (table, {"sense": "mean"}),
+    ):
+        with input_error("name="):
+            trainer(other, **settings).resume(path)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
     lines = Lines()
-    optimiser = dataclasses.replace(SHORT, iterations=4, minibatch=32, epochs=1)
-    policy = dataclasses.replace(POLICIES[name], dropout=0.5)
+    optimiser = replace(SHORT, iterations=4, minibatch=32, epochs=1)
+    policy = replace(POLICIES[name], dropout=0.5)
     loss = LossConfig(kl_to_ref_coeff=0.1)
     student = trainer(small_table(60), log=lines, optimiser=optimiser, policy=policy, loss=loss)
     student.run()
-    begins = student.total - 4
-    (first,) = [m for step, m in lines if step == begins and "Train/KL" in m]
+    first = next(line for _, line in lines if "Train/KL" in line)
     assert first["Train/KL"] == pytest.approx(0, abs=1e-6)
     assert first["Train/Ratio_Mean"] == pytest.approx(1, abs=1e-5)
     assert first["Train/Clip_Fraction"] == 0
@@ -112,28 +122,29 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
 
 
 def test_a_stage_past_its_peak_gives_way_to_the_next():
-    optimiser = dataclasses.replace(SHORT, teacher_iterations=32, warmup_iterations=20, patience=2)
+    optimiser = replace(SHORT, teacher_iterations=32, warmup_iterations=20, patience=2)
     student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
     student.stages[2].patience = 2
     # without bins, at 0, 4 … 28, the patience of a teacher is 6; with bins at 36, 40 … 60
-    scores = [0.1, 0.9, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2, 0.35, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
+    scores = [0.1, 0.9, 0.4, 0.3, *[0.2] * 4, 0.35, *[0.3] * 6]
     # imitation at 68, 72 and 76, which begins anew; GRPO at 88, 92 and 96
     scored(student, *scores, 0.5, 0.4, 0.4, 0.6, 0.5, 0.5)
-    names = {}
-    watch(student, lambda data: names.update({student.iteration: student.stage.name}))
+    names = watch(student, lambda _: student.stage.name)
     student.run()
-    assert list(names) == [*range(28), *range(32, 60), *range(64, 76), *range(84, 96)]
-    stages = [names[i] for i in (27, 32, 59, 64, 75, 84)]
-    assert stages == ["regression", *["regression with bins"] * 2, *["imitation"] * 2, "GRPO"]
+    assert names == {
+        **dict.fromkeys(range(28), "regression"),
+        **dict.fromkeys(range(32, 60), "regression with bins"),
+        **dict.fromkeys(range(64, 76), "imitation"),
+        **dict.fromkeys(range(84, 96), "GRPO"),
+    }
     at = [iteration for iteration, _ in student.scores]
-    before_grpo = [*range(0, 28, 4), *range(32, 60, 4), 64, 68, 72, 84]
-    assert at == [*before_grpo, 88, 92, 96]
+    assert at == [*range(0, 28, 4), *range(32, 60, 4), 64, 68, 72, 84, 88, 92, 96]
     assert (student.best["score"], student.best["iteration"]) == (0.6, 88)
     assert student.provenance()["grpo"].keys() == {"start"}
 
 
 def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
-    optimiser = dataclasses.replace(SHORT, teacher_iterations=40, warmup_iterations=16)
+    optimiser = replace(SHORT, teacher_iterations=40, warmup_iterations=16)
 
     def impatient(folder):
         student = trainer(small_table(80), folder, optimiser=optimiser, policy=TAUGHT)
@@ -175,46 +186,33 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
     student = trainer(small_table(80), policy=TAUGHT)
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
-    kept = {}
-    watch(
-        student, lambda data: kept.update({student.iteration: copy.deepcopy(student.agent.teacher)})
-    )
+    kept = watch(student, lambda _: copy.deepcopy(student.agent.teacher))
     agent = student.run()
-    assert agent.teacher is not None
-    assert equal_states(kept[12], kept[16])
-    assert not equal_states(kept[12], kept[15])
-    for iteration in (20, 24, 35):
-        assert equal_states(kept[iteration], kept[12])
-    assert equal_states(agent.teacher, kept[12])
+    best = kept[12]
+    assert not equal_states(kept[15], best)
+    for teacher in (kept[16], kept[20], kept[24], kept[35], agent.teacher):
+        assert equal_states(teacher, best)
     # and from there on the heads are judged, whose best was of GRPO
     assert student.best["iteration"] == 32
-    assert equal_states(student.taught_by.teacher.network, kept[12].network)
+    assert equal_states(student.taught_by.teacher.network, best.network)
 
 
 @pytest.mark.parametrize("bent", [True, False])
-def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without(
-    bent,
-):
+def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without(bent):
     """On one table the right configuration hangs on whether a feature is near 0, on the other on a
     sum of many."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(300, 1 if bent else 100, generator=generator)
-    hard = features.abs() < 0.6
-    if not bent:
-        hard = features.sum(1, keepdim=True) > 0
+    hard = features.abs() < 0.6 if bent else features.sum(1, keepdim=True) > 0
     table = table_of(torch.cat([~hard, hard], 1).float(), torch.full((300, 2), 5.0), features)
-    changes = {"teacher_iterations": 80, "warmup_iterations": 4, "iterations": 1}
-    brief = dataclasses.replace(SHORT, **changes, contexts=128, minibatch=64, evaluate_every=8)
+    brief = OptimiserConfig(80, 4, 1, contexts=128, minibatch=64, epochs=2, evaluate_every=8)
     policy = PolicyConfig(
         teacher=True, members=2, hidden=4, teacher_hidden=4, layers=1, teacher_dropout=0.0
     )
     student = trainer(table, policy=policy, optimiser=brief)
     agent = student.run()
-    names = [stage.name for stage in student.stages]
-    assert names == ["regression", "regression with bins", "imitation", "GRPO"]
     without = max(score for iteration, score in student.scores if iteration <= 80)
     with_bins = max(score for iteration, score in student.scores if 80 < iteration <= 160)
-    assert agent.teacher is not None
     reads_bins = bool((agent.teacher.network.edges < BEYOND).any())
     assert reads_bins == (with_bins > without) == bent
 
@@ -224,12 +222,11 @@ def test_wide_tables_are_not_tried_with_bins():
     table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
     student = trainer(table, policy=TAUGHT)
     assert [stage.name for stage in student.stages] == ["regression", "imitation", "GRPO"]
-    assert student.agent.teacher is not None
     assert student.agent.teacher.network.edges.numel() == 0
 
 
 def test_without_a_warm_up_there_is_no_teacher():
-    optimiser = dataclasses.replace(SHORT, warmup_iterations=0)
+    optimiser = replace(SHORT, warmup_iterations=0)
     student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
     agent = student.run()
     assert student.total == 12
@@ -243,40 +240,36 @@ def test_without_a_warm_up_there_is_no_teacher():
 def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    code = "def f(accuracy, latency_ms, budget_ms, knobs):\n    return -latency_ms\n"
+    code = "f = lambda accuracy, latency_ms, budget_ms, knobs: -latency_ms"
     Path("aim_of_speed.py").write_text(code)
     reward = RewardConfig(kind="function", function="aim_of_speed:f")
     student = trainer(small_table(60), tmp_path, reward=reward, policy=TAUGHT)
     student.run()
-    rows, rewards = student.judged_rows, []
-    for limit in student.limits:
-        chosen = student.held_out_log_probs(limit).argmax(-1, keepdim=True)
-        rewards.append(student.env.rewards.chosen(rows, chosen, limit.expand(len(rows))))
-    mean = float(torch.stack(rewards).mean())
-    assert mean == pytest.approx(student.best["score"], rel=1e-5)
+    rows = student.judged_rows[:, None]
+    chosen = [student.held_out_log_probs(limit).argmax(-1) for limit in student.limits]
+    latency_ms = student.table.latency_ms[rows, torch.stack(chosen, 1)]
+    assert student.best["score"] == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
     # the guard compares utilities, which are not what it was trained for
     assert deployed_by(student, student.limits).settled.guard == []
 
 
 def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
-    lines = Lines()
-    sense = BudgetConfig(sense="mean")
-    student = trainer(small_table(60), policy=HEADS, budget=sense, log=lines)
+    lines, table = Lines(), small_table(60)
+    student = trainer(table, policy=HEADS, sense="mean", log=lines)
 
     def priced(data):
-        rows, chosen, worth = data["row"], data["configuration"].squeeze(-1), data["worth_ms"]
-        accuracy, ms = student.table.accuracy[rows, chosen], student.table.latency_ms[rows, chosen]
-        torch.testing.assert_close(data["next", "reward"].squeeze(-1), accuracy - ms / worth)
+        cell = data["row"], data["configuration"].squeeze(-1)
+        wanted = table.accuracy[cell] - table.latency_ms[cell] / data["worth_ms"]
+        close(data["next", "reward"].squeeze(-1), wanted)
 
-    best = watch(student, priced).run()
+    watch(student, priced)
+    best = student.run()
     assert best.controller.limit_key == "worth_ms"
-    assert torch.equal(student.limits, judged_worths(student.table))
+    assert torch.equal(student.limits, judged_worths(table))
     assert not lines.values("Train/Budget_Violation_Rate")
-    rows, spent = torch.arange(60), []
-    for worth in (1.0, 1e4):
-        chosen = best.choose(arrays(student.table), np.full(60, worth))
-        spent.append(float(student.table.latency_ms[rows, torch.from_numpy(chosen)].mean()))
-    assert spent[0] < spent[1]
+    choices = [best.choose(arrays(table), np.full(60, worth)) for worth in (1.0, 1e4)]
+    little, much = (table.latency_ms[range(60), chosen].mean() for chosen in choices)
+    assert little < much
 
 
 # -- networks side by side -------------------------------------------------------------------------
@@ -285,26 +278,26 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
 def photographed(samples=90, holes=0.3):
     """Three samples of each image."""
     images = tuple(str(i // 3) for i in range(samples))
-    return dataclasses.replace(small_table(samples, holes=holes), image_ids=images)
+    return replace(small_table(samples, holes=holes), image_ids=images)
 
 
 def test_every_sample_but_the_test_ones_is_held_out_of_one_network():
     student = trainer(photographed(), policy=HEADS, seed=4)
-    known = torch.cat([student.split.train, student.split.validation]).tolist()
+    known = torch.cat(student.split[:2]).sort().values
     fitted, held_out = student.divide()
     for rows, hold in zip(fitted, held_out, strict=True):
-        assert sorted([*rows.tolist(), *hold.tolist()]) == sorted(known)
+        assert torch.equal(torch.cat([rows, hold]).sort().values, known)
         # images are kept together
-        assert not set((rows // 3).tolist()) & set((hold // 3).tolist())
-    assert sorted(student.judged_rows.tolist()) == sorted(known)
-    assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
+        assert not torch.isin(rows // 3, hold // 3).any()
+    assert torch.equal(student.judged_rows, torch.cat(held_out))
+    assert torch.equal(student.judged_rows.sort().values, known)
     assert student.networks == 4
-    with pytest.raises(InputError, match="members"):
+    with input_error("members"):
         trainer(small_table(60), policy=PolicyConfig(members=60))
 
 
 def test_a_single_network_is_fitted_on_train_and_judged_on_validation():
-    student = trainer(small_table(60), policy=PolicyConfig(hidden=16))
+    student = trainer(small_table(60))
     assert torch.equal(student.fitted, student.split.train)
     assert torch.equal(student.judged_rows, student.split.validation)
     assert student.networks == 1
@@ -322,84 +315,73 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
     utilities = []
     for number, hold in enumerate(student.divide()[1]):
         alone = DeployedController(member_of(student.agent.controller, number))
+        mask = table.mask[hold]
         for budget in student.limits:
             limits = budget.expand(len(hold))
             if name == "folds":
-                mask = table.mask[hold].numpy()
-                chosen = torch.from_numpy(alone.choose(arrays(table, hold), limits.numpy(), mask))
+                chosen = alone.choose(arrays(table, hold), limits.numpy(), mask.numpy())
             else:
                 x = student.all_features[hold].expand(3, -1, -1)
-                predicted = student.agent.teacher.network(x).predicted()
-                scores = predicted.score(limits)[number].masked_fill(~table.mask[hold], -torch.inf)
-                chosen = scores.argmax(1)
+                scores = student.agent.teacher.network(x).predicted().score(limits)[number]
+                chosen = scores.masked_fill(~mask, -torch.inf).argmax(1)
             at = hold, chosen
             utilities += (table.accuracy[at] * (table.latency_ms[at] <= budget)).tolist()
     student._evaluate()
     assert student.best["score"] == pytest.approx(np.mean(utilities), abs=1e-6)
 
 
-def ends_of(table, policy, limits):
-    """From one start, with and without the outcomes of the samples turned round that are held out
-    of the second network, trained through all stages, without a choice among checkpoints."""
-    trained = []
+@pytest.mark.parametrize("name", ["folds", "taught"])
+def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(name):
+    policy = replace(POLICIES[name], dropout=0.0, teacher_dropout=0.0)
+    limits = torch.tensor([8.0, 15.0])
+    students = []
+    # with and without the outcomes turned round of the samples that are held out of the second
+    # network; as the teacher starts at the means of its table, that is the same for both
     for turned in (False, True):
-        # the norm is that of all networks together
-        optimiser = dataclasses.replace(SHORT, clip_grad=1e9)
-        student = trainer(table, policy=policy, optimiser=optimiser, budgets_ms=limits)
+        student = trainer(photographed(holes=0.0), policy=policy, budgets_ms=limits)
         for stage in student.stages:
-            stage.clip_grad = 1e9
+            stage.clip_grad = 1e9  # the norm is that of all networks together
         if turned:
             hold = student.divide()[1][1]
             for rewards in (student.env.rewards, student.free_rewards):
                 rewards.accuracy = rewards.accuracy.clone()
                 rewards.accuracy[hold] = 1 - rewards.accuracy[hold]
+        # through all stages, without a choice among checkpoints
         stream = iter(student.collector)
         torch.manual_seed(0)
         for iteration in range(student.total):
             student.iteration = iteration
             student.iterate(stream)
         student.collector.shutdown()
-        trained.append(student)
-    return trained
-
-
-@pytest.mark.parametrize("name", ["folds", "taught"])
-def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(name):
-    policy = dataclasses.replace(POLICIES[name], dropout=0.0, teacher_dropout=0.0)
-    table = photographed(holes=0.0)
-    # as the teacher starts at the means of its table, that is the same for both
-    first, second = ends_of(table, policy, torch.tensor([8.0, 15.0]))
-    networks = [
-        [member_of(student.agent.controller, number) for number in range(4)]
-        for student in (first, second)
-    ]
-    same = [equal_states(a, b) for a, b in zip(*networks, strict=True)]
-    # the second, and not the last, which learns from all
-    assert same == [False, True, False, False]
+        students.append(student)
+    for number in range(4):
+        pair = (member_of(student.agent.controller, number) for student in students)
+        # the second, and not the last, which learns from all
+        assert equal_states(*pair) == (number == 1)
+        if name == "taught":
+            worths = (student.lessons["worth"][number] for student in students)
+            assert torch.equal(*worths) == (number == 1)
     if name == "taught":
-        lessons, others = first.lessons, second.lessons
-        assert torch.equal(lessons["x"], others["x"])
-        same = [torch.equal(a, b) for a, b in zip(lessons["worth"], others["worth"], strict=True)]
-        assert same == [False, True, False, False]
+        assert torch.equal(*(student.lessons["x"] for student in students))
 
 
 # -- the rest --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("group", "settings", "name"),
+    ("group", "name", "value"),
     [
-        (OptimiserConfig, {"minibatch": 0}, "minibatch"),
-        (OptimiserConfig, {"teacher_iterations": -1}, "teacher_iterations"),
-        (OptimiserConfig, {"clip_grad": -1.0}, "clip_grad"),
-        (PolicyConfig, {"sharpness": 0.0}, "sharpness"),
-        (PolicyConfig, {"teacher_dropout": 1.0}, "teacher_dropout"),
-        (PolicyConfig, {"level": 1.0}, "level"),
+        (OptimiserConfig, "minibatch", 0),
+        (OptimiserConfig, "teacher_iterations", -1),
+        (OptimiserConfig, "clip_grad", -1.0),
+        (PolicyConfig, "sharpness", 0.0),
+        (PolicyConfig, "teacher_dropout", 1.0),
+        (PolicyConfig, "level", 1.0),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(group, settings, name):
-    with pytest.raises(InputError, match=name):
-        group(**settings)
+def test_settings_that_cannot_be_used_are_named(group, name, value):
+    with input_error(name):
+        group(**{name: value})
 
 
 def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_it_costs_nothing():
@@ -420,8 +402,7 @@ def test_the_random_state_of_the_caller_is_left_alone():
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
 @pytest.mark.parametrize("name", ["one", "taught"])
 def test_trains_and_resumes_on_a_gpu(objective, name, tmp_path):
-    loss = LossConfig(objective=objective)
-    settings = {"device": "cuda", "loss": loss, "policy": POLICIES[name]}
-    first, again = (trainer(small_table(60), tmp_path, **settings) for _ in range(2))
-    assert first.run().configurations.device.type == "cuda"
+    settings = {"loss": LossConfig(objective=objective), "policy": POLICIES[name]}
+    first, again = (trainer(small_table(60), tmp_path, device="cuda", **settings) for _ in range(2))
+    assert first.run().configurations.is_cuda
     assert again.resume(tmp_path / "last.pt")

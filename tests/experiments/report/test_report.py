@@ -1,11 +1,15 @@
 """The report says what results.json says: in words, in tables and in charts."""
 
+import html
+import itertools
 import json
 import math
 import re
 
 import numpy as np
+import polars as pl
 import pytest
+from helpers import input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_parts import (
@@ -19,8 +23,8 @@ from page_parts import (
     specifications,
     svg_of,
 )
+from run_folders import interval
 
-from knobwise.common.errors import InputError
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
@@ -37,20 +41,35 @@ POLICIES = {
     "ridge": 0.55,
     "oracle": 0.8,
 }
-KNOBS = ({"crops": 2, "mode": "fast"}, {"crops": 10, "mode": "<slow>"})
+CELLS = [
+    {"label": label, "knobs": knobs, "accuracy": a, "utility": u, "latency_ms": t}
+    for label, knobs, a, u, t in (
+        ("a", {"crops": 2, "mode": "fast"}, 0.412, 0.35, 100.0),
+        ("b", {"crops": 10, "mode": "<slow>"}, 0.733, 0.45, 400.0),
+    )
+]
+BEST_FIRST = sorted(POLICIES, key=POLICIES.get, reverse=True)
 
 
 def row(policy, budget, utility):
-    gap = (utility - 0.5) / 0.3
-    return {
-        **{"policy": policy, "budget_ms": budget, "accuracy": utility + 0.05, "reward": utility},
-        **{"latency_ms_mean": 0.8 * (budget or 300.0), "decision_us_p50": 12.5},
-        **{"satisfaction": 0.9, "satisfaction_feasible": 0.96},
+    gain = utility - 0.5
+    numbers = {
+        "policy": policy,
+        "budget_ms": budget,
+        "accuracy": utility + 0.05,
+        "reward": utility,
+        "latency_ms_mean": 0.8 * (budget or 300.0),
+        "decision_us_p50": 12.5,
+        "satisfaction": 0.9,
+        "satisfaction_feasible": 0.96,
         "infeasible": 0.0 if budget == BUDGETS[1] else 0.04,
-        **{"utility": utility, "utility_ci95": [utility - 0.015, utility + 0.015]},
-        **{"over_static": 0.3 * gap, "over_static_ci95": [0.3 * gap - 0.01, 0.3 * gap + 0.01]},
-        **{"gap_closed": gap, "gap_closed_ci95": [gap - 0.1, gap + 0.1]},
     }
+    return (
+        numbers
+        | interval("utility", utility, 0.015)
+        | interval("over_static", gain, 0.01)
+        | interval("gap_closed", gain / 0.3, 0.1)
+    )
 
 
 def results(changes=None, **utilities):
@@ -60,32 +79,35 @@ def results(changes=None, **utilities):
     means = POLICIES | utilities
     rows = [row(p, b, u + d) for b, d in places.items() for p, u in means.items()]
     rows[0] |= changes or {}
-    cells = zip(KNOBS, (0.412, 0.733), (0.35, 0.45), (100.0, 400.0), strict=True)
+    usage = []
+    for policy, budget in itertools.product(
+        ("controller", "budget_aware_static", "oracle"), BUDGETS
+    ):
+        for cell, share in zip(CELLS, (0.25, 0.75), strict=True):
+            for knob, value in cell["knobs"].items():
+                use = {"policy": policy, "budget_ms": budget, "knob": knob}
+                usage.append(use | {"value": value, "share": share})
     return {
-        **{"split": "test", "seeds": [0, 1], "budgets_ms": list(BUDGETS), "rows": rows},
+        "split": "test",
+        "seeds": [0, 1],
+        "budgets_ms": list(BUDGETS),
+        "rows": rows,
         "a key of tomorrow": 1,
         "profile": {"name": "small", "digest": "sha256:0f", "samples": 60, "configurations": 2},
-        "configurations": [
-            {"label": f"{k}", "knobs": k, "accuracy": a, "utility": u, "latency_ms": t}
-            for k, a, u, t in cells
-        ],
-        "knob_usage": [
-            {"policy": p, "budget_ms": b, "knob": name, "value": k[name], "share": share}
-            for p in ("controller", "budget_aware_static", "oracle")
-            for b in BUDGETS
-            for k, share in zip(KNOBS, (0.25, 0.75), strict=True)
-            for name in k
-        ],
+        "configurations": CELLS,
+        "knob_usage": usage,
     }
 
 
 GUARD = {
-    **{"level": 0.95, "margin": 0.9, "gain": 0.1, "gain_se": 0.01, "satisfaction_deployed": 0.955},
-    **{
-        "deployed": True,
-        "missed": "",
-        "reason": "deployed: better than <static> by +0.100 ± 0.010",
-    },
+    "level": 0.95,
+    "margin": 0.9,
+    "gain": 0.1,
+    "gain_se": 0.01,
+    "satisfaction_deployed": 0.955,
+    "deployed": True,
+    "missed": "",
+    "reason": "deployed: better than <static> by +0.100 ± 0.010",
 }
 FELL_BACK = {"deployed": False}
 UNATTAINABLE = {"missed": "not possible here", "margin": 1.0, "satisfaction_deployed": 0.713}
@@ -96,20 +118,15 @@ TOO_DEAR = {"missed": "would cost too much utility", "margin": 1.0, "satisfactio
 def with_guard(*seeds, **more):
     """Results of so many seeds, each with what the guard found at the tight and at the loose
     budget, and with a checkpoint of iteration 40 and on."""
-    chosen = [
-        {
-            "weights": {"network": 0.25 + seed / 4, "kernel_ridge": 0.75 - seed / 4},
-            "settings": {"kernel_ridge": f"({seed}.0, 0.3)"},
-            "iteration": 40 + seed,
-        }
-        for seed in range(len(seeds))
-    ]
-    guard = [
-        [GUARD | {"budget_ms": b} | found for b, found in zip(BUDGETS, both, strict=True)]
-        for both in seeds
-    ]
-    about = {"seeds": list(range(len(seeds))), "satisfaction_level": 0.95}
-    return results() | about | {"guard": guard, "chosen": chosen} | more
+    content = results() | {"seeds": [*range(len(seeds))], "satisfaction_level": 0.95}
+    content |= {"guard": [], "chosen": []}
+    for seed, found in enumerate(seeds):
+        budgets = zip(BUDGETS, found, strict=True)
+        content["guard"].append([GUARD | {"budget_ms": b} | changes for b, changes in budgets])
+        weights = {"network": 0.25 + seed / 4, "kernel_ridge": 0.75 - seed / 4}
+        chosen = {"weights": weights, "settings": {"kernel_ridge": f"({seed}.0, 0.3)"}}
+        content["chosen"].append(chosen | {"iteration": 40 + seed})
+    return content | more
 
 
 def trained(warm_up, iterations=100, **more):
@@ -117,8 +134,10 @@ def trained(warm_up, iterations=100, **more):
 
 
 GAIN = {
-    **{"test": 0.0123, "test_ci95": [-0.004, 0.03]},
-    **{"held_out": 0.02, "held_out_ci95": [0.0101, 0.03]},
+    "test": 0.0123,
+    "test_ci95": [-0.004, 0.03],
+    "held_out": 0.02,
+    "held_out_ci95": [0.0101, 0.03],
 }
 """What GRPO added."""
 FREE = {"utility_free": 0.61}
@@ -126,79 +145,58 @@ NOT_KNOWN = {"over_static_ci95": None, "gap_closed_ci95": None, "satisfaction_fe
 PAIR = ({}, {})
 
 
-@pytest.mark.parametrize(
-    ("low", "attained", "parts"),
-    [(0.004, 0.71, ("+2.4 points", "71%")), (-0.004, None, ("No gain", "+2.4 points"))],
-)
-def test_the_verdict_has_the_yardstick_of_what_looked_attainable(low, attained, parts):
-    estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": [["ridge"]]}
-    line = verdict(results({"attained": attained}) | {"attainable": estimate})[1]
-    assert all(part in line for part in parts)
-    assert ("%" in line.replace("95%", "")) is (attained is not None)
-
-
 def test_faults_of_the_profile_are_repeated(tmp_path):
-    text = report_of(
-        tmp_path, results() | {"warnings": ["3 latencies are 0 (nearly certain). <x>"]}
-    )
-    assert "3 latencies are 0" in text
-    assert "Warnings about the profile" in text
-    assert "Warnings about the profile" not in report_of(tmp_path, results())
+    warning = "3 latencies are 0 (nearly certain)."
+    assert warning in report_of(tmp_path, results() | {"warnings": [warning]})
+    assert "Warnings" not in report_of(tmp_path, results())
 
 
 def at_level(level, changes=None):
     return results(changes) | {"satisfaction_level": level}
 
 
+def attainable(low, attained=None):
+    estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": [["ridge"]]}
+    return results({"attained": attained}) | {"attainable": estimate}
+
+
 @pytest.mark.parametrize(
-    ("content", "start", "holds"),
+    ("content", "line"),
     [
-        (
-            results(),
-            "The learned",
-            r"is better .* \+10.0 .*9.0, 11.0.* 0.600 against 0.500, 33%",
-        ),
-        (results(controller=0.4), "The learned", "is worse"),
-        (
-            results(NOT_KNOWN),
-            "The learned",
-            r"no difference .*\+10.0 points, .* 0.600 against 0.500,",
-        ),
-        ({"rows": results()["rows"][1:]}, "No learned", "random forest"),
-        (results(FREE, teacher=0.62), "A decision takes 12.5 µs", "0.0% of the mean .* 0.610"),
-        (results(FREE) | {"unit": "USD"}, "A decision takes 12.5 µs;", "0.610"),
-        (results(teacher=0.62), "Its teacher", "0.620"),
-        (results(), "None of the 2", r"forest \(0.580 \[0.565, 0.595\]\)"),
-        (results(controller=0.5, random_forest=0.6, ridge=0.505), "2 of the 2", r"forest \(0.600"),
-        (at_level(0.95), "The controller is", r"96.0% .* meets the 95% .* \(4.0%"),
-        (at_level(0.99), "The controller is", "falls short of the 99%"),
+        (results(), r"The learned .* better .* \+10.0 .*9.0, 11.0.* 0.600 against 0.500, 33%"),
+        (results(controller=0.4), "The learned .* is worse"),
+        (results(NOT_KNOWN), r"The learned .* no difference .*\+10.0 points, .* 0.600 .* 0.500,"),
+        ({"rows": results()["rows"][1:]}, "No learned .*random forest"),
+        (attainable(0.004, 0.71), r"About \+2.4 points.*; .* 71% of"),
+        (attainable(-0.004), r"No gain [^;]*: \+2.4 points[^;]*$"),
+        (results(FREE, teacher=0.62), "A decision takes 12.5 µs.*0.0% of the mean .* 0.610"),
+        (results(FREE) | {"unit": "USD"}, "A decision takes 12.5 µs;.*0.610"),
+        (results(teacher=0.62), "Its teacher .*0.620"),
+        (results(), r"None of the 2 .*forest \(0.580 \[0.565, 0.595\]\)"),
+        (results(controller=0.5, random_forest=0.6, ridge=0.505), r"2 of the 2 .*forest \(0.600"),
+        (at_level(0.95), r"The controller is .*96.0% .* meets the 95% .* \(4.0%"),
+        (at_level(0.99), "The controller is .*falls short of the 99%"),
         # as it is printed
-        (at_level(0.95, {"satisfaction_feasible": 0.9496}), "The controller is", "95.0% .* meets"),
+        (at_level(0.95, {"satisfaction_feasible": 0.9496}), "The controller is .*95.0% .* meets"),
         # of with_guard the kept iterations are 40, 41, …
-        (with_guard(PAIR, PAIR, **trained(40)), "GRPO improves nothing", "in 1 of 2 seeds"),
-        (with_guard(PAIR, PAIR, **trained(41)), "GRPO improves nothing", "nothing: the checkpoint"),
+        (with_guard(PAIR, PAIR, **trained(40)), "GRPO improves nothing .*in 1 of 2 seeds"),
+        (with_guard(PAIR, PAIR, **trained(41)), "GRPO improves nothing: the checkpoint"),
         (
             with_guard(PAIR, PAIR, **trained(30, method="PPO"), grpo_gain=GAIN),
-            "PPO shows no difference",
-            r"\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
+            r"PPO shows no difference .*\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
         ),
-        (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "In 2 of 6", "fell back to budget-"),
-        (
-            with_guard(({}, TOO_DEAR), PAIR),
-            "The share on",
-            r"480 ms \(.* utility in 1 of 2 seeds\)",
-        ),
-        (with_guard((UNATTAINABLE, UNSHOWN)), "The share on", r"120 ms \(not .* 480 ms \(too few"),
+        (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "In 2 of 6 .*fell back to budget-"),
+        (with_guard(({}, TOO_DEAR), PAIR), r"The share on .*480 ms \(.* utility in 1 of 2 seeds\)"),
+        (with_guard((UNATTAINABLE, UNSHOWN)), r"The share on .*120 ms \(not .* 480 ms \(too few"),
     ],
 )
-def test_the_verdict(content, start, holds):
-    (line,) = [line for line in verdict(content) if line.startswith(start)]
-    assert re.search(holds, line)
+def test_the_verdict(content, line):
+    assert len([each for each in verdict(content) if re.match(line, each)]) == 1
 
 
 def test_the_verdict_says_nothing_else():
-    assert [len(verdict(content)) for content in (results(), with_guard(PAIR))] == [3, 3]
-    for silent in (trained(39), trained(40, iterations=0), {}):
+    assert len(verdict(results())) == len(verdict(with_guard(PAIR))) == 3
+    for silent in (trained(39), trained(40, 0), {}):
         assert not any("GRPO" in line for line in verdict(with_guard(PAIR, PAIR, **silent)))
 
 
@@ -231,28 +229,22 @@ def training_of(text):
 def test_training_curves_are_thinned_and_say_where_grpo_begins(run, training, lines):
     rest, loss = training_of(report_of(run, results() | training))
     assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in (rest, loss)] == [lines] * 2
-    points = [point for point in points_of(loss) if "part" in point]
-    train = [p for p in points if p["part"] == "train" and p["seed"] == "1"]
+    points = pl.DataFrame(points_of(loss)).drop_nulls("part")
+    train = points.filter(part="train", seed="1")["value"]
     assert len(train) == 120
-    assert np.mean([p["value"] for p in train]) == pytest.approx(1 + 9.99 / 2, abs=0.01)
-    validation = [p for p in points if p["part"] == "validation" and p["seed"] == "0"]
-    assert [(p["step"], p["value"]) for p in validation] == [
-        (s, s / 100) for s in range(0, 1000, 50)
-    ]
+    assert train.mean() == pytest.approx(1 + 9.99 / 2, abs=0.01)
+    validation = points.filter(part="validation", seed="0")
+    assert validation["step", "value"].rows() == [(s, s / 100) for s in range(0, 1000, 50)]
     assert {p["panel"] for p in points_of(rest) if "panel" in p} == {"KL"}
 
 
 def test_grpo_has_a_curve_of_its_own(run):
-    values = {0: (0.5, 0.55, 0.54, 0.58), 1: (0.5, 0.56, 0.55, 0.50)}
-    lines = ["seed,step,Val/Utility"]
-    for seed, curve in values.items():
+    lines, chosen = ["seed,step,Val/Utility"], []
+    for seed, curve in enumerate([(0.5, 0.55, 0.54, 0.58), (0.5, 0.56, 0.55, 0.50)]):
         lines += [f"{seed},{10 * i},{value}" for i, value in enumerate(curve)]
+        grpo = {"start": curve[1], "best": max(curve), "last": curve[-1]}
+        chosen.append({"weights": {}, "settings": {}, "iteration": 10, "grpo": grpo})
     (run / "metrics.csv").write_text("\n".join(lines))
-    chosen = [
-        {"weights": {"network": 1.0}, "settings": {}, "iteration": 10}
-        | {"grpo": {"start": max(curve[:2]), "best": max(curve), "last": curve[-1]}}
-        for curve in values.values()
-    ]
     whole, gained, _ = training_of(report_of(run, results() | trained(10, 20) | {"chosen": chosen}))
     assert {p["step"] for p in points_of(whole) if "part" in p} == {0, 10, 20, 30}
     points = {(p["seed"], p["step"]): p["value"] for p in points_of(gained) if "value" in p}
@@ -264,7 +256,8 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     content = with_guard(PAIR, PAIR, **trained(30), grpo_gain=GAIN, run=ran)
     text = report_of(run, content)
     head = text.split("<h1>")[1].split("<h2>")[0]
-    assert "14:50 UTC · took 3 min · commit 012345678-dirty" in head
+    for part in ("14:50 UTC", "3 min", "012345678-dirty"):
+        assert part in head
     tiles = re.findall("<b>(.*?)</b>.*?(?:<small>(.*?)</small>)?</div>", head)
     assert tiles == [
         ("+10.0 points", "[9.0, 11.0]"),
@@ -279,8 +272,8 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
         *("Which settings are used", "Training", "Guarantees", "Tables", "How to reproduce"),
     ]
     # what training added is said under its heading alone
-    added = [line for line in verdict(content) if line.startswith("GRPO shows")]
-    assert text.split("<h2>Training</h2>")[1].count(added[0]) == text.count(added[0]) == 1
+    (added,) = [line for line in verdict(content) if line.startswith("GRPO shows")]
+    assert text.split("<h2>Training</h2>")[1].count(added) == text.count(added) == 1
 
 
 def test_a_gain_that_may_be_chance_is_grey(tmp_path):
@@ -297,44 +290,48 @@ def test_the_report_holds_every_number_of_every_policy(run):
     assert read_results(run) == results()
     assert "&lt;b&gt;utility" in text
     assert "<slow>" not in re.sub(r"<script type.*?</script>", "", text, flags=re.S)
-    means, per_budget = rows_of(text)
-    best_first = sorted(POLICIES.items(), key=lambda item: -item[1])
-    for (policy, utility), line, small in zip(best_first, means, per_budget, strict=True):
-        gap = f"{(utility - 0.5) / 0.3:.0%}"
-        cells = [policy_name(policy), f"{utility:.3f}", f"[{utility - 0.015:.3f}", gap, "240 ms"]
-        assert [cell for cell in cells if cell not in line] == []
-        for budget, difference in zip(BUDGETS, (-0.1, 0.1), strict=True):
-            assert f"<td>{utility + difference:.3f}" in small
-            assert quantity(0.8 * budget) in small
+    for policy, mean, small in zip(BEST_FIRST, *rows_of(text), strict=True):
+        utility = POLICIES[policy]
+        numbers = f"{utility:.3f}", f"[{utility - 0.015:.3f}", f"{(utility - 0.5) / 0.3:.0%}"
+        assert [
+            cell for cell in (policy_name(policy), *numbers, "240 ms") if cell not in mean
+        ] == []
+        for cell in (f"<td>{utility - 0.1:.3f}", f"<td>{utility + 0.1:.3f}", "96.0 ms", "384 ms"):
+            assert cell in small
 
 
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
     specs = charts_of(write_report(run).read_text())
     svg_of(*specs)
     utility, gain, plane, satisfaction, *usage = specs[:8]
-    dots = next(rows for rows in data_of(plane) if "label" in rows[0])
-    assert [(d["utility"], d["latency_ms"]) for d in dots] == [(0.35, 100.0), (0.45, 400.0)]
-    means = next(rows for rows in data_of(plane) if "policy" in rows[0])
-    shown = {policy_name(p): POLICIES[p] for p in SHOWN}
-    assert {row["policy"]: row["utility"] for row in means} == shown
-    gains = next(rows for rows in data_of(gain) if "over_static" in rows[0])
-    loose = {row["policy"]: row["over_static"] for row in gains if row["budget_ms"] == BUDGETS[1]}
-    assert loose == pytest.approx({"learned controller": 20, "random forest": 18})
-    lines = [
-        (r["policy"], r["budget_ms"], r["utility"], [r["low"], r["high"]])
-        for r in max(data_of(utility), key=len)
+    # an order, as lines need it, would cut a band into an area for each point
+    ordered = {layer["mark"]["type"]: "order" in layer["encoding"] for layer in utility["layer"]}
+    assert (ordered["area"], ordered["line"]) == (False, True)
+
+    def drawn(spec, *columns):
+        """Return these columns of the first data of a chart that have them."""
+        frames = map(pl.DataFrame, data_of(spec))
+        return next(frame[columns].rows() for frame in frames if {*columns} <= {*frame.columns})
+
+    assert drawn(plane, "label", "utility", "latency_ms") == [
+        ("a", 0.35, 100.0),
+        ("b", 0.45, 400.0),
     ]
-    assert lines == [
-        (policy_name(r["policy"]), r["budget_ms"], r["utility"], r["utility_ci95"])
+    shown = {policy_name(policy): POLICIES[policy] for policy in SHOWN}
+    assert dict(drawn(plane, "policy", "utility")) == shown
+    gains = drawn(gain, "budget_ms", "policy", "over_static")
+    loose = {policy: points for budget, policy, points in gains if budget == BUDGETS[1]}
+    assert loose == pytest.approx({"learned controller": 20, "random forest": 18})
+    assert drawn(utility, "policy", "budget_ms", "utility", "low", "high") == [
+        (policy_name(r["policy"]), r["budget_ms"], r["utility"], *r["utility_ci95"])
         for r in results()["rows"]
-        if r["budget_ms"] is not None and r["policy"] in SHOWN
+        if r["budget_ms"] and r["policy"] in SHOWN
     ]
     assert [{"level": 0.95}] in data_of(satisfaction)
-    assert {(r["policy"], r["value"], r["share"]) for r in points_of(*usage)} == {
-        (policy, value, share)
-        for policy in ("controller", "budget_aware_static")
-        for value, share in (("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75))
-    }
+    used = {(point["policy"], point["value"], point["share"]) for point in points_of(*usage)}
+    shares = [("2", 0.25), ("fast", 0.25), ("10", 0.75), ("<slow>", 0.75)]
+    policies = ("controller", "budget_aware_static")
+    assert used == {(policy, *share) for policy, share in itertools.product(policies, shares)}
 
 
 def test_report_is_written_from_the_bare_results(tmp_path):
@@ -347,7 +344,7 @@ def test_report_is_written_from_the_bare_results(tmp_path):
 def test_a_folder_without_results_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
-    with pytest.raises(InputError, match=r"results\.json"):
+    with input_error(r"results\.json"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
@@ -357,7 +354,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run):
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, loose))
     tables = rows_of(report_of(run, content))
     cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[0]]
-    reason = GUARD["reason"].replace("<", "&lt;").replace(">", "&gt;")
+    reason = html.escape(GUARD["reason"])
     reasons = f"{reason}<small>{reason}</small>"
     assert cells == [
         ["120 ms", reasons, "100%", "71.3%", "not possible here"],
@@ -375,7 +372,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run):
 
 
 def test_report_shows_how_reliable_predicted_probabilities_are():
-    places = ((10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97))
+    places = [(10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97)]
     bins = [{"decisions": n, "expected_in_time": p, "in_time": share} for n, p, share in places]
     assert calibration_error(bins) == pytest.approx((10 * 0.11 + 10 * 0.05 + 20 * 0.02) / 40)
     figure = result_charts(results() | {"reliability": bins})["Reliability"]
@@ -384,7 +381,7 @@ def test_report_shows_how_reliable_predicted_probabilities_are():
     svg_of(spec)
     diagonal, dots = sorted(data_of(spec), key=len)
     assert diagonal == [{"predicted": end, "observed": end} for end in (0.61, 1.0)]
-    assert [(row["decisions"], row["predicted"], row["observed"]) for row in dots] == list(places)
+    assert pl.DataFrame(dots)["decisions", "predicted", "observed"].rows() == places
 
 
 def test_equal_budgets_are_listed_once():
@@ -399,11 +396,11 @@ def test_equal_budgets_are_listed_once():
 
 def test_results_are_printed_on_a_terminal_and_on_none():
     assert "\x1b[1mlearned controller" in printed(print_results, results(), 80)
-    text = printed(print_results, results())
-    names = [line.split("  ")[0].strip() for line in text.splitlines()[1:6]]
-    assert names == [policy_name(p) for p in sorted(POLICIES, key=lambda p: -POLICIES[p])]
-    assert "0.600 [0.585, 0.615]" in text
-    assert text.splitlines()[6:] == verdict(results())
+    _, *lines = printed(print_results, results()).splitlines()
+    names = [line.split("  ")[0].strip() for line in lines[:5]]
+    assert names == [policy_name(policy) for policy in BEST_FIRST]
+    assert "0.600 [0.585, 0.615]" in lines[1]
+    assert lines[5:] == verdict(results())
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
@@ -419,12 +416,7 @@ def test_pareto_front_is_what_nothing_else_beats(points):
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        *((0.0123, "0.0123 ms"), (2.5, "2.50 ms"), (99.96, "100 ms"), (1234.5, "1,234 ms")),
-        *((None, "–"), (math.inf, "–")),
-    ],
-)
-def test_quantity(value, words):
-    assert quantity(value) == words
+def test_quantities_have_three_digits():
+    values = 0.0123, 2.5, 99.96, 1234.5, None, math.inf
+    wanted = ["0.0123 ms", "2.50 ms", "100 ms", "1,234 ms", "–", "–"]
+    assert [quantity(value) for value in values] == wanted

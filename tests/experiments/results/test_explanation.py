@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, deployed, small_table, table_of
+from helpers import TAUGHT, close, deployed, small_table, table_of
 from ruled import Ruled
 from scipy.stats import spearmanr
 
@@ -29,13 +29,10 @@ BUDGETS = torch.tensor([5.0, 20.0])
 
 
 def explained(table, choose, budgets=BUDGETS):
-    """Of a policy that is a function of the block x and of budgets."""
-
-    def chosen(features, limits, mask=None):
-        return choose(torch.as_tensor(features["x"]), torch.as_tensor(limits)).numpy()
-
+    """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
-    return Explained(table, rows, rows, Ruled(chosen), budgets)
+    rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
+    return Explained(table, rows, rows, rule, budgets)
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -50,16 +47,16 @@ def test_difficulty_against_latency_by_hand():
     table = table_of(ACCURACY, LATENCY, torch.tensor([[1.0], [0.0], [0.0], [1.0], [2.0]]))
 
     def choose(x, limits):
-        return x[:, 0].clamp_min(1).where(limits > 10, 1).long()
+        return np.where(limits > 10, x[:, 0].clip(1), 1)
 
-    seen = by_difficulty(explained(table, choose))
-    assert seen["unanswered"] == 1
     # under the larger budget the last gets the third: 2, 2.5, 3 and 5; by setting 2.3, 2.3, 2.3 and
     # 5.6
-    assert seen["budget_ms"] == 20
-    assert seen["correlation"] == pytest.approx(1.0)
     setting = spearmanr([2.3, 1.5, 2.3, 5.6], [2.3, 2.3, 2.3, 5.6]).statistic
-    assert seen["setting"] == pytest.approx(setting)
+    wanted = {"unanswered": 1, "budget_ms": 20, "correlation": 1.0, "setting": setting}
+    seen = by_difficulty(explained(table, choose))
+    assert {name: seen[name] for name in wanted} == pytest.approx(wanted)
+    groups = [(row["difficulty_ms"], row["policy_ms"]) for row in seen["groups"]]
+    assert groups == [(ms, ms) for ms in (2.0, 2.5, 3.0, 5.0)]
     # under the smaller one all get the second: 2, 2.5, 3 and 2, ranks 1.5, 3, 4 and 1.5 against 1, 2,
     # 3, 4
     static = rank_correlation([2.0, 2.5, 3.0, 5.0], [2.0, 2.5, 3.0, 2.0])[0]
@@ -78,13 +75,12 @@ def test_without_two_values_there_is_no_rank_correlation():
 
 def test_the_interval_of_a_rank_correlation_is_that_of_independent_draws():
     """Of 50 draws of 100 pairs with a known correlation nearly 95 % hold it."""
-    generator = np.random.default_rng(0)
     inside = 0
     truth = 6 / np.pi * np.arcsin(0.6 / 2)  # of normal variables with a correlation of .6
-    for _ in range(50):
-        x, y = generator.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 100).T
-        value, (low, high) = rank_correlation(x, y)
-        assert value == pytest.approx(spearmanr(x, y).statistic)
+    pairs = np.random.default_rng(0).multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], (50, 100))
+    for draw in pairs:
+        value, (low, high) = rank_correlation(*draw.T)
+        assert value == pytest.approx(spearmanr(draw).statistic)
         inside += low <= truth <= high
     assert 43 <= inside < 50
 
@@ -115,26 +111,27 @@ def test_choices_with_more_time_by_hand():
 def two_answers(samples=200, noise=2):
     """The first column of x says which of two configurations is right."""
     generator = torch.Generator().manual_seed(0)
-    right = torch.rand(samples, generator=generator) < 0.5
-    x = torch.cat([right.float()[:, None], torch.randn(samples, noise, generator=generator)], 1)
-    return table_of(torch.stack([~right, right], 1).float(), torch.ones(samples, 2), x)
+    right = (torch.rand(samples, 1, generator=generator) < 0.5).float()
+    x = torch.cat([right, torch.randn(samples, noise, generator=generator)], 1)
+    return table_of(torch.cat([1 - right, right], 1), torch.ones(samples, 2), x)
 
 
 def by_first(x, limits):
-    return (x[:, 0] > 0.5).long()
+    return x[:, 0] > 0.5
 
 
 def test_importance_is_the_worth_lost_with_another_samples_features():
     table = two_answers()
-    table = replace(table, features=table.features | {"unread": torch.randn(200, 3)})
-    block, unread, *columns = importance(explained(table, by_first))
-    parts = [(row["name"], row["column"]) for row in (block, unread, columns[0])]
+    table.features["unread"] = torch.randn(200, 3)
+    rows = importance(explained(table, by_first))
+    parts = [(row["name"], row["column"]) for row in rows[:3]]
     assert parts == [("x", None), ("unread", None), ("x", 0)]
-    assert unread["lost"] == 0
-    assert block["ci95"][0] < block["lost"] < block["ci95"][1]
-    assert 0.4 < block["lost"] < 0.6  # another sample has the other answer half the time
-    assert 0.4 < columns[0]["lost"] < 0.6
-    assert all(row["lost"] == 0 for row in columns[1:])
+    block, unread, column, *others = (row["lost"] for row in rows)
+    low, high = rows[0]["ci95"]
+    assert low < block < high
+    # another sample has the other answer half the time
+    assert 0.4 < min(block, column) <= max(block, column) < 0.6
+    assert not any([unread, *others])
 
 
 @pytest.mark.parametrize(("noise", "rows"), [(30, 11), (64, 1)])
@@ -150,10 +147,7 @@ def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_o
 
 
 def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
-    def choose(x, limits):
-        return torch.where(limits < 10, 0, (x[:, 1] > 0.3).long())
-
-    tree = distilled(explained(two_answers(), choose))
+    tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10) & (x[:, 1] > 0.3)))
     assert tree["fidelity"] > 0.99  # a bound lies between two samples
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
@@ -166,11 +160,11 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
 
 
 def test_a_policy_that_decides_by_the_budget_alone_needs_no_features():
-    tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10).long()))
+    tree = distilled(explained(two_answers(), lambda x, limits: limits > 10))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
-    constant = distilled(explained(two_answers(), lambda x, limits: 0 * limits.long()))
-    assert [rule["when"] for rule in constant["rules"]] == [[]]
+    (always,) = distilled(explained(two_answers(), lambda x, limits: 0 * limits))["rules"]
+    assert always["when"] == []
 
 
 # -- the best and the worst ------------------------------------------------------------------------
@@ -180,18 +174,17 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     accuracy = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.2], [0.0, 0.9], [0.0, 0.4]])
     x = torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
     table = table_of(accuracy, [[2.0, 3.0]] * 4 + [[2.0, 7.0]], x)
-    part = explained(table, lambda x, limits: x[:, 0].long())
-    lists = best_and_worst(part, {table.sample_ids[3]: "why?"})
+    lists = best_and_worst(explained(table, lambda x, limits: x[:, 0]), {"3": "why?"})
     # static takes the first configuration under both budgets; the last sample is on time under the
     # second budget only
-    ids = table.sample_ids
-    assert [(row["sample_id"], row["gain"], row["question"]) for row in lists["best"]] == [
-        (ids[3], pytest.approx(0.9), "why?"),
-        (ids[4], pytest.approx(0.4), None),
-    ]
-    assert lists["best"][1]["budget_ms"] == 20
-    (worst,) = lists["worst"]
-    assert (worst["sample_id"], worst["gain"]) == (ids[2], pytest.approx(-0.8))
+    (best, second), (worst,) = lists["best"], lists["worst"]
+    for row, wanted in (
+        (best, ("3", pytest.approx(0.9), "why?")),
+        (second, ("4", pytest.approx(0.4), None)),
+        (worst, ("2", pytest.approx(-0.8), None)),
+    ):
+        assert (row["sample_id"], row["gain"], row["question"]) == wanted
+    assert second["budget_ms"] == 20
     assert worst["policy"]["accuracy"] == pytest.approx(0.2)
     static = {"configuration": table.configuration(0), "accuracy": 1.0, "latency_ms": 2.0}
     assert worst["static"] == static
@@ -211,28 +204,24 @@ POLICIES = {
 @pytest.mark.parametrize("kind", POLICIES)
 def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkeypatch):
     table = small_table(60, holes=0.2, features=kind != "no features")
+    look = 0.5 * table.latency_ms.nan_to_num() * (kind == "first look")
     if kind == "first look":
-        table = replace(table, first_look_ms=0.5 * table.latency_ms.nan_to_num())
+        table = replace(table, first_look_ms=look)
     rows = torch.arange(60)
-    budgets = default_budgets(table)
-    sense = "deadline"
-    if kind == "mean":
-        budgets = torch.tensor([9.0, 15.0])
-        sense = "mean"
+    budgets = torch.tensor([9.0, 15.0]) if kind == "mean" else default_budgets(table)
+    sense = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, sense)
     monkeypatch.setattr(explanation, "MOST", 15)
     part = Explained(table, rows[:40], rows[40:], agent, budgets)
-    assert len(part.rows) == len(set(part.rows.tolist())) == 15
-    worth = part.worth(part.chosen, part.reads)
+    assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]
     if kind == "mean":
         wanted = accuracy - latency_ms / torch.from_numpy(agent.settled.mean["worths"])
     else:
-        if kind == "first look":
-            latency_ms = latency_ms - table.first_look_ms[at] * ~part.reads
-        wanted = accuracy.masked_fill(latency_ms > budgets, 0)
-    torch.testing.assert_close(worth, wanted, rtol=0, atol=1e-12)
+        late = latency_ms - look[at] * ~part.reads > budgets
+        wanted = accuracy.masked_fill(late, 0)
+    close(part.worth(part.chosen, part.reads), wanted, within=1e-12)
     entry = explain_policy(part, {})
     assert entry == explain_policy(part, {})
     assert (entry["importance"] == []) == (kind == "no features")

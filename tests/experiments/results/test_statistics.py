@@ -4,6 +4,7 @@ and of runs."""
 import numpy as np
 import polars as pl
 import pytest
+from numpy.testing import assert_allclose
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
 
@@ -23,46 +24,40 @@ from knobwise.experiments.results.statistics import (
 )
 
 
-def gap(score, low, high):
-    """The share of the oracle gap that is closed, and its interval."""
-    return score_intervals([(score, low, high)])[0][1]
-
-
 def test_means_of_draws_by_hand(monkeypatch):
     monkeypatch.setattr(statistics, "DRAWS", 6)
     values = [np.random.default_rng(7).random((seeds, 5)) for seeds in (3, 1, 3)]
-    generator = np.random.default_rng(0)
-    samples = generator.multinomial(5, [0.2] * 5, 6)
-    state = generator.bit_generator.state
     expected = []
     for array in values:
-        generator.bit_generator.state = state
-        seeds = generator.multinomial(len(array), [1 / len(array)] * len(array), 6)
-        draws = zip(samples, seeds, strict=True)
+        generator = np.random.default_rng(0)
+        draws = zip(
+            generator.multinomial(5, [0.2] * 5, 6),
+            generator.multinomial(len(array), [1 / len(array)] * len(array), 6),
+            strict=True,
+        )
         expected.append([np.repeat(np.repeat(array, s, 0), n, 1).mean() for n, s in draws])
     for block in (statistics.BLOCK, 10):  # all draws at a time, and two
         monkeypatch.setattr(statistics, "BLOCK", block)
-        np.testing.assert_allclose(resampled_means(values), np.array(expected).T)
+        assert_allclose(resampled_means(values), np.array(expected).T)
 
 
 def test_splits_of_the_same_samples_are_no_more_samples():
     policy = np.random.default_rng(0).random((2, 50))
-    thrice = np.stack([np.repeat(range(3), 50), np.tile(range(50), 3)])
+    splits = np.indices((3, 50)).reshape(2, -1)
     single = resampled_means([policy])
-    repeated = resampled_means([np.tile(policy, 3)], splits=thrice)
-    np.testing.assert_allclose(repeated, single, atol=1e-12)
-    assert np.array_equal(resampled_means([policy], splits=thrice[:, :50]), single)
+    assert_allclose(resampled_means([np.tile(policy, 3)], splits=splits), single, atol=1e-12)
+    assert np.array_equal(resampled_means([policy], splits=splits[:, :50]), single)
 
 
 def test_splits_are_drawn_too():
     """Where all samples of a split get the same, only the draws of splits matter; each has samples
     of its own."""
     means = np.array([0.1, 0.2, 0.9])
-    splits = np.stack([np.repeat(range(3), 2000), np.arange(6000)])
-    drawn = resampled_means([np.repeat(means, 2000)], splits=splits)[:, 0]
+    each = np.repeat(range(3), 2000)
+    drawn = resampled_means([means[each]], splits=np.stack([each, np.arange(6000)]))[:, 0]
     wanted = np.random.default_rng(1).choice(means, (20_000, 3)).mean(1)
-    levels = [0.025, 0.5, 0.975]
-    np.testing.assert_allclose(np.quantile(drawn, levels), np.quantile(wanted, levels), atol=0.03)
+    drawn, wanted = (np.quantile(each, [0.025, 0.5, 0.975]) for each in (drawn, wanted))
+    assert_allclose(drawn, wanted, atol=0.03)
     few = np.array([[0, 1], [0, 1]])  # a draw may hold no sample of the splits that it holds
     drawn = resampled_means([[0.0, 1.0]], splits=few)
     assert np.isnan(drawn).any()
@@ -70,14 +65,14 @@ def test_splits_are_drawn_too():
 
 
 def test_several_intervals_come_from_the_same_draws():
-    values = np.random.default_rng(0).random((2, 3, 50))
-    both = mean_intervals([*values, values[0] + 0.25])
-    for array, (low, high) in zip(values, both, strict=False):
-        assert mean_interval(array) == pytest.approx([low, high])
-        ((score, share, gain),) = score_intervals([(array, np.zeros(50), np.ones(50), array + 1)])
-        assert score == share == (pytest.approx(array.mean()), pytest.approx([low, high]))
-        assert gain == (pytest.approx(array.mean() + 1), pytest.approx([low + 1, high + 1]))
-    assert both[2] == pytest.approx([end + 0.25 for end in both[0]])
+    values = np.random.default_rng(0).random((3, 50))
+    ends, shifted = np.array(mean_intervals([values, values + 1]))
+    assert mean_interval(values) == pytest.approx(ends)
+    assert shifted == pytest.approx(ends + 1)
+    ((score, share, gain),) = score_intervals([(values, np.zeros(50), np.ones(50), values + 1)])
+    mean = values.mean()
+    assert score == share == (pytest.approx(mean), pytest.approx(ends))
+    assert gain == (pytest.approx(mean + 1), pytest.approx(shifted))
     assert mean_intervals([]) == []
 
 
@@ -90,57 +85,56 @@ def test_intervals_by_the_textbook():
 
 def test_where_nothing_can_be_gained_nothing_was_closed():
     static = np.random.default_rng(0).random(20)
-    assert gap(np.tile(static, (2, 1)), static, static) == (0, [0, 0])
     best = static.copy()
     best[0] += 0.5  # in about a third of the draws the only sample with a gain is missing
-    assert gap(best[None], static, best)[1] == pytest.approx([1, 1])
+    for score, share in ((static, 0), (best, 1)):
+        ((_, gap),) = score_intervals([(score[None], static, score)])
+        assert gap == (share, pytest.approx([share, share]))
 
 
 # -- paired differences ----------------------------------------------------------------------------
 
 
 def test_the_probability_is_that_of_scipys_sign_flips():
-    apart = np.random.default_rng(3).normal(0.15, 1, (80, 3)).cumsum(1)
-    results = paired(apart[None], np.zeros((1, 80, 3)), True)
+    apart = np.random.default_rng(3).normal(0.15, 1, (1, 80, 3)).cumsum(2)
+    found = [p for *_, p in paired(apart, 0 * apart, True)]
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 20_000}
-    for column, (*_, p) in zip(apart.T, results, strict=True):
-        wanted = permutation_test((column,), np.mean, rng=0, **options).pvalue
-        assert p == pytest.approx(wanted, abs=0.015)
+    wanted = permutation_test(apart, np.mean, rng=0, axis=0, **options).pvalue
+    assert found == pytest.approx(wanted, abs=0.015)
 
 
 def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook():
     draws = np.random.default_rng(0)
     apart = draws.normal(0.2, 1, (1, 400, 1))
     noise = draws.normal(0, 5, (1, 400, 1))  # the same for both: pairing takes it away
-    ((gap, low, high, p),) = paired(apart + noise, noise, True)
-    half = norm.ppf(0.975) * apart.std() / 20
+    ((gap, *ends, p),) = paired(apart + noise, noise, True)
     assert gap == pytest.approx(apart.mean())
-    assert (low, high) == pytest.approx((apart.mean() - half, apart.mean() + half), abs=0.02)
+    assert ends == pytest.approx(norm.interval(0.95, apart.mean(), apart.std() / 20), abs=0.02)
     assert p < 0.01
 
 
 def test_other_seeds_are_drawn_apart_and_samples_together():
     # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ
     # in does not
-    shared = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) * np.ones((6, 1, 1))
     of_seeds = np.linspace(-1, 1, 6)[:, None, None]
-    ((gap, low, high, _),) = paired(shared + of_seeds, shared + of_seeds, False)
+    values = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) + of_seeds
+    ((gap, *ends, _),) = paired(values, values, False)
     half = t.ppf(0.975, 10) * (2 * of_seeds.var(ddof=1) / 6) ** 0.5
     assert gap == pytest.approx(0)
-    assert (low, high) == pytest.approx((-half, half), rel=0.1)
+    assert ends == pytest.approx([-half, half], rel=0.1)
     # common seeds are drawn together
-    ((*together, _),) = paired(shared + of_seeds + 0.1, shared + of_seeds, True)
+    ((*together, _),) = paired(values + 0.1, values, True)
     assert together == pytest.approx([0.1, 0.1, 0.1])
 
 
 def test_five_seeds_that_are_all_the_difference_have_students_interval():
     of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
-    sides = of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1))
-    ((gap, low, high, p),) = paired(*sides, True)
-    half = t.ppf(0.975, 4) * of_seeds.std(ddof=1) / 5**0.5
+    nothing = np.zeros((5, 400, 1))
+    ((gap, *ends, p),) = paired(nothing + of_seeds[:, None, None], nothing, True)
+    student = ttest_1samp(of_seeds, 0)
     assert gap == pytest.approx(0.32)
-    assert (low, high) == pytest.approx((0.32 - half, 0.32 + half), abs=0.03)
-    assert p == pytest.approx(ttest_1samp(of_seeds, 0).pvalue, rel=0.05)
+    assert ends == pytest.approx(student.confidence_interval(0.95), abs=0.03)
+    assert p == pytest.approx(student.pvalue, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +145,7 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(seeds, same, mo
     errs on its own. Without widening, one in seven would be told apart."""
     monkeypatch.setattr(statistics, "DRAWS", 500)
     monkeypatch.setattr(statistics, "FLIPS", 199)
-    draws, missed, found = np.random.default_rng(7), 0, 0
+    draws, wrong = np.random.default_rng(7), np.zeros(2)
     for _ in range(150):
         shared = draws.normal(0, 1, (1, 60, 1))
         sides = []
@@ -159,10 +153,22 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(seeds, same, mo
             of_seeds = draws.normal(0, 0.3, (count, 1, 1))
             sides.append(shared + of_seeds + draws.normal(0, 0.3, (count, 60, 1)))
         ((_, low, high, p),) = paired(*sides, same)
-        missed += not low <= 0 <= high
-        found += p < 0.05
-    assert missed <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
-    assert found <= 17
+        wrong += (not low <= 0 <= high, p < 0.05)
+    assert wrong.max() <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
+
+
+def test_draws_of_clusters_are_those_of_one_sample_each():
+    values, other = np.random.default_rng(0).normal(size=(2, 1, 30, 3))
+    # each sample three times: a draw of clusters has all copies or none
+    clusters = np.tile(np.arange(30), 3)
+    copies = [np.tile(each, (1, 3, 1)) for each in (values, other)]
+    drawn = resampled_means([copies[0][..., 0]], splits=np.stack([0 * clusters, clusters]))
+    assert_allclose(drawn, resampled_means([values[..., 0]]))
+    alone = np.array(paired(values, other, True))
+    assert_allclose(np.array(paired(*copies, True, clusters)), alone, rtol=1e-9)
+    # as if all copies were samples, the interval is narrower by √3
+    wide, narrow = (each[:, 2] - each[:, 1] for each in (alone, np.array(paired(*copies, True))))
+    assert_allclose(wide / narrow, 3**0.5, rtol=0.1)
 
 
 def difference(p, ci95=(0.05, 0.2)):
@@ -170,22 +176,26 @@ def difference(p, ci95=(0.05, 0.2)):
 
 
 def test_holm_by_hand():
-    found = [one.p_holm for one in holm([difference(p) for p in (0.01, 0.04, 0.03, 0.005)])]
-    assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    found = holm([difference(p) for p in (0.01, 0.04, 0.03, 0.005)])
+    assert [one.p_holm for one in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
 
 
 def test_better_is_said_only_where_interval_and_probability_agree():
-    cases = {difference(0.01): 1, difference(0.06): 0}
-    cases |= {difference(0.001, (-0.01, 0.2)): 0, difference(0.001, (-0.2, -0.01)): -1}
-    assert [holm([case])[0].sign for case in cases] == list(cases.values())
+    for p, ends, sign in (
+        (0.01, (0.05, 0.2), 1),
+        (0.06, (0.05, 0.2), 0),
+        (0.001, (-0.01, 0.2), 0),
+        (0.001, (-0.2, -0.01), -1),
+    ):
+        assert holm([difference(p, ends)])[0].sign == sign
 
 
 # -- differences of runs ---------------------------------------------------------------------------
 
 
-def against(first, second, policies=("controller", "controller"), places=(10.0, 20.0)):
-    return differences(*read_runs([first, second]), policies, places)
+def against(*runs, policies=("controller", "controller"), places=(10.0, 20.0)):
+    return differences(*read_runs(runs), policies, places)
 
 
 def test_the_mean_comes_first_then_each_budget(tmp_path):
@@ -193,27 +203,26 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
     found, note = against(*folders)
     assert note == ""
     assert [(one.place, one.samples) for one in found] == [(None, 60), (10.0, 60), (20.0, 60)]
-    first, second = read_runs(folders)
+    runs = read_runs(folders)
     for one in found:
-        utilities = [run.row("controller", one.place)["utility"] for run in (first, second)]
-        assert one.difference == pytest.approx(utilities[1] - utilities[0])
+        first, second = (run.row("controller", one.place)["utility"] for run in runs)
+        assert one.difference == pytest.approx(second - first)
         assert one.ci95[0] < one.difference < one.ci95[1]
-    (_, only) = against(*folders, places=(20.0,))[0]
+    _, only = against(*folders, places=(20.0,))[0]
     assert (only.difference, only.ci95) == (found[2].difference, pytest.approx(found[2].ci95))
     # a name in two data sets is two samples: the second half bears the names of the first
+    rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
     for folder in folders:
-        rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
-        names = {"dataset": (rank < 30).cast(pl.String), "sample_id": (rank % 30).cast(pl.String)}
+        names = {"dataset": rank < 30, "sample_id": rank % 30}
         write_decisions(folder, read_decisions(folder).with_columns(**names))
-    renamed = against(*folders)[0]
-    assert [one.samples for one in renamed] == [60] * 3
-    assert [one.difference for one in renamed] == pytest.approx([one.difference for one in found])
+    for one, renamed in zip(found, against(*folders)[0], strict=True):
+        assert renamed.samples == 60
+        assert renamed.difference == pytest.approx(one.difference)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"decisions": False}, "decisions.parquet"),
         ({"digest": "sha256:other", "samples": range(1, 61)}, "measurements"),
         ({"samples": range(100, 160)}, "0 test samples"),
         ({"samples": range(58, 118)}, "2 test samples"),
@@ -230,9 +239,8 @@ def test_what_is_restricted_is_said(tmp_path):
     first = write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
     found, note = against(first, other)
-    assert [one.place for one in found] == [None, 10.0]
-    assert {one.samples for one in found} == {40}
-    assert all(words in note for words in ("40 samples", "1 of the budgets", "other seeds"))
+    assert [(one.place, one.samples) for one in found] == [(None, 40), (10.0, 40)]
+    assert all(words in note for words in ("40", "1 of", "other seeds"))
     # other features of the same measurements are no obstacle
     found, note = against(first, write_run(tmp_path / "c", digest="sha256:other", gain=0.2))
     assert (len(found), note) == (3, "")
@@ -243,17 +251,17 @@ def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp
     first = write_run(tmp_path / "a", sense="mean")
     for spent, change in ((0.0, 0.0), (5.0, -0.1)):
         other = write_run(tmp_path / f"{spent}", sense="mean", spent=spent)
-        found = against(first, other)[0]
-        assert [one.difference for one in found] == pytest.approx([change] * 3)
+        assert [one.difference for one in against(first, other)[0]] == pytest.approx([change] * 3)
 
 
 def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path):
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
-    found, note = against(first, second, ("grpo_recorded", "grpo_live"), (1.0, 2.0))
+    policies = ("grpo_recorded", "grpo_live")
+    found, note = against(first, second, policies=policies, places=(1.0, 2.0))
     assert note == ""
     assert [(one.place, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
     assert found[0].difference == pytest.approx(0.3, abs=0.08)
-    assert (found[0].policy, found[0].against_policy) == ("grpo_live", "grpo_recorded")
+    assert (found[0].against_policy, found[0].policy) == policies
     other = write_selector_run(tmp_path / "c", digest="sha256:else")
-    assert "other measurements" in against(first, other, ("sft", "sft"), (2.0,))[1]
+    assert "other measurements" in against(first, other, policies=("sft", "sft"))[1]

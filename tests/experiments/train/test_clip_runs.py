@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 import torch
 from commands import launch, mistake, read_json, refused, words_of
-from helpers import small_beams
+from helpers import input_error, small_beams
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 from tiny_models import picture, tiny_clip
@@ -21,7 +21,6 @@ from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BeamFiles, ClipLora
@@ -30,20 +29,22 @@ CLIP = words_of(
     "encoder=clip encoder.model=clip encoder.data=queries.jsonl", "encoder.bank=bank.jsonl"
 )
 SHORT = words_of(
-    "sft.epochs=1 variants.grpo_recorded.epochs=1 variants.shuffled_recorded=null",
-    "judged_shots=[2]",
+    commands.REPLAY,
+    "sft.epochs=1 variants.grpo_recorded.epochs=1 variants.shuffled_recorded=null judged_shots=[2]",
 )
-KEPT = words_of("sft.lr=1e-2 sft.keep=last rce.keep=last grpo.keep=last")
-TRAIN = [*commands.REPLAY, *CLIP, *SHORT, *KEPT]
+TRAIN = words_of(SHORT, CLIP, "sft.lr=1e-2 sft.keep=last rce.keep=last grpo.keep=last")
+EVALUATE = words_of("evaluate beams=files beams.path=b.safetensors judged_shots=[2]")
 SEED = Path("whole/latest/checkpoints/seed0")
+LORA = ClipLora(model="clip", data="queries.jsonl", bank="bank.jsonl")
 
 
 def write_items(path, count, prefix):
     """Write `count` questions about four pictures."""
     rows = []
     for n in range(count):
+        question = "How many dogs ?" if n % 3 else "How many cats ?"
         row = {"id": f"{prefix}{n}", "image": f"{n % 4}.png", "answers": ["2"]}
-        rows.append(json.dumps(row | {"question": f"How many {'dogs' if n % 3 else 'cats'} ?"}))
+        rows.append(json.dumps(row | {"question": question}))
     Path(path).write_text("\n".join(rows))
 
 
@@ -77,9 +78,7 @@ def folder(source, tmp_path, monkeypatch):
 
 
 def lora_of(path):
-    encoder = load_checkpoint(path / "best.pt").selector.encoder
-    assert encoder is not None
-    return dict(encoder.state_dict())
+    return dict(load_checkpoint(path / "best.pt").selector.encoder.state_dict())
 
 
 def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpoint(folder):
@@ -90,9 +89,8 @@ def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpo
         assert not commands.same(before, after)
         # it goes on where it was
         assert all((before[name] - after[name]).abs().max() < 0.1 for name in before)
-    again = words_of("evaluate beams=files beams.path=b.safetensors beams.train=0.6")
-    again += words_of("beams.validation=0.2 judged_shots=[2] json=again.json")
-    launch(again, CLIP, f"checkpoint={SEED}/grpo_recorded/best.pt")
+    again = "beams.train=0.6 beams.validation=0.2 json=again.json"
+    launch(EVALUATE, again, CLIP, f"checkpoint={SEED}/grpo_recorded/best.pt")
     trained, judged = (
         {row["policy"]: row["accuracy"] for row in read_json(path)["rows"]}
         for path in ("whole/latest/results.json", "again.json")
@@ -102,8 +100,8 @@ def test_clip_learns_along_through_all_stages_and_is_judged_again_from_a_checkpo
 
 
 def test_an_interrupted_run_with_clip_ends_like_any(folder):
-    for place in (("sft", 2), ("grpo", 2)):
-        with commands.ctrl_c_at(*place):
+    for stage in ("sft", "grpo"):
+        with commands.ctrl_c_at(stage, 2):
             assert main([*TRAIN, "name=x"]) == 130
     launch(TRAIN, "name=x")
     runs = Path("runs/latest"), Path("whole/latest")
@@ -113,56 +111,51 @@ def test_an_interrupted_run_with_clip_ends_like_any(folder):
 
 
 def test_a_selector_is_evaluated_with_the_encoder_that_it_was_trained_with(folder, capsys):
-    words = words_of("evaluate beams=files beams.path=b.safetensors judged_shots=[2]")
-    assert main([*words, f"checkpoint={SEED}/sft/best.pt"]) == 0
-    line = mistake([*words, f"checkpoint={SEED}/sft/best.pt", "encoder=stored"], capsys)
-    assert "was trained with encoder=clip" in line
+    words = [*EVALUATE, f"checkpoint={SEED}/sft/best.pt"]
+    launch(words)
+    assert "encoder=clip" in mistake([*words, "encoder=stored"], capsys)
     table, _ = small_beams(4)
     selector = Selector(SelectorConfig(), table.queries.shape[-1])
     save_checkpoint("stored.pt", selector, table, {"fitted": []})
-    line = mistake([*words, "checkpoint=stored.pt", *CLIP], capsys)
-    assert "was trained with encoder=stored" in line
+    line = mistake([*EVALUATE, "checkpoint=stored.pt", *CLIP], capsys)
+    assert "encoder=stored" in line
 
 
 def test_a_run_with_clip_starts_from_a_checkpoint_with_clip_alone(folder, capsys):
     start = f"init_from={SEED}/sft/best.pt"
-    assert main([*TRAIN, start, "sft.epochs=0", "rce.epochs=0"]) == 0
-    saved, taken = lora_of(SEED / "sft"), lora_of(Path("runs/latest/checkpoints/seed0/sft"))
-    assert commands.same(taken, saved)
-    line = mistake([*commands.REPLAY, *SHORT, start], capsys)
-    assert "was trained with encoder=clip" in line
+    launch(TRAIN, start, "sft.epochs=0 rce.epochs=0")
+    taken = lora_of(Path("runs/latest/checkpoints/seed0/sft"))
+    assert commands.same(taken, lora_of(SEED / "sft"))
+    assert "encoder=clip" in mistake([*SHORT, start], capsys)
 
 
 def test_items_are_those_of_the_rows_in_json_and_those_of_the_ids_in_a_table(folder):
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("turned.jsonl").write_text("\n".join(lines[::-1]))
     read = []
-    for path, data in {"f.json": "queries", "b.safetensors": "turned"}.items():
+    for path, data in (("f.json", "queries.jsonl"), ("b.safetensors", "turned.jsonl")):
         beams = BeamFiles(path=path, embeddings="c.safetensors", query_embeddings="q.safetensors")
-        encoder = ClipLora(model="clip", data=f"{data}.jsonl", bank="bank.jsonl")
-        items = read_data(beams, encoder).items
+        items = read_data(beams, replace(LORA, data=data)).items
         read.append(items.pixel_values[items.queries.long().flatten()])
     assert len(read[0].flatten(1).unique(dim=0)) == 4
     assert torch.equal(*read)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("option", "value", "message"),
     [
-        ({"model": None}, "encoder.model"),
-        ({"data": None}, "encoder.data"),
-        ({"data": "none.jsonl"}, "none.jsonl"),
-        ({"data": "fewer.jsonl"}, "'q7'"),
-        ({"bank": "queries.jsonl"}, "40 items"),
+        ("model", None, "encoder.model"),
+        ("data", None, "encoder.data"),
+        ("data", "none.jsonl", "none.jsonl"),
+        ("data", "fewer.jsonl", "'q7'"),
+        ("bank", "queries.jsonl", "40 items"),
     ],
-    ids=str,
 )
-def test_items_that_do_not_fit_the_beams_are_refused(wrong, message, folder):
+def test_items_that_do_not_fit_the_beams_are_refused(option, value, message, folder):
     lines = Path("queries.jsonl").read_text().splitlines()
     Path("fewer.jsonl").write_text("\n".join(lines[:7] + lines[8:]))
-    options = {"model": "clip", "data": "queries.jsonl", "bank": "bank.jsonl"} | wrong
-    with pytest.raises(InputError, match=message):
-        read_data(BeamFiles(path="b.safetensors"), ClipLora(**options))
+    with input_error(message):
+        read_data(BeamFiles(path="b.safetensors"), replace(LORA, **{option: value}))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@
 
 import json
 import shlex
-import shutil
 from collections import defaultdict
 from contextlib import chdir
-from dataclasses import replace
 from pathlib import Path
 
 import commands
 import polars as pl
 import pytest
-import torch
 from commands import launch, read_json, refused, words_of
 from helpers import few_demonstrations, small_beams
 from omegaconf import OmegaConf
@@ -26,12 +23,15 @@ from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BuiltinBeams
 
-EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
-VARIANTS = ("grpo_recorded", "shuffled_recorded")
-REPLAY = words_of(commands.REPLAY, EPOCHS, (f"variants.{name}.epochs=2" for name in VARIANTS))
+EPOCHS = "sft.epochs=2 grpo.epochs=2"
+REPLAY = words_of(
+    commands.REPLAY,
+    EPOCHS,
+    "variants.grpo_recorded.epochs=2 variants.shuffled_recorded.epochs=2",
+)
 FILES = words_of("train experiment=selector beams=files", commands.BEAMS, EPOCHS)
-EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
-ALONE = [f"variants.{name}=null" for name in VARIANTS]
+EMBEDDINGS = words_of("beams.embeddings=c.safetensors beams.query_embeddings=q.safetensors")
+ALONE = "variants.grpo_recorded=null variants.shuffled_recorded=null"
 MODEL = words_of(ALONE, "variants={mine:{reward_model:{width:8},epochs:2}}")
 RUN = Path("runs/selector_replay")
 STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
@@ -45,13 +45,13 @@ def folder(tmp_path, monkeypatch):
     table, _ = small_beams(60)
     table.save("b.safetensors")
     write_rl_data(table, "f.json")
-    ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
-    beams = zip(table.query_ids, ids, table.fields["beam_score"].tolist(), strict=True)
-    legacy = {query: {"id_list": rows, "score_list": scores} for query, rows, scores in beams}
+    legacy = {}
+    for row, query in enumerate(table.query_ids):
+        ids = table.pool[row][table.sequences[row]].tolist()
+        legacy[query] = {"id_list": ids, "score_list": table.fields["beam_score"][row].tolist()}
     Path("e.json").write_text(json.dumps(legacy))
     save_file({"embeddings": table.candidates}, "c.safetensors")
     save_file({"embeddings": table.queries}, "q.safetensors")
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,21 @@ def results_of(run="runs/latest"):
 def numbers(results):
     """What is the same for the same settings: all but times, the words of the command line, and
     checksums of both."""
-    rows = {
-        kind: [{**row, "decision_us_p50": None} for row in results[kind]]
-        for kind in ("rows", "controls")
-    }
-    return {**results, **rows, "command": "", "run": {}, "sha256": []}
+    for row in (*results["rows"], *results["controls"]):
+        row["decision_us_p50"] = None
+    return {**results, "command": "", "run": {}, "sha256": []}
 
 
 def named(rows):
     return {(row["policy"], row["shots"]): row for row in rows}
+
+
+def compared(results):
+    return {(row["policy"], row["against"]) for row in results["differences"]}
+
+
+def policies(rows):
+    return [row["policy"] for row in rows]
 
 
 # -- what a run leaves -----------------------------------------------------------------------------
@@ -88,51 +94,54 @@ def named(rows):
 def test_recorded_beams_leave_what_the_contract_says(folder, whole, capsys):
     words = words_of(REPLAY, EMBEDDINGS, "beams.path=f.json tracking=offline name=first")
     launch(words)
-    # what `knobwise profile` leaves
-    Path("recorded").mkdir()
-    shutil.copy("b.safetensors", "recorded/beams.safetensors")
-    run = folder / RUN / "first"
-    assert (folder / "runs" / "latest").resolve() == run
+    run = Path("runs/latest")
+    assert run.resolve() == (RUN / "first").resolve()
     for name in ("report.html", "checkpoints/last.pt", "checkpoints/best.pt"):
         assert (run / name).stat().st_size > 0
     assert not (run / ".unfinished").exists()
-    assert list((run / "tensorboard").rglob("events.*"))
+    assert [*run.glob("tensorboard/**/events.*")]
     # a session for each of the four stages, with its test scores, and one for the results
-    assert len(list((run / "wandb").rglob("*.wandb"))) == 4 + 1
+    assert len([*run.glob("wandb/**/*.wandb")]) == 4 + 1
     metrics = pl.read_csv(run / "metrics.csv")
     assert metrics["step"].is_sorted()
     # 36 training queries, 8 in a step
     for stage, steps in zip(STAGES, (11, 6, 11, 11), strict=True):
-        kept = {path.name for path in (run / "checkpoints" / "seed0" / stage).iterdir()}
-        epochs = range(2 if stage == "rce" else 3)
-        assert kept == {"best.pt", "last.pt", "previous.pt", *(f"epoch{i}.pt" for i in epochs)}
-        logged = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
+        kept = {path.stem for path in (run / "checkpoints" / "seed0" / stage).iterdir()}
+        epochs = ("epoch0", "epoch1", "epoch2")[: 2 if stage == "rce" else 3]
+        assert kept == {"best", "last", "previous", *epochs}
+        logged = metrics.drop_nulls(f"Val/{stage}/Accuracy_Mean")["step"]
         assert logged.max() - logged.min() == steps - 1
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
 
-    results = results_of(run)
-    mode = OmegaConf.load(run / "config.yaml").reward.mode
-    assert results["reward_mode"] == mode == "hard_plus_soft_v2"
+    results = results_of()
+    assert OmegaConf.load(run / "config.yaml").reward.mode == "hard_plus_soft_v2"
+    facts = {
+        "reward_mode": "hard_plus_soft_v2",
+        "split": "test",
+        "seeds": [0],
+        "judged_by": "recorded",
+        "shots": [2],
+        "trained_shots": 2,
+        "test_queries": 12,
+    }
+    assert facts.items() <= results.items()
     # RL data and a saved table are the same beams
     assert numbers(results) == numbers(results_of(whole))
-    assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
-    assert (results["shots"], results["trained_shots"], results["test_queries"]) == ([2], 2, 12)
     rows = named(results["rows"])
     wanted = {"random", "image_similarity", "similarity", "sft", "rce", "grpo_recorded", "oracle"}
     assert wanted <= {policy for policy, _ in rows}
-    assert [row["policy"] for row in results["controls"]] == ["shuffled_recorded"]
-    assert all(row["accuracy"] <= rows["oracle", 2]["accuracy"] for row in rows.values())
-    pairs = {(row["policy"], row["against"]) for row in results["differences"]}
-    assert {("grpo_recorded", "rce"), ("rce", "sft"), ("shuffled_recorded", "sft")} <= pairs
     assert "reward.mode" not in capsys.readouterr().err
-    words = [word for word in words if word.startswith("beams.")]
-    launch("evaluate beams=files", words, "json=again.json")
+    beams = "beams=files beams.path=f.json beams.train=0.6 beams.validation=0.2"
+    launch("evaluate json=again.json", beams, EMBEDDINGS)
     again = named(read_json("again.json")["rows"])
     assert ("grpo_recorded", 2) in again
     assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
     # the beams are those of the run, with the options that are given
     launch("evaluate json=own.json")
     assert named(read_json("own.json")["rows"]) == again
+    # what `knobwise profile` leaves
+    Path("recorded").mkdir()
+    Path("b.safetensors").rename("recorded/beams.safetensors")
     launch("evaluate beams.path=recorded json=moved.json")
     assert named(read_json("moved.json")["rows"]).keys() == again.keys()
 
@@ -141,9 +150,9 @@ SMALL = words_of("selector.width=16 selector.heads=2 tracking=disabled seeds=[0]
 
 
 def short(queries):
-    """Words for a single epoch of each stage."""
-    stages = ("sft", "rce", "grpo")
-    return [f"{stage}.{word}" for stage in stages for word in ("epochs=1", f"queries={queries}")]
+    """Return words for a single epoch of each stage."""
+    epochs = words_of("sft.epochs=1 rce.epochs=1 grpo.epochs=1")
+    return [*epochs, *(f"{stage}.queries={queries}" for stage in ("sft", "rce", "grpo"))]
 
 
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
@@ -151,43 +160,40 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
 ):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
-    left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
-    words = [*SMALL, *short(1024), *left_out, "variants.grpo_live.epochs=1"]
-    launch("train experiment=selector", words)
+    left_out = (
+        "variants={grpo_rounds:null,shuffled_live:null,hidden_live:null,grpo_live:{epochs:1}}"
+    )
+    launch("train experiment=selector", SMALL, short(1024), left_out)
     results = results_of()
-    learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
-    wanted = {*learned, "random", "image_similarity", "similarity", "part_similarity"}
+    learned = {"sft", "rce", "grpo_recorded", "grpo_live"}
+    wanted = learned | {"random", "image_similarity", "similarity", "part_similarity"}
     for shots in (1, 2, 3, 4):
         judged = {row["policy"] for row in results["rows"] if row["shots"] == shots}
         assert wanted | {"vote", "oracle"} <= judged
-    assert {row["policy"] for row in results["controls"]} == {"shuffled_recorded"}
+    assert {*policies(results["controls"])} == {"shuffled_recorded"}
     assert (results["shots"], results["judged_by"]) == ([1, 2, 3, 4], "scorer")
     assert results["test_queries"] == 200
-    assert results["test_digest"] != results["profile"]["digest"]
+    trained = learned | {"shuffled_recorded"}
     rows = named([*results["rows"], *results["controls"]])
     for (policy, _), row in rows.items():
         low, high = row["accuracy_ci95"]
         assert 0 <= low - 1e-9 <= row["accuracy"] <= high + 1e-9
-        timed = policy in (*learned, "shuffled_recorded")
-        assert (row["decision_us_p50"] is not None) == timed
-    for row in results["differences"]:
-        pair = [rows[row[key], row["shots"]]["accuracy"] for key in ("policy", "against")]
-        assert row["difference"] == pytest.approx(pair[0] - pair[1])
-    compared = {(row["policy"], row["against"]) for row in results["differences"]}
+        assert (row["decision_us_p50"] is not None) == (policy in trained)
     wanted = {("grpo_live", "rce"), ("grpo_recorded", "rce"), ("shuffled_recorded", "sft")}
-    assert wanted <= compared
-    trained = {path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()}
-    assert trained == {*learned, "shuffled_recorded"}
+    assert wanted | {("rce", "sft")} <= compared(results)
+    assert {path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()} == trained
 
 
 def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few_demonstrations(monkeypatch)
-    words = words_of("judged_shots=[2] jobs=1 reward_model.width=8 reward_model.epochs=1")
-    words += ["variants.shuffled_learned.epochs=1", "variants.learned_1k=null"]
-    for name in ("learned_10k", "shuffled_learned"):
-        words.append(f"variants.{name}.reward_model.calls=90")
-    launch("train experiment=selector_reward_model", SMALL, short(256), words)
+    words = """
+        train experiment=selector_reward_model judged_shots=[2] jobs=1
+        reward_model.width=8 reward_model.epochs=1
+        variants.learned_1k=null variants.learned_10k.reward_model.calls=90
+        variants.shuffled_learned.reward_model.calls=90 variants.shuffled_learned.epochs=1
+    """
+    launch(words, SMALL, short(256))
     results = results_of()
     spent = {row["policy"]: (*row["calls"], row["recorded"]) for row in results["true_calls"]}
     live, recorded = spent.pop("live"), spent["learned_0"][1]
@@ -197,7 +203,7 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
     assert recorded == int((data.table.found_by[data.split.train] > METHODS.index("beam")).sum())
     counts = {"learned_0": 0, "learned_10k": 90, "shuffled_learned": 90}
     assert spent == {name: (calls, recorded) for name, calls in counts.items()}
-    assert [row["policy"] for row in results["controls"]] == ["shuffled_learned"]
+    assert policies(results["controls"]) == ["shuffled_learned"]
     assert results["best_policy"] in ("live", "learned_0", "learned_10k")
     bins = defaultdict(list)
     for row in results["calibration"]:
@@ -223,10 +229,10 @@ def test_replay_trains_on_a_learned_reward_without_true_calls(folder):
 def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder):
     """Format E knows neither right answers nor sequences that were found without looking at the
     answer. A folder with such a file picks the reward by itself and says so."""
-    groups = [f"variants.{name}.groups=all" for name in VARIANTS]
+    groups = "variants.grpo_recorded.groups=all variants.shuffled_recorded.groups=all"
     Path("recorded").mkdir()
     Path("e.json").rename("recorded/e.json")
-    words = [*REPLAY, *EMBEDDINGS, "beams.path=recorded", *groups]
+    words = words_of(REPLAY, EMBEDDINGS, "beams.path=recorded", groups)
     launch(words)
     results = results_of()
     assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
@@ -252,6 +258,7 @@ GROUPS = {
     "REPLAY": REPLAY,
     "JSON": [*REPLAY, *EMBEDDINGS],
     "LEARNED": [*REPLAY, *MODEL],
+    "TRAIN": ["train"],
 }
 MISTAKES = {
     "FILES": "experiment=selector_replay",
@@ -280,7 +287,7 @@ MISTAKES = {
     "REPLAY beams.path=f.json": "beams.embeddings",
     "JSON beams.path=e.json": "groups=all",
     "JSON beams.path=e.json reward.mode=hard_plus_soft_v2": "vqa_correct",
-    "train experiment=selector_replay": "beams.path",
+    "TRAIN experiment=selector_replay": "beams.path",
 }
 """Commands, and what the message about each names."""
 
@@ -288,13 +295,13 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
     first, *others = words.split()
-    assert MISTAKES[words] in refused([*GROUPS.get(first, [first]), *others], capsys)
+    assert MISTAKES[words] in refused([*GROUPS[first], *others], capsys)
 
 
 def test_beams_without_any_found_by_looking_at_the_answer(folder, capsys):
     table = BeamTable.load("b.safetensors")
-    found_by = torch.full_like(table.found_by, METHODS.index("random"))
-    replace(table, found_by=found_by).save("random.safetensors")
+    table.found_by[:] = METHODS.index("random")
+    table.save("random.safetensors")
     assert "found by random" in refused([*REPLAY, "beams.path=random.safetensors"], capsys)
 
 
@@ -302,13 +309,11 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
     launch(REPLAY, ALONE, "variants={blind:{epochs:1,groups:all,hidden:[liar]}}")
     results = results_of()
     assert results["best_policy"] == "rce"  # the one that sees
-    kept = [Path("runs/latest/checkpoints", name, "best.pt") for name in (".", "seed0/rce")]
-    assert kept[0].read_bytes() == kept[1].read_bytes()
-    compared = {(row["policy"], row["against"]) for row in results["differences"]}
-    assert ("hidden_rce", "hidden_sft") in compared
+    seed = Path("runs/latest/checkpoints/seed0")
+    assert (seed / "../best.pt").read_bytes() == (seed / "rce/best.pt").read_bytes()
+    assert ("hidden_rce", "hidden_sft") in compared(results)
     # what is hidden is hidden from all that start there
     sees = {"sft": True, "rce": True, "hidden_sft": False, "hidden_rce": False, "blind": False}
-    seed = Path("runs/latest/checkpoints/seed0")
     assert {path.name for path in seed.iterdir()} == sees.keys()
     for name, liar in sees.items():
         seen = load_checkpoint(seed / name / "best.pt").selector.scale.isfinite().tolist()
@@ -343,13 +348,10 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 @pytest.mark.campaign
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder):
-    words = words_of(
-        REPLAY,
-        "variants.shuffled_recorded=null variants.grpo_recorded.epochs=6 seeds=[0,1]",
-        "name=x",
-    )
+    variants = "variants.shuffled_recorded=null variants.grpo_recorded.epochs=6"
+    words = words_of(REPLAY, variants, "seeds=[0,1] name=x")
     killed = commands.Command(words)
-    seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
+    seeds = [RUN / "x" / "checkpoints" / seed for seed in ("seed0", "seed1")]
     children = []
 
     def begun():

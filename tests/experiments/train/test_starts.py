@@ -1,11 +1,10 @@
 """What runs and their stages start from, and what they learn from."""
 
-from __future__ import annotations
-
+import shutil
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,14 +19,14 @@ from commands import (
     words_of,
     write_table,
 )
-from helpers import equal_states, small_beams
+from helpers import equal_states, input_error, small_beams
+from polars.testing import assert_frame_equal
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.settings import StageConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -50,18 +49,7 @@ def run_of(variants, **settings):
     return SelectorRun(variants=variants, seeds=[0], tracking=tracking, **quick, **settings)
 
 
-class Watched(selector.SelectorTrainer):
-    """Writes down what each stage gets."""
-
-    stages: dict[str, dict[str, Any]] = {}
-
-    def __init__(self, stage, table, split, start, **settings):
-        self.stages[settings["folder"].name] = {"table": table, "start": start, **settings}
-        super().__init__(stage, table, split, start, **settings)
-
-
-@pytest.fixture
-def stages(monkeypatch, tmp_path):
+def test_what_the_stages_start_and_learn_from(monkeypatch, tmp_path):
     variants = {
         "warm": {},
         "cold": {"warmup": False},
@@ -70,56 +58,49 @@ def stages(monkeypatch, tmp_path):
         "other": {"reward": {"mode": "legacy"}},
         "shuffled": {"reward": {"shuffled": True}},
     }
-    monkeypatch.setattr(selector, "SelectorTrainer", Watched)
-    Watched.stages = {}
+    trainer = Mock(side_effect=selector.SelectorTrainer)
+    monkeypatch.setattr(selector, "SelectorTrainer", trainer)
     SelectorStages(run_of(variants), data_of(*small_beams(60)), 0, tmp_path).all()
-    return Watched.stages
-
-
-def test_what_the_stages_start_from(stages, tmp_path):
-    last = {
-        folder.name: load_checkpoint(folder / "best.pt").selector
-        for folder in (tmp_path / "checkpoints" / "seed0").iterdir()
-    }
+    last, starts, tables, settings = {}, {}, {}, {}
+    for call in trainer.call_args_list:
+        folder = call.kwargs["folder"]
+        last[folder.name] = load_checkpoint(folder / "best.pt").selector
+        _, tables[folder.name], _, starts[folder.name] = call.args
+        settings[folder.name] = call.kwargs
     assert not equal_states(last["sft"], last["rce"])
     before = {"rce": "sft", "cold": "sft", "rounds": "rounds-1"}
     before |= dict.fromkeys(("warm", "live", "shuffled", "rounds-1"), "rce")
     # what RCE reads differs, so this has an RCE stage for itself
     before["other"] = "other-rce"
     for name, start in before.items():
-        assert equal_states(stages[name]["start"], last[start])
-    assert not equal_states(stages["other"]["start"], last["rce"])
+        assert equal_states(starts[name], last[start])
+    assert not equal_states(starts["other"], last["rce"])
     for name in ("warm", "cold", "rounds", "live", "other"):  # the KL is to SFT
-        assert equal_states(stages[name]["reference"], last["sft"])
+        assert equal_states(settings[name]["reference"], last["sft"])
 
-
-def test_what_the_stages_learn_from(stages):
-    assert stages["sft"]["groups"].methods == "beams"
-    assert not (stages["sft"]["table"].found_by == POLICY).any()
-    first, second = stages["rounds-1"]["table"], stages["rounds"]["table"]
-    assert set(first.round.unique().tolist()) == {0, 1}
-    assert set(second.round.unique().tolist()) == {0, 1, 2}
-    assert stages["rounds"]["groups"].rounds == 1
-    assert stages["warm"]["groups"].methods == "without_beams"
-    assert stages["live"]["live"]
+    assert settings["sft"]["groups"].methods == "beams"
+    assert not (tables["sft"].found_by == POLICY).any()
+    assert tables["rounds-1"].round.unique().tolist() == [0, 1]
+    assert tables["rounds"].round.unique().tolist() == [0, 1, 2]
+    assert settings["rounds"]["groups"].rounds == 1
+    assert settings["warm"]["groups"].methods == "without_beams"
+    assert settings["live"]["live"]
 
 
 def test_own_draws_are_those_of_the_selector(tmp_path):
     table, scorer = small_beams(30)
-    torch.manual_seed(0)
     stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
-    sharp = Selector.fitted(
-        SelectorConfig(width=16, heads=2, temperature=1e-4), table.queries, table.candidates
-    )
+    config = SelectorConfig(width=16, heads=2, temperature=1e-4)
+    sharp = Selector.fitted(config, table.queries, table.candidates)
     recorded = stages.recorded(table, sharp, 3, 1)
-    draws = recorded.found_by == POLICY
-    chosen = sharp.choose(table.queries, table.candidates[table.pool], table.pool_mask, 2)
-    for row in range(30):
-        pool_rows = table.pool[row][recorded.sequences[row][draws[row]]]
+    candidates = table.candidates[table.pool]
+    chosen = sharp.choose(table.queries, candidates, table.pool_mask, 2)
+    for row, drawn in enumerate(recorded.found_by == POLICY):
+        places = recorded.sequences[row][drawn]
         # candidates that look alike to the selector are drawn alike
-        assert (table.candidates[pool_rows] == table.candidates[table.pool[row][chosen[row]]]).all()
-        right = scorer(torch.full((len(pool_rows),), row), pool_rows)["vqa_correct"]
-        assert torch.equal(recorded.fields["vqa_correct"][row][draws[row]], right)
+        assert (candidates[row][places] == candidates[row][chosen[row]]).all()
+        right = scorer(torch.full_like(places[:, 0], row), table.pool[row][places])["vqa_correct"]
+        assert torch.equal(recorded.fields["vqa_correct"][row][drawn], right)
 
 
 def test_the_kept_epoch_is_judged(tmp_path):
@@ -127,16 +108,17 @@ def test_the_kept_epoch_is_judged(tmp_path):
     config, data = run_of({"warm": {}}), data_of(*small_beams(60))
     SelectorStages(config, data, 0, tmp_path).all()
     before, decisions = selector.judge_run(config, data, tmp_path)
+    epochs = {"sft": [1], "rce": [1], "warm": [1]}
+    assert before["epochs"] == epochs
+    assert {row["policy"] for row in before["votes"]} == epochs.keys()
     seed = tmp_path / "checkpoints" / "seed0"
-    for name in ("sft", "rce", "warm"):
-        (seed / name / "last.pt").write_bytes((seed / "sft" / "epoch0.pt").read_bytes())
+    for name in epochs:
+        shutil.copy(seed / "sft" / "epoch0.pt", seed / name / "last.pt")
     again, decided_again = selector.judge_run(config, data, tmp_path)
-    assert decisions.drop("decision_us").equals(decided_again.drop("decision_us"))
+    assert_frame_equal(decisions.drop("decision_us"), decided_again.drop("decision_us"))
     for row in (*before["rows"], *again["rows"]):
-        row.pop("decision_us_p50")
+        del row["decision_us_p50"]
     assert before["rows"] == again["rows"]
-    assert before["epochs"] == {"sft": [1], "rce": [1], "warm": [1]}
-    assert {row["policy"] for row in before["votes"]} == {"sft", "rce", "warm"}
 
 
 # -- runs that start from a checkpoint, through the command line -----------------------------------
@@ -152,81 +134,73 @@ START = "init_from=runs/controller/warm"
 SFT = "checkpoints/seed0/sft/best.pt"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a profile, beams, a finished run of a controller, and the stages of a
+@pytest.fixture(scope="module", autouse=True)
+def _made(tmp_path_factory):
+    """Work in a folder with a profile, beams, a finished run of a controller, and the stages of a
     selector."""
-    folder = tmp_path_factory.mktemp("starts")
-    with chdir(folder):
+    with chdir(tmp_path_factory.mktemp("starts")):
         write_table()
         beams = small_beams(60)
         beams[0].save("b.safetensors")
-        SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, folder).all()
+        SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, Path()).all()
         launch(TRAIN, "optimiser.warmup_iterations=30 optimiser.iterations=0 name=warm")
-    return folder
-
-
-@pytest.fixture
-def folder(made, monkeypatch):
-    monkeypatch.chdir(made)
-    return made
+        yield
 
 
 def state(path):
     return dict(load_checkpoint(path).agent.state_dict())
 
 
-def interrupted(words, iteration, stage):
-    """Run the command until Ctrl-C in this iteration of a stage, then again."""
-    with ctrl_c_at(stage, iteration):
-        assert main(words) == 130
-    launch(words)
-
-
-def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption(folder):
-    assert main([*TRAIN, START, "name=whole"]) == 0
-    interrupted([*TRAIN, START, "name=killed"], 7, "GRPO")
-    runs = [f"runs/controller/{name}" for name in ("whole", "killed")]
+def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption():
+    launch(TRAIN, START, "name=whole")
+    killed = [*TRAIN, START, "name=killed"]
+    with ctrl_c_at("GRPO", 7):
+        assert main(killed) == 130
+    launch(killed)
+    runs = [Path("runs/controller", name) for name in ("whole", "killed")]
     for name in ("best.pt", "last.pt"):
-        assert same(*(state(f"{run}/checkpoints/{name}") for run in runs))
-    assert Path(runs[0], "metrics.csv").read_bytes() == Path(runs[1], "metrics.csv").read_bytes()
+        assert same(*(state(run / "checkpoints" / name) for run in runs))
+    whole, again = ((run / "metrics.csv").read_bytes() for run in runs)
+    assert whole == again
     start = load_checkpoint("runs/controller/warm/checkpoints/best.pt").network.state_dict()
-    training = load_checkpoint(f"{runs[0]}/checkpoints/last.pt").extra["training"]
+    training = load_checkpoint(runs[0] / "checkpoints" / "last.pt").extra["training"]
     assert same(training["reference"], start)
-    results = read_json(Path(runs[0], "results.json"))
+    results = read_json(runs[0] / "results.json")
     training = {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
     assert results["training"] == training
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with
 
 
-def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder, tmp_path):
-    data = data_of(*small_beams(60))
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(tmp_path):
     config = run_of({"warm": {}, "blind": {"hidden": ["liar"]}}, init_from=SFT)
     config.sft = replace(STAGE, epochs=0)
-    SelectorStages(config, data, 0, tmp_path / "whole").all()
+
+    def train(name):
+        SelectorStages(config, data_of(*small_beams(60)), 0, tmp_path / name).all()
+        return tmp_path / name / "checkpoints" / "seed0"
+
     with ctrl_c_at("rce", 2), pytest.raises(KeyboardInterrupt):
-        SelectorStages(config, data, 0, tmp_path / "killed").all()
-    SelectorStages(config, data, 0, tmp_path / "killed").all()
-    seeds = [tmp_path / name / "checkpoints" / "seed0" for name in ("whole", "killed")]
+        train("killed")
+    killed, whole = train("killed"), train("whole")
     start = state(SFT)
-    assert same(start, state(f"{seeds[0]}/sft/best.pt"))
-    reference = load_checkpoint(seeds[0] / "warm" / "last.pt").extra["training"]["reference"]
+    assert same(start, state(whole / "sft" / "best.pt"))
+    reference = load_checkpoint(whole / "warm" / "last.pt").extra["training"]["reference"]
     assert same({f"selector.{name}": values for name, values in start.items()}, reference)
     for name in ("rce", "warm"):
-        assert same(*(state(f"{seed}/{name}/last.pt") for seed in seeds))
+        assert same(*(state(seed / name / "last.pt") for seed in (whole, killed)))
     # what must not see a block does not start from weights that have seen it
-    assert not same(start, state(f"{seeds[0]}/hidden_sft/best.pt"))
+    assert not same(start, state(whole / "hidden_sft" / "best.pt"))
     # another start is another training
-    config.init_from = str(seeds[0] / "warm" / "best.pt")
-    with pytest.raises(InputError, match="was trained on other beams or with other settings"):
-        SelectorStages(config, data, 0, tmp_path / "whole").all()
+    config.init_from = str(whole / "warm" / "best.pt")
+    with input_error("other settings"):
+        train("whole")
 
 
-def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(folder, tmp_path):
+def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(tmp_path):
     SelectorStages(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path).all()
     more = tmp_path / "checkpoints" / "seed0" / "sft"
-    assert same(state(SFT), state(f"{more}/epoch0.pt"))
-    assert not same(state(SFT), state(f"{more}/epoch1.pt"))
+    assert same(state(SFT), state(more / "epoch0.pt"))
+    assert not same(state(SFT), state(more / "epoch1.pt"))
 
 
 @pytest.mark.parametrize(
@@ -239,5 +213,5 @@ def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(folder, tmp_p
         ([*REPLAY, f"init_from={SFT}", "beams.split_seed=3"], "holds out"),
     ],
 )
-def test_what_differs_is_one_line_and_nothing_is_written(folder, words, message, capsys):
+def test_what_differs_is_one_line_and_nothing_is_written(words, message, capsys):
     assert message in refused([*words, "name=refused"], capsys)
