@@ -63,7 +63,7 @@ def read_configurations(
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
-        for done, (path, parts) in enumerate(ranks.items()):
+        for done, (path, parts) in enumerate(ranks.items(), 1):
             tick(done)
             setting = settings[path]
             content, rows = _load(path, setting, keys)
@@ -74,31 +74,45 @@ def read_configurations(
                 if folder == root:
                     continue
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts])
-            counts = [record.get("num_samples") for record in (*content["summary"], content)]
-            short += sum(n for n in counts if isinstance(n, int)) > len(rows) > 0
+            short += _counted(content) > len(rows) > 0
             if not setting:
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
             frames.append(_rows_frame(path, setting, rows, columns))
-        tick(len(ranks))
     if not frames:
         raise InputError(f"{root}: no files of {dataset!r}; all name the data set {foreign[0]}")
     others = ", ".join(sorted(set(foreign)))
-    unread = ": not read" * (folder == root)
+    read = ": not read" if folder == root else ""
     skipped = {
         "rank files not read, since files merged from them are there": len(settings) - len(ranks),
         "JSON files not read, since their names do not fit": _unread(folder, kind, settings),
-        f"files that name another data set ({others}){unread}": len(foreign),
+        f"files that name another data set ({others}){read}": len(foreign),
         "files with fewer rows than num_samples in their summary": short,
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
-    cells = pl.concat(frames)
+    return _checked(pl.concat(frames), folder, columns, accuracy_unit, notes), summaries
+
+
+def _counted(content: Record) -> int:
+    """Return how many samples the summaries of a file count."""
+    counts = [record.get("num_samples") for record in (*content["summary"], content)]
+    return sum(count for count in counts if isinstance(count, int))
+
+
+def _checked(
+    cells: pl.DataFrame,
+    folder: Path,
+    columns: Collection[str],
+    accuracy_unit: str,
+    notes: list[str],
+) -> pl.DataFrame:
+    """Return the cells with accuracies as shares. Raises InputError for values out of range."""
     if "accuracy" in columns:
         with naming(folder):
             cells = cells.with_columns(as_share(cells["accuracy"], accuracy_unit, notes))
     for column in columns:
         check_range(cells, column, column)
-    return cells, summaries
+    return cells
 
 
 def _unread(folder: Path, kind: str, settings: Collection[Path]) -> int:
