@@ -2,18 +2,20 @@ import functools
 import operator
 import pickle
 import random
+import re
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
     BRIEF,
     TAUGHT,
-    arrays,
+    Harmful,
+    close,
     driven_apart,
     equal_states,
+    input_error,
     small_beams,
     small_table,
     some_configurations,
@@ -45,72 +47,33 @@ def test_a_loaded_controller_decides_like_the_saved_one(tmp_path, members, width
     agent = heads(table, budget_width=width, project=project, members=members)
     save_checkpoint(tmp_path / "c.pt", agent, table, {"note": 1})
     loaded = load_checkpoint(tmp_path / "c.pt")
-    assert loaded.profile_digest == table.digest
-    assert loaded.extra == {"note": 1}
+    assert (loaded.profile_digest, loaded.extra) == (table.digest, {"note": 1})
     assert loaded.controller.knobs == table.knobs
     assert loaded.network is loaded.controller.controller
     assert equal_states(loaded.network, agent.controller)
+    # of all that decides, by content
     assert loaded.controller.decider.digest == agent.decider.digest
-    request = arrays(table), np.linspace(3, 30, 50)
-    assert (loaded.controller.choose(*request) == agent.choose(*request)).all()
-
-
-def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(tmp_path):
-    table = small_table(30)
-    agent = heads(table)
-    save_checkpoint(tmp_path / "c.pt", agent, table, {})
-    content = torch.load(tmp_path / "c.pt", weights_only=True)
-    policy = content["controller"]["controller"]["policy"]
-    for name in ("budget_encoding", "project", "dataset_input", "drift"):
-        del policy[name]
-    torch.save(content, tmp_path / "c.pt")
-    loaded = load_checkpoint(tmp_path / "c.pt").controller
-    assert loaded.controller.config == agent.controller.config
-    assert loaded.decider.digest == agent.decider.digest
 
 
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "text.pt").write_text("no")
     torch.save({"state": {}}, tmp_path / "other.pt")
     for name in ("none.pt", "text.pt", "other.pt", "."):
-        with pytest.raises(InputError, match="checkpoint"):
+        with input_error("checkpoint"):
             load_checkpoint(tmp_path / name)
 
 
-def test_a_setting_that_was_removed_is_named(tmp_path):
-    table = small_table(20)
-    save_checkpoint(tmp_path / "c.pt", heads(table), table, {})
-    content = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert content["format"] == "knobwise.Controller/3"
-    torch.save(content | {"format": "knobwise.Controller/2"}, tmp_path / "c.pt")
-    with pytest.raises(InputError, match="Controller/3"):
-        load_checkpoint(tmp_path / "c.pt")
-    content["controller"]["controller"]["policy"]["budget_encoding"] = "fourier"
-    torch.save(content, tmp_path / "c.pt")
-    with pytest.raises(InputError, match=r"policy\.budget_encoding='fourier'"):
-        load_checkpoint(tmp_path / "c.pt")
-
-
-def test_loading_executes_no_code(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "touched",)
-
-    with (tmp_path / "evil.pt").open("wb") as file:
-        pickle.dump(Evil(), file)
-    with pytest.raises(InputError):
+def test_loading_executes_no_code(tmp_path, capsys):
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Harmful()))
+    with input_error("evil.pt"):
         load_checkpoint(tmp_path / "evil.pt")
-    assert not (tmp_path / "touched").exists()
+    assert capsys.readouterr().out == ""
 
 
 # -- damage ----------------------------------------------------------------------------------------
 
 
 TABLE = small_table(60, holes=0.2)
-
-
-def decided(agent, budget_ms=9.0):
-    return agent.choose(arrays(TABLE), np.full(60, budget_ms)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -124,43 +87,54 @@ def taught(tmp_path_factory):
 
 
 def test_a_flipped_bit_is_noticed(taught, tmp_path):
-    whole, path, draw, refused = taught.read_bytes(), tmp_path / "c.pt", random.Random(0), 0
-    good = decided(load_checkpoint(taught).controller)
+    whole, path, draw = taught.read_bytes(), tmp_path / "c.pt", random.Random(0)
+    good = load_checkpoint(taught).controller.decider.digest
     for place in draw.sample(range(len(whole)), 60):
         flipped = bytes([whole[place] ^ 1 << draw.randrange(8)])
         path.write_bytes(whole[:place] + flipped + whole[place + 1 :])
         try:
-            loaded = load_checkpoint(path)
+            result = load_checkpoint(path).controller.decider.digest
         except InputError as error:
-            refused += str(error).startswith(f"{path}: ") and "\n" not in str(error)
-            continue
-        assert decided(loaded.controller) == good  # in what nobody reads
-        refused += 1
-    assert refused == 60
+            result = str(error)
+        # refused in a line, or the bit is in what nobody reads
+        assert result == good or re.fullmatch(f"{re.escape(str(path))}: .*", result)
 
 
 @pytest.mark.parametrize(
-    ("place", "mutation"),
+    ("place", "mutation", "named"),
     [
-        ("controller/state/network.layers.0.weight", lambda x: x * torch.nan),
-        ("controller/state/network.layers.0.weight", lambda x: x[:, :3]),
-        ("teacher/network/layers.0.weight", lambda x: x * torch.nan),
-        ("teacher/weights", lambda x: x * torch.nan),
-        ("static/latency_ms", lambda x: x[:3]),
-        ("static/running", lambda x: x[:3]),
-        ("latency/weight", lambda x: x[:3]),
-        ("guard", lambda rows: [*rows[:1], {}]),
+        ("format", lambda _: "knobwise.Controller/2", "Controller/3"),
+        # a setting that was removed
+        ("controller/controller/policy/budget_encoding", lambda _: "fourier", "budget_encoding"),
+        ("controller/controller/state/network.layers.0.weight", lambda x: x * torch.nan, "NaN"),
+        ("controller/controller/state/network.layers.0.weight", lambda x: x[:, :3], ""),
+        ("controller/teacher/network/layers.0.weight", lambda x: x * torch.nan, "NaN"),
+        ("controller/teacher/weights", lambda x: x * torch.nan, "NaN"),
+        ("controller/static/latency_ms", lambda x: x[:3], ""),
+        ("controller/static/running", lambda x: x[:3], ""),
+        ("controller/latency/weight", lambda x: x[:3], ""),
+        ("controller/guard", lambda rows: [*rows[:1], {}], ""),
     ],
 )
-def test_what_cannot_decide_is_refused_on_loading(taught, tmp_path, place, mutation):
+def test_what_cannot_decide_is_refused_on_loading(taught, tmp_path, place, mutation, named):
     content = torch.load(taught, weights_only=True)
     *path, last = place.split("/")
-    part = functools.reduce(operator.getitem, path, content["controller"])
+    part = functools.reduce(operator.getitem, path, content)
     part[last] = mutation(part[last])
     torch.save(content, tmp_path / "c.pt")
-    with pytest.raises(InputError, match=r"c\.pt: ") as refused:
+    with input_error(rf"c\.pt: .*{named}") as refused:
         load_checkpoint(tmp_path / "c.pt")
     assert "\n" not in str(refused.value)
+
+
+def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(taught, tmp_path):
+    content, whole = torch.load(taught, weights_only=True), load_checkpoint(taught).controller
+    for name in ("budget_encoding", "project", "dataset_input", "drift"):
+        del content["controller"]["controller"]["policy"][name]
+    torch.save(content, tmp_path / "c.pt")
+    loaded = load_checkpoint(tmp_path / "c.pt").controller
+    assert loaded.controller.config == whole.controller.config
+    assert loaded.decider.digest == whole.decider.digest
 
 
 # -- training that starts from a checkpoint --------------------------------------------------------
@@ -204,15 +178,11 @@ def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, t
     assert equal_states(start, student.reference)
 
 
-def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(
-    starts,
-):
-    def shared():
-        raise AssertionError("fitted for other statistics of the features")
-
+def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(starts):
+    # those that are shared are fitted for other statistics of the features
+    options = {"optimiser": WARM, "experts": Mock(side_effect=AssertionError)}
     policy = replace(TAUGHT, experts=("ridge",))
-    options = {"policy": policy, "optimiser": WARM, "experts": shared}
-    student = trainer("taught", OTHER, init_from=starts / "taught.pt", **options)
+    student = trainer("taught", OTHER, init_from=starts / "taught.pt", policy=policy, **options)
     student.run()
     start = load_checkpoint(starts / "taught.pt").network.normaliser
     teacher = student.taught_by.teacher
@@ -221,8 +191,7 @@ def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_do
     # the weights are of predictions of these features: of all samples the expert's mean is right
     (expert,) = teacher.experts
     predicted = expert(student.all_features[student.fitted])
-    mean = OTHER.accuracy[student.fitted].mean(0)
-    torch.testing.assert_close(predicted.accuracy.mean(0), mean, atol=0.02, rtol=0)
+    close(predicted.accuracy.mean(0), OTHER.accuracy[student.fitted].mean(0), 0.02)
 
 
 def test_what_the_start_has_seen_is_not_forgotten(starts):
@@ -253,11 +222,10 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
     ],
 )
 def test_what_cannot_be_started_from_is_refused(starts, settings, difference):
-    settings = {"init_from": "RCE/best.pt"} | settings
-    settings["init_from"] = starts / settings["init_from"]
-    with pytest.raises(InputError, match=difference) as refused:
-        trainer("RCE", **settings)
-    assert str(settings["init_from"]) in str(refused.value)
+    path = starts / settings.get("init_from", "RCE/best.pt")
+    with input_error(difference) as refused:
+        trainer("RCE", **settings | {"init_from": path})
+    assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -269,20 +237,19 @@ def test_a_selector_starts_from_a_selector_of_the_same_network(starts):
     assert equal_states(selector, loaded.selector)
     assert not equal_states(selector, fresh)
     assert selector.config.dropout == 0.5
-    refusals = {
-        "embeddings": (loaded, Selector(config, 5)),
-        r"selector\.width": (loaded, Selector(replace(config, width=32), 4)),
-        "controller": (load_checkpoint(starts / "taught.pt"), fresh),
-    }
-    for difference, (start, wanted) in refusals.items():
-        with pytest.raises(InputError, match=difference):
+    for difference, start, wanted in (
+        ("embeddings", loaded, Selector(config, 5)),
+        (r"selector\.width", loaded, Selector(replace(config, width=32), 4)),
+        ("controller", load_checkpoint(starts / "taught.pt"), fresh),
+    ):
+        with input_error(difference):
             started_from(path, start, wanted)
 
 
 def test_a_training_that_began_with_other_weights_is_not_resumed(starts, tmp_path):
-    last = tmp_path / "last.pt"
-    trainer("RCE", init_from=starts / "RCE" / "best.pt", folder=tmp_path).run()
-    assert trainer("RCE", init_from=starts / "RCE" / "best.pt").resume(last)
+    last, start = tmp_path / "last.pt", starts / "RCE" / "best.pt"
+    trainer("RCE", init_from=start, folder=tmp_path).run()
+    assert trainer("RCE", init_from=start).resume(last)
     for other in (None, tmp_path / "best.pt"):
-        with pytest.raises(InputError, match="weights"):
+        with input_error("weights"):
             trainer("RCE", init_from=other).resume(last)

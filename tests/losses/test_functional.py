@@ -126,9 +126,6 @@ WEIGHTED = {"weight": torch.tensor([[0.5, 0.25, 0.25]]), "clip": 9.0}
         ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
         # the reward itself, cut at 5, as all of them
         ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),
-        # 1 − 2·rank/(G − 1), ranks ½, ½, 2
-        ("rank", {}, [2.0, 2.0, 1.0], pytest.approx([0.5, 0.5, -1.0])),
-        ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
         # mean .5 + .5 + 1.5 = 2.5
         ("centred", WEIGHTED, [1.0, 2.0, 6.0], rounded([-1.5, -0.5, 3.5])),

@@ -15,7 +15,6 @@ BAND = (0.01, 0.1)
         (weight_control, [0.2], 1.5),
         (weight_control, [0.05], 1.0),  # inside the band
         (weight_control, [0.001], 1 / 1.5),
-        (weight_control, [0.2, 0.2, 0.001], 1.5),
         (weight_control, [0.001] * 60, 1e-3),  # and no lower
         (weight_control, [9.0] * 60, 10.0),  # and no higher
         (temperature_control, [0.2], 1 / 1.1),

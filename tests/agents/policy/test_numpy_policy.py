@@ -8,20 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.judging.baselines import FittedStatic
-from knobwise.agents.policy.arrays import pick
 from knobwise.agents.policy.calibrated import MeanBudgets, Static
-
-# -- small functions -------------------------------------------------------------------------------
-
-
-def test_the_best_score_is_picked_and_among_equal_ones_the_fastest():
-    scores = np.array([[0.5, 0.7, 0.7], [0.9, 0.1, 0.2], [0.1, 0.9, 0.9]])
-    slow = np.array([1.0, 3.0, 2.0])
-    assert pick(scores, slow, None).tolist() == [2, 0, 2]
-    mask = np.array([[True, True, False], [False, True, True], [True, True, True]])
-    assert pick(scores, slow, mask).tolist() == [1, 2, 2]
-    assert pick(np.full((1, 3), -np.inf), slow, mask[1:2]).tolist() == [2]
-
 
 # -- static ----------------------------------------------------------------------------------------
 
@@ -123,18 +110,17 @@ def test_the_steps_of_static_are_what_it_chooses(seed, holes, shape):
 
 def mean_budgets(share=0.25):
     """At 9 ms the policy decides, at 12 ms a mix of configurations 1 and 3."""
-    return MeanBudgets(
-        {
-            "budgets_ms": np.array([9.0, 12.0]),
-            "worths": np.array([20.0, 50.0]),
-            "deployed": np.array([True, False]),
-            "mix.first": np.array([0, 1]),
-            "mix.second": np.array([1, 3]),
-            "mix.share": np.array([0.5, share]),
-            "mix.mean_accuracy": np.array([0.2, 0.4, 0.7, 0.9]),
-            "mix.mean_cost": np.array([5.0, 10.0, 11.0, 20.0]),
-        }
-    )
+    columns = {
+        "budgets_ms": [9.0, 12.0],
+        "worths": [20.0, 50.0],
+        "deployed": [True, False],
+        "mix.first": [0, 1],
+        "mix.second": [1, 3],
+        "mix.share": [0.5, share],
+        "mix.mean_accuracy": [0.2, 0.4, 0.7, 0.9],
+        "mix.mean_cost": [5.0, 10.0, 11.0, 20.0],
+    }
+    return MeanBudgets({name: np.array(values) for name, values in columns.items()})
 
 
 def test_turns_by_hand():

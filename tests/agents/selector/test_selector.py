@@ -20,25 +20,20 @@ KINDS += [{"version": version} for version in ("v0", "v1", "v3")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
 
-def embeddings():
-    """Of queries and candidates: columns of different scales, the last of which never varies."""
-    scale = torch.tensor([1.0, 100.0, 1e-3, 0.0])
-    return (3 + scale * torch.randn(26, 4, generator=torch.Generator().manual_seed(0))).split(
-        [6, 20]
-    )
-
-
-def batch():
-    """Of the queries one has a short pool, and one an empty one."""
-    queries, candidates = embeddings()
-    pool = torch.rand(6, 20, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :5]
-    mask = torch.arange(5) < torch.tensor([5, 2, 0, 5, 5, 5]).unsqueeze(1)
-    return queries, candidates[pool] * mask.unsqueeze(-1), mask
+RANDOM = torch.Generator().manual_seed(0)
+SCALE = torch.tensor([1.0, 100.0, 1e-3, 0.0])
+"""Of the columns of embeddings, the last of which never varies."""
+BOTH = 3 + SCALE * torch.randn(26, 4, generator=RANDOM)
+QUERIES, CANDIDATES = BOTH.split([6, 20])
+POOL = torch.rand(6, 20, generator=RANDOM).argsort(1)[:, :5]
+# of the queries one has a short pool, and one an empty one
+MASK = torch.arange(5) < torch.tensor([5, 2, 0, 5, 5, 5]).unsqueeze(1)
+BATCH = QUERIES, CANDIDATES[POOL] * MASK.unsqueeze(-1), MASK
 
 
 def selector(**settings):
     torch.manual_seed(0)
-    return Selector.fitted(SelectorConfig(**{"width": 8} | settings), *embeddings())
+    return Selector.fitted(SelectorConfig(**{"width": 8} | settings), QUERIES, CANDIDATES)
 
 
 # -- the selector ----------------------------------------------------------------------------------
@@ -46,17 +41,17 @@ def selector(**settings):
 
 def test_embeddings_are_standardised_by_queries_and_candidates_together():
     made = selector()
-    normal = (torch.cat(embeddings()) - made.mean) / made.scale
+    normal = (BOTH - made.mean) / made.scale
     close(normal.mean(0), [0.0, 0.0, 0.0, 0.0], 1e-4)
     close(normal.std(0, correction=0), [1.0, 1.0, 1.0, 0.0], 1e-3)
 
 
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
     made = selector(dropout=0.9).train()
-    first = made.choose(*batch(), shots=3)
-    assert all(torch.equal(made.choose(*batch(), shots=3), first) for _ in range(5))
+    first = made.choose(*BATCH, shots=3)
+    assert all(torch.equal(made.choose(*BATCH, shots=3), first) for _ in range(5))
     assert made.training
-    assert not made.eval().choose(*batch(), shots=3).requires_grad
+    assert not made.eval().choose(*BATCH, shots=3).requires_grad
     assert not made.training
 
 
@@ -69,7 +64,7 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
     ],
 )
 def test_mistakes_are_told(changed, field):
-    call = dict(zip(("query", "pool", "mask"), batch(), strict=True), shots=2)
+    call = dict(zip(("query", "pool", "mask"), BATCH, strict=True), shots=2)
     with input_error(field):
         selector().choose(**call | changed)
 
@@ -85,7 +80,7 @@ def test_restored_is_the_same_selector(kind, tmp_path):
     restored = Selector.restored(torch.load(tmp_path / "selector.pt", weights_only=True))
     assert (restored.config, restored.stage) == (made.config, "grpo")
     assert not restored.training
-    wanted, result = (s.eval().distribution(*batch(), 3) for s in (made, restored))
+    wanted, result = (s.eval().distribution(*BATCH, 3) for s in (made, restored))
     assert torch.equal(result.mode, wanted.mode)
     greedy = wanted.mode.unsqueeze(1)
     assert torch.equal(result.log_prob(greedy), wanted.log_prob(greedy))
@@ -95,7 +90,7 @@ def test_a_selector_of_an_earlier_version_is_still_read():
     plain = selector(layers=1).plain()
     del plain["encoder"], plain["selector"]["version"]
     restored = Selector.restored(plain)
-    assert torch.equal(restored.choose(*batch(), 3), selector().choose(*batch(), 3))
+    assert torch.equal(restored.choose(*BATCH, 3), selector().choose(*BATCH, 3))
     assert restored.config.version == "v2"
 
 

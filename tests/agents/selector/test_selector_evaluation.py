@@ -1,6 +1,7 @@
 """Judging: choices go to the scorer as rows of the query's own pool, records are looked up, unknown
 stays unknown."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -67,32 +68,29 @@ def beams(queries, candidates, pool, blocks, sequences=None, **fields):
     )
 
 
-def table():
-    """Pools of different length; sequences of one and two demonstrations; the last query has no
-    beam."""
-    pool = torch.rand(QUERIES, BANK).argsort(1)[:, :PLACES]
-    pool[3, 1:] = -1
-    sequences = torch.rand(QUERIES, BEAMS, PLACES).argsort(2)[..., :2]
-    sequences[:, 3:, 1] = -1
-    sequences[[3, -1]] = -1
-    sequences[3, 0, 0] = 0
-    score, correct = torch.rand(2, QUERIES, BEAMS)
-    fields = {"beam_score": score.round(decimals=1), "vqa_correct": correct.round()}
-    embeddings = torch.randn(QUERIES, 4), torch.randn(BANK, 4)
-    return beams(*embeddings, pool, BLOCKS, sequences, **fields)
+# pools of different length; sequences of one and two demonstrations; the last query has no beam
+torch.manual_seed(0)
+POOLS = torch.rand(QUERIES, BANK).argsort(1)[:, :PLACES]
+POOLS[3, 1:] = -1
+SEQUENCES = torch.rand(QUERIES, BEAMS, PLACES).argsort(2)[..., :2]
+SEQUENCES[:, 3:, 1] = -1
+SEQUENCES[[3, -1]] = -1
+SEQUENCES[3, 0, 0] = 0
+SCORE, CORRECT = torch.rand(2, QUERIES, BEAMS)
+FIELDS = {"beam_score": SCORE.round(decimals=1), "vqa_correct": CORRECT.round()}
+TABLE = beams(torch.randn(QUERIES, 4), torch.randn(BANK, 4), POOLS, BLOCKS, SEQUENCES, **FIELDS)
 
 
-def actor_of(data, shots=2, **settings):
+def actor_of(shots=2, **settings):
     config = SelectorConfig(width=8, heads=2, **settings)
-    return SelectorActor(Selector.fitted(config, data.queries, data.candidates), data, shots)
+    return SelectorActor(Selector.fitted(config, TABLE.queries, TABLE.candidates), TABLE, shots)
 
 
 # -- with a scorer ---------------------------------------------------------------------------------
 
 
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for(monkeypatch):
-    data = table()
-    actor = actor_of(data)
+    actor = actor_of()
     everything = choose(actor, ALL)
     rows = torch.tensor([7, 3, 0, 11])
     monkeypatch.setattr(evaluation, "BATCH", 3)
@@ -103,11 +101,11 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for(monkey
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
 def test_a_selector_is_judged_by_what_it_chose_of_each_pool(shots):
-    data, rows = table(), torch.arange(1, 9)
-    actor = actor_of(data, shots)
+    rows = torch.arange(1, 9)
+    actor = actor_of(shots)
     chosen = choose(actor, rows)
-    decided = decide_selectors([actor], data, Sums(), rows)
-    of_bank = data.pool[rows].gather(1, chosen.clamp_min(0)).where(chosen >= 0, -1)
+    decided = decide_selectors([actor], TABLE, Sums(), rows)
+    of_bank = TABLE.pool[rows].gather(1, chosen.clamp_min(0)).where(chosen >= 0, -1)
     assert torch.equal(decided.demonstrations, of_bank[None])
     right = (rows + of_bank.clamp_min(0).sum(1)) % 3 == 0
     assert torch.equal(decided.correct, right[None].float())
@@ -115,8 +113,8 @@ def test_a_selector_is_judged_by_what_it_chose_of_each_pool(shots):
 
 def test_simple_ways_are_judged_beside_it():
     """What was shown is said with what came of it, of the rows that were asked for."""
-    data, rows = table(), torch.tensor([8, 3, 5])
-    results = decide_simple(data, Sums(), 2, rows, seeds=(0, 1, 2))
+    rows = torch.tensor([8, 3, 5])
+    results = decide_simple(TABLE, Sums(), 2, rows, seeds=(0, 1, 2))
     assert list(results) == ["random", *SIMILAR, "mmr", "vote", "best_recorded", "oracle"]
     assert results["random"].correct.shape == (3, 3)
     assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
@@ -125,12 +123,12 @@ def test_simple_ways_are_judged_beside_it():
         shown = results[name].demonstrations
         assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), results[name].correct)
         # of the queries' own pools
-        assert (shown.unsqueeze(-1) == data.pool[rows].unsqueeze(1)).any(-1).all()
+        assert (shown.unsqueeze(-1) == TABLE.pool[rows].unsqueeze(1)).any(-1).all()
     (shown,), (correct,) = results["oracle"].demonstrations, results["oracle"].correct
     assert shown[1].tolist() == [-1, -1]  # no sequence of two
-    recorded_places = bank_rows(data.pool[[8]], data.sequences[8:9, :3])[0].tolist()
+    recorded_places = bank_rows(TABLE.pool[[8]], TABLE.sequences[8:9, :3])[0].tolist()
     place = recorded_places.index(shown[0].tolist())
-    assert data.fields["vqa_correct"][8, place] == correct[0]
+    assert TABLE.fields["vqa_correct"][8, place] == correct[0]
 
 
 def at(degrees):
@@ -171,29 +169,27 @@ def test_the_same_kind_comes_first_and_by_similarity():
 
 
 def test_kinds_follow_the_rows_that_are_judged():
-    data = table()
     kinds, rows = Kinds(ALL % 2, torch.arange(BANK) % 2), torch.tensor([8, 5])
-    shown = decide_simple(data, Sums(), 1, rows, kinds=kinds)["same_kind"].demonstrations[0, :, 0]
+    shown = decide_simple(TABLE, Sums(), 1, rows, kinds=kinds)["same_kind"].demonstrations[0, :, 0]
     # both pools have both kinds
-    assert (data.pool[rows] % 2).float().std(1).all()
+    assert (TABLE.pool[rows] % 2).float().std(1).all()
     assert (shown % 2).tolist() == [0, 1]
 
 
 def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
-    data = table()
-    actor = actor_of(data, prior=1e4)
-    nearest = simple_ways(replace(data, blocks={}), 2)["similarity"]
+    actor = actor_of(prior=1e4)
+    nearest = simple_ways(replace(TABLE, blocks={}), 2)["similarity"]
     assert torch.equal(choose(actor, ALL), nearest)
     # it is trained too, and stored
     policy, dist = actor.selector, actor.get_dist({"row": ALL})
     dist.log_prob(dist.mode.unsqueeze(1)).sum().backward()
     assert policy.prior.grad is not None
     assert Selector.restored(policy.plain()).prior.item() == 1e4
-    assert Selector.restored(actor_of(data).selector.plain()).prior is None
+    assert Selector.restored(actor_of().selector.plain()).prior is None
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread():
-    actor = actor_of(table())
+    actor = actor_of()
     threads = torch.get_num_threads()
     actor.train()
     assert decision_us(actor, ALL) > 0
@@ -209,21 +205,20 @@ def recorded(data, shots, preference):
 
 
 def test_the_recorded_sequence_that_is_preferred_counts():
-    data = table()
     preference = torch.rand(QUERIES, BEAMS)
-    correct = data.fields["vqa_correct"]
+    correct = TABLE.fields["vqa_correct"]
     for shots, columns in ((1, slice(3, 5)), (2, slice(0, 3))):
-        results = recorded(data, shots, preference)
+        results = recorded(TABLE, shots, preference)
         best = preference[KNOWN, columns].argmax(1)
         assert torch.equal(results[KNOWN], correct[KNOWN, columns][range(len(KNOWN)), best])
         assert results[-1].isnan()
-    assert recorded(data, 1, preference)[3] == correct[3, 0]
-    assert recorded(data, 2, preference)[3].isnan()
-    assert recorded(data, 3, preference).isnan().all()
+    assert recorded(TABLE, 1, preference)[3] == correct[3, 0]
+    assert recorded(TABLE, 2, preference)[3].isnan()
+    assert recorded(TABLE, 3, preference).isnan().all()
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted():
-    data = table()
+    data = copy.deepcopy(TABLE)
     data.fields["vqa_correct"][0, :2] = torch.nan
     nothing = torch.full((QUERIES, BEAMS), torch.nan)
     assert recorded(data, 2, nothing)[0] == data.fields["vqa_correct"][0, 2]
@@ -236,25 +231,24 @@ def test_what_has_no_record_of_its_correctness_is_never_counted():
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
-    data, rows = table(), torch.tensor([9, 3, 1, 11])
-    actor = actor_of(data)
-    results = actor.recorded_log_probs(data, rows)
+    rows = torch.tensor([9, 3, 1, 11])
+    actor = actor_of()
+    results = actor.recorded_log_probs(TABLE, rows)
     assert results.shape == (4, BEAMS)
     alone = actor.get_dist({"row": rows[:1]})
-    each = [alone.log_prob(sequence[None, None]) for sequence in data.sequences[9]]
+    each = [alone.log_prob(sequence[None, None]) for sequence in TABLE.sequences[9]]
     close(results[0], torch.cat(each).squeeze(1))
-    judged = decide_selectors([actor], data, None, rows).correct[0]
-    assert judged[0] == data.fields["vqa_correct"][9, results[0, :3].argmax()]
+    judged = decide_selectors([actor], TABLE, None, rows).correct[0]
+    assert judged[0] == TABLE.fields["vqa_correct"][9, results[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 
 
 def test_simple_ways_without_a_scorer_and_the_oracle_is_right_wherever_any_record_is():
-    data = table()
-    decided = decide_simple(data, None, 2, ALL, seeds=(0, 1))
+    decided = decide_simple(TABLE, None, 2, ALL, seeds=(0, 1))
     assert list(decided) == ["random", *SIMILAR, "best_recorded", "oracle"]
-    right = data.fields["vqa_correct"][KNOWN, :3]
+    right = TABLE.fields["vqa_correct"][KNOWN, :3]
     assert torch.equal(decided["oracle"].correct[0, KNOWN], right.amax(1))
-    best = data.fields["beam_score"][KNOWN, :3].argmax(1)
+    best = TABLE.fields["beam_score"][KNOWN, :3].argmax(1)
     assert torch.equal(decided["best_recorded"].correct[0, KNOWN], right[range(len(KNOWN)), best])
     for name, way in decided.items():
         assert way.correct.shape == (1 + (name == "random"), QUERIES)

@@ -21,6 +21,7 @@ from knobwise.agents.stack.weights import HeldOut, stack_weights
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 
 FAST = ("ridge", "knn")
+TABLE, ROWS = small_table(90, holes=0.2), torch.arange(80)
 CONFIG = PolicyConfig(teacher=True, members=3, teacher_hidden=8, experts=FAST)
 
 
@@ -63,9 +64,8 @@ def fitted(name):
 
 
 def test_teachers_share_experts_and_are_what_they_would_be_alone():
-    table, rows = small_table(90), torch.arange(80)
-    experts = Experts.fit(table, rows, default_budgets(table), EXPERTS, seed=0, folds=3)
-    alone, shared = (fitted_on(table, rows, experts=each) for each in (None, experts))
+    experts = Experts.fit(TABLE, ROWS, default_budgets(TABLE), EXPERTS, seed=0, folds=3)
+    alone, shared = (fitted_on(TABLE, ROWS, experts=each) for each in (None, experts))
     known = [family.expert for family in experts.of_families(FAST)]
     assert all(map(operator.is_, shared.teacher.experts, known))
     teachers = (alone.teacher, *alone.of_folds), (shared.teacher, *shared.of_folds)
@@ -95,11 +95,10 @@ def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
 
 
 def test_it_is_weighed_without_dropout():
-    table, rows = small_table(60), torch.arange(50)
-    network = network_of(table, rows).train()
+    network = network_of(TABLE, ROWS).train()
     assert network.network.dropout > 0
     state = torch.get_rng_state()
-    fitted_on(table, rows, network=network)
+    fitted_on(TABLE, ROWS, network=network)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -187,13 +186,12 @@ def test_the_one_who_knows_gets_the_weight():
 @torch.no_grad()
 def test_a_teacher_of_a_fold_does_not_know_its_fold():
     """What was measured of a fold changes what all teachers predict but that of this fold."""
-    table, rows = small_table(90), torch.arange(90)
-    network = network_of(table, rows)
-    _, hold = folds_of(table, rows, 0, 3)[1]
-    changed = replace(table, accuracy=table.accuracy.clone())
+    network = network_of(TABLE, ROWS)
+    _, hold = folds_of(TABLE, ROWS, 0, 3)[1]
+    changed = replace(TABLE, accuracy=TABLE.accuracy.clone())
     changed.accuracy[hold[:2]] = 1 - changed.accuracy[hold[:2]]
-    x = normal(network, table, rows)
-    before, after = (fitted_on(each, rows, ("ridge",), network) for each in (table, changed))
+    x = normal(network, TABLE, ROWS)
+    before, after = (fitted_on(each, ROWS, ("ridge",), network) for each in (TABLE, changed))
     first, second = (
         [each.experts[0](x).accuracy for each in fitted.of_folds] for fitted in (before, after)
     )
@@ -205,19 +203,18 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold():
 
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
-    table, rows = small_table(90, holes=0.2), torch.arange(70)
-    limits = judged_worths(table) if sense == "mean" else default_budgets(table)
+    limits = judged_worths(TABLE) if sense == "mean" else default_budgets(TABLE)
     spy = Mock(wraps=stack_weights)
     for module in ("teacher", "weights"):
         monkeypatch.setattr(f"knobwise.agents.stack.{module}.stack_weights", spy)
-    network = network_of(table, rows, sense)
-    teacher, of_folds, *_ = fit_teacher(table, rows, network, CONFIG, limits, 0)
+    network = network_of(TABLE, ROWS, sense)
+    teacher, of_folds, *_ = fit_teacher(TABLE, ROWS, network, CONFIG, limits, 0)
     seen = [call.args[0] for call in spy.call_args_list]
     # what was got by all samples, and by those of the other folds
-    parts = [torch.from_numpy(fit) for fit, _ in folds_of(table, rows, 0, 3)]
+    parts = [torch.from_numpy(fit) for fit, _ in folds_of(TABLE, ROWS, 0, 3)]
     under = limits[:, None, None]
-    for part, held_out, fitted in zip([*parts, rows], seen, [*of_folds, teacher], strict=True):
-        accuracy, latency_ms = table.accuracy[part], table.latency_ms[part]
+    for part, held_out, fitted in zip([*parts, ROWS], seen, [*of_folds, teacher], strict=True):
+        accuracy, latency_ms = TABLE.accuracy[part], TABLE.latency_ms[part]
         worth = accuracy * (latency_ms <= under)
         if sense == "mean":
             worth = accuracy - latency_ms / under
