@@ -164,17 +164,21 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def measure(model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools) -> None:
-    """Measure what is not `done`, one request at a time.
+def measure(
+    model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools, store: FeatureStore
+) -> None:
+    """Measure what is not `done`, one request at a time, and keep the features of each sample.
 
     The first stage runs anew for each measurement, since its time is part of what is measured, or
-    once for all configurations of a sample where the model has `answer_all`.
+    once for all configurations of a sample where the model has `answer_all`. Samples without a
+    measurement to take get their features at the end.
 
     Args:
         model: the model to measure.
         plan: the measurements to take.
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
+        store: the features that are known. Under `force` all are computed again.
 
     Raises:
         InputError: the model failed, or gave an impossible answer; the message names sample and
@@ -182,29 +186,32 @@ def measure(model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools) -> None:
     """
     run = _Runner(model, plan)
     count = int(done.sum())
+    keys = enumerate(plan.contents)
+    lacking = {i for i, key in keys if plan.config.force or key not in store}
+
+    def keep(i: int, stage: FirstStage) -> None:
+        if i in lacking:
+            store.add(plan.contents[i], stage.features, plan.items[i].id)
+            lacking.discard(i)
+
     with clocked_by(plan.config.clock):
         _warm_up(run, done, plan.config.warm_up)
         with progress("measuring", done.size, count) as tick, collected_between() as collect:
             for repeat, i, columns in missing(done, run.answer_all is not None):
                 stage, answers = run(i, columns)
+                keep(i, stage)
                 for j, answer in zip(columns, answers, strict=True):
                     log.write(run.line(repeat, i, j, stage, answer))
                 count += len(columns)
                 tick(count)
                 if count % _COLLECT_EVERY < len(columns):
                     collect()
-
-
-def take_features(model: AdaptiveVLM, plan: Plan, store: FeatureStore) -> None:
-    """Compute the features of the samples that the store lacks, or of all under `force`. Raises
-    InputError if the model fails; the message names the sample."""
-    run = _Runner(model, plan)
-    lacking = [i for i, key in enumerate(plan.contents) if plan.config.force or key not in store]
-    with clocked_by(plan.config.clock), progress("features", len(lacking), quiet_s=5) as tick:
-        for number, i in enumerate(lacking, 1):
-            stage, _ = run(i, [])
-            store.add(plan.contents[i], stage.features, plan.items[i].id)
-            tick(number)
+        rest = sorted(lacking)
+        with progress("features", len(rest), quiet_s=5) as tick:
+            for number, i in enumerate(rest, 1):
+                stage, _ = run(i, [])
+                keep(i, stage)
+                tick(number)
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:

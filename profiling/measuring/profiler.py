@@ -37,7 +37,6 @@ from knobwise.profiling.measuring.measuring import (
     appended,
     measure,
     read_measurements,
-    take_features,
 )
 from knobwise.profiling.measuring.outputs import knob_lines, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
@@ -86,9 +85,8 @@ def profile_vlm(
     store = FeatureStore(state / "features")
     path = state / LOG
     with appended(path) as log:
-        take_features(model, plan, store)
+        measure(model, plan, log, plan.done(read_measurements(path)), store)
         store.write(out / "features.safetensors", plan.contents, [item.id for item in items])
-        measure(model, plan, log, plan.done(read_measurements(path)))
         facts = {
             "name": name,
             "config": asdict(config),
