@@ -155,6 +155,7 @@ def test_joined_tables_share_their_clusters():
     assert whole(table, table.split())
     assert set(table.clusters) == set("abcd")
     # samples of a table without clusters are alone
-    mixed = join_tables([first, replace(second, clusters=())])
-    assert len(set(mixed.clusters)) == 4 + 20
+    alone = replace(second, clusters=())
+    mixed = join_tables([first, alone, replace(alone, name="third")])
+    assert len(set(mixed.clusters)) == 4 + 20 + 20
     assert whole(mixed, mixed.split())

@@ -62,6 +62,12 @@ def test_a_fault_is_noticed_by_its_check(fault, sound):
     assert noticed & {*NOTICED_BY[fault].split(", ")}
 
 
+@pytest.mark.parametrize("factor", [1e-5, 1e8])
+def test_latencies_that_are_hardly_milliseconds_are_noticed(sound, factor):
+    faults = faults_by_check(replace(sound, latency_ms=sound.latency_ms * factor))
+    assert any("The median latency" in str(fault) for fault in faults["units_of_time"])
+
+
 def test_configurations_of_another_machine_are_noticed():
     grid = torch.cartesian_prod(torch.arange(4), torch.arange(4), torch.arange(2))
     noise = 0.1 * torch.randn(60, 32)
