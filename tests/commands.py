@@ -105,10 +105,15 @@ def mistake(words, capsys):
 
 def refused(words, capsys):
     """The one line that a command prints about a mistake; nothing below this folder changes."""
-    before = sorted(Path().rglob("*"))
+    before = files_here()
     line = mistake(words, capsys)
-    assert sorted(Path().rglob("*")) == before
+    assert files_here() == before
     return line
+
+
+def files_here():
+    """What is below this folder, without Python's bytecode."""
+    return [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts]
 
 
 @contextmanager

@@ -333,7 +333,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     first, second = (
         [
             row["utility_static"]
-            for row in calibrate(each, rows, budgets, choices, lambda _: choices[:, 0])
+            for row in calibrate(each, rows, budgets, choices, lambda _: choices[:, 0], 0.95)
         ]
         for each in (paid, table)
     )

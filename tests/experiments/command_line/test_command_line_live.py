@@ -115,8 +115,10 @@ def test_a_tiny_hugging_face_model_from_a_folder(images, data, knobs, folder, ca
     names = [f"q{n}" for n in range(10)]
     rows = pl.DataFrame({"id": names, "question": names})
     if images:
-        picture(0, 64, 96).save("0.png")
-        rows = rows.with_columns(image=pl.lit("0.png"), answers=pl.lit(["a"]))
+        # questions about one picture would stay in one part of the split
+        for name in names:
+            picture(int(name[1:]), 64, 96).save(f"{name}.png")
+        rows = rows.with_columns(image=pl.col("id") + ".png", answers=pl.lit(["a"]))
         rows.write_ndjson(data)
     else:
         rows.with_columns(answer=pl.lit("a")).write_csv(data)

@@ -258,7 +258,7 @@ TRAIN = words_of(
 )
 BEAMS = words_of(
     commands.REPLAY,
-    """variants.shuffled_recorded=null variants.grpo_recorded.epochs=1 sft.epochs=20
+    """variants.shuffled_recorded=null variants.grpo_recorded.epochs=1 sft.epochs=200
     seeds=[0,1,2] jobs=2 name=x""",
 )
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
