@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -156,7 +156,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
-        final_obs[:] = list(iterate(self.observation_space, last))
+        final_obs[:] = _separate(last)
         # TorchRL looks for the parts of a Dict observation in final_info
         final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
         return observations, rewards, ended, ~ended, self._with_masks(infos | final)
@@ -235,6 +235,17 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             info[f"{who}violation"] = took_ms > limits.numpy()
         info[f"{who}configuration"] = self._configurations[choice.numpy()[:, 0]]
         return info
+
+
+def _separate(observations: Observation) -> list[Observation]:
+    """Take a batch of observations apart into those of each environment, faster than gymnasium's
+    `iterate`."""
+    separate: list[Observation] = [{} for _ in observations["mask"]]
+    for name, values in observations.items():
+        for i, observation in enumerate(separate):
+            # with the dots a number stays an array, of shape (), as its Box has it
+            observation[name] = values[i, ...]
+    return separate
 
 
 def _copied(blocks: Observation) -> Observation:
