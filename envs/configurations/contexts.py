@@ -166,6 +166,8 @@ def chosen_context(
     Raises:
         InputError: another option, an unknown sample, or a limit that is not positive and finite.
     """
+    if not options:
+        return None, None
     known = ["row", limit_key]
     if "row" not in options:
         known += ["sample_id", "dataset"]
