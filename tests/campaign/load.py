@@ -86,8 +86,9 @@ def stream(count=1_000_000):
         print(f"{len(ids):,} distinct rows of {count:,}, {log.lost} lost, {size / 1e9:.1f} GB")
         few = Path(folder) / "few"
         few.mkdir()
-        for path in sorted(Path(folder).glob("*-00000[01].jsonl")):
-            (few / path.name).symlink_to(path)
+        for kind in ("requests", "labels"):
+            for path in sorted(Path(folder).glob(f"{kind}-*.jsonl"))[:2]:
+                (few / path.name).symlink_to(path)
         read = read_log(few)
         print(f"of the first files {len(read.rows):,} rows read, set aside: {dict(read.aside)}")
 
