@@ -9,7 +9,7 @@ import torch
 from helpers import input_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replayed import logging_model, serve_requests, small_stack
+from replayed import child, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.exploration import Exploration
@@ -206,6 +206,37 @@ def test_torn_and_mutated_logs_are_read_and_every_row_is_counted(written, tmp_pa
     assert len(log.rows) + sum(log.aside.values()) == lines
     assert ((logged.probability > 0) & (logged.probability <= 1)).all()
     assert logged.offset.isfinite().all()
+
+
+KILLED = """
+import json, sys
+from knobwise.agents.serving.request_log import RequestLog
+log, row = RequestLog(sys.argv[1], rows_per_file=20), json.loads(sys.argv[2])
+while True:
+    name = log.add(row)
+    log.label(name, 1.0)
+    print(name, flush=True)
+"""
+
+
+def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
+    row = json.loads(requests_in(written).read_text().splitlines()[0]) | {"id": None}
+    with child(KILLED, tmp_path, json.dumps(row)) as process:
+        answered = [process.stdout.readline().strip() for _ in range(50)]
+        process.kill()
+        answered += [line.strip() for line in process.stdout if line.endswith("\n")]
+    log = read_log(tmp_path)
+    ids = [row["id"] for row in log.rows]
+    assert ids[: len(answered)] == answered
+    assert len(ids) <= len(answered) + 1
+    assert sum(row["accuracy"] is None for row in log.rows) <= 1
+    # the log goes on in another file, also after a torn line
+    with requests_in(tmp_path).open("ab") as file:
+        file.write(b'{"torn')
+    served(tmp_path, 3)
+    again = read_log(tmp_path)
+    assert dict(again.aside) == {"the torn last line of a file": 1}
+    assert len(again.rows) == len(log.rows) + 3
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -1,10 +1,5 @@
 """The bandit in gymnasium: one context by hand, many at once, and TorchRL's wrappers of both."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import gymnasium
@@ -456,32 +451,3 @@ def test_make_vec_takes_every_reset_mode(mode, vectorization):
     observations, rewards, *_, infos = statistics.step(env.action_space.sample())
     assert env.observation_space.contains(observations)
     assert infos["episode"]["r"].tolist() == pytest.approx(rewards.tolist())
-
-
-FORKED = """
-import gymnasium, knobwise, torch
-torch.set_num_threads(2)
-env = gymnasium.make_vec(
-    "knobwise/ConfigBandit-v0", 2, "async", vector_kwargs={"context": "fork"}
-)
-env.reset_async(seed=0, options={"row": 3})
-observations, _ = env.reset_wait(timeout=60)
-assert env.observation_space.contains(observations)
-env.step_async(env.action_space.sample())
-_, _, ended, _, infos = env.step_wait(timeout=60)
-assert ended.all()
-assert infos["row"].tolist() == [3, 3]
-env.close()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
-def test_make_vec_in_forked_processes():
-    # from a process of its own, with threads: a fork of this one may keep a lock of one of its
-    # threads for ever; whatever hangs is an error
-    process = subprocess.Popen([sys.executable, "-c", FORKED], start_new_session=True)
-    try:
-        assert process.wait(150) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it forked

@@ -358,6 +358,7 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each():
         *(scored[name].tolist() for name in ("vqa_correct", "vqa_acc_score")), strict=True
     )
     close(outcome.reward, [[2 * first + first_soft, 0.0, 2 * second + second_soft]], within=1e-6)
+    assert outcome.reward[0, 1] == 0
     identical(outcome.correct, [[first, torch.nan, second]])
 
 
