@@ -10,7 +10,7 @@ import shutil
 import polars as pl
 import pytest
 import torch
-from helpers import identical, input_error, small_table
+from helpers import identical, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,12 +22,6 @@ SMALL, LARGE = (2, 4, 12), (10, 12, 16)
 KNOBS = ["max_crops", "top_k", "num_active_blocks"]
 ROW = {"sample_id": 0, "score": 1}
 SHARES = {"total": 1, "prefill": 0.25, "decode": 0.5}
-
-
-TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True)
-
-
-NUMBERS = st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True)
 
 
 def test_image_and_question_types_are_read_from_metadata_and_agree(pair):
@@ -394,26 +388,45 @@ def test_nothing_that_matches(pair):
         read(pair)
 
 
-@given(ids=TEXTS | NUMBERS, rows=st.integers(1, 12), seed=st.integers(0, 1000))
-@settings(max_examples=15)
-def test_reading_gives_back_what_was_written(tmp_path_factory, ids, rows, seed):
-    """Of any of the cells of a few samples."""
+SETTINGS = st.tuples(
+    st.sampled_from([2, 6, 10]), st.sampled_from([4, 8]), st.sampled_from([12, 16])
+)
+
+
+@st.composite
+def cells(draw):
+    """A long frame with holes: any subset of the cells of a few samples and configurations."""
+    ids = draw(st.one_of(
+        st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True),
+        st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+    ))  # fmt: skip
+    pairs = st.tuples(st.sampled_from(ids), SETTINGS)
+    keys = draw(st.lists(pairs, min_size=1, max_size=10, unique=True))
+    share = st.floats(0, 1, width=32)
+    time = st.floats(0, 1e6, width=32)
+    rows = [
+        {"sample_id": i, **named(s), "accuracy": draw(share), "soft_score": draw(share), "latency_ms": draw(time),
+         "prefill_ms": draw(time)}
+        for i, s in keys
+    ]  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+@given(frame=cells())
+@settings(max_examples=15, deadline=None)
+def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
     root = tmp_path_factory.mktemp("exp")
-    frame = long_frame(small_table(len(ids), seed, features=False)).sample(rows, seed=seed)
-    frame = frame.with_columns(
-        sample_id=pl.col("sample_id").replace_strict(dict(zip("0123", ids, strict=False))),
-        soft_score=1 / pl.col("latency_ms"),
-        prefill_ms=pl.col("latency_ms") * pl.col("accuracy"),
-    )
-    write(root, frame, {"machine": "a lathe"})
+    knobs = ["max_crops", "top_k", "num_active_blocks"]
+    write_exp5_exp6(frame, root / "exp5", root / "exp6", "text_vqa", {"machine": "a lathe"})
     for time, score, latency, accuracy in (
         ("prefill_ms", "soft_score", "prefill", "soft_score"),
         ("latency_ms", "accuracy", "total", "score"),
     ):
-        wanted = table_from_frame(frame, name="text_vqa", knobs=KNOBS, accuracy=score, latency=time)
+        wanted = table_from_frame(frame, name="text_vqa", knobs=knobs, accuracy=score, latency=time)
         assert read(root, latency=latency, accuracy=accuracy).digest == wanted.digest
-    write(root / "again", long_frame(wanted))
-    assert read(root / "again").digest == wanted.digest
+    again = root / "again"
+    write_exp5_exp6(long_frame(wanted), again / "exp5", again / "exp6", "text_vqa")
+    assert read(again).digest == wanted.digest
 
 
 def test_written_files_follow_the_profilers_spelling(tmp_path):
@@ -571,3 +584,14 @@ def test_rows_with_several_images_are_no_measurements_of_one_cell(pair):
     put_exp6(pair, SMALL, [one | {"image_id": 1}, other | {"image_id": 2}])
     with input_error(r"exp6_latency_crops2.*2 × sample_id 0"):
         read(pair)
+
+
+def test_core_exp_files_may_repeat_a_sample(tmp_path):
+    rows = [
+        {"sample_id": 0, "accuracy": accuracy, "T_total": ms, "repeat": repeat}
+        for repeat, (accuracy, ms) in enumerate([(1.0, 4.0), (0.0, 3.0), (1.0, 3.0)])
+    ]
+    put_core(tmp_path, "high", {}, per_sample_results=rows)
+    made = read_core(tmp_path)
+    assert made.repeats_ms.tolist() == [[[4.0, 3.0, 3.0]]]
+    assert made.accuracy.item() == pytest.approx(2 / 3)
