@@ -9,6 +9,7 @@ difference between sampled and exact GRPO.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from knobwise.common.imports import imported, in_a_line
 from knobwise.losses.settings import ADVANTAGES
 
 STD_FLOOR = 0.1
-"""The least number that z-scores divide by, in units of reward."""
+"""The least number that z-scores divide by, as a share of the spread of rewards (`reward_spread`),
+unless a floor in units of reward is set."""
 
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -35,6 +37,29 @@ def even_weight(mask: Tensor) -> Tensor:
     bool [*, J] → float [*, J].
     """
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+def reward_spread(reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute how much rewards typically differ inside a group: the mean of the groups' standard
+    deviations, without the tenth of the groups that differ most.
+
+    It has the unit of the rewards, so what is stated relative to it holds in any unit. A few groups
+    with rewards far below all others do not change it.
+
+    Args:
+        reward: float [*, J], the group is the last axis; anything finite where the weight is 0.
+        weight: [*, J], sums to 1 in each group; None for 1/J each. Groups of fewer than two
+            alternatives are left out.
+
+    Returns: a single number, 0 if no group differs.
+    """
+    centred = reward - expectation(reward, weight).unsqueeze(-1)
+    std = expectation(centred.square(), weight).sqrt().flatten()
+    present = torch.ones_like(reward) if weight is None else weight
+    std = std.where((present > 0).sum(-1).flatten() > 1, torch.nan)
+    typical = std.where(std <= std.nanquantile(0.9), torch.nan).nanmean()
+    # where nine in ten do not differ, all count
+    return torch.where(typical > 0, typical, std.nanmean()).nan_to_num()
 
 
 def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
@@ -120,13 +145,15 @@ def group_advantage(
     kind: str | AdvantageFunction = "zscore",
     *,
     weight: Tensor | None = None,
-    clip: float = 5.0,
+    clip: float | None = 5.0,
+    std_floor: float | None = None,
+    std_eps: float = 0.0,
 ) -> Tensor:
     """Compute the advantages A of rewards r inside each group.
 
     - `unnormalised`: A = r, without a baseline.
     - `centred`: A = r − E r.
-    - `zscore`: A = (r − E r)/max(std, `STD_FLOOR`), the form of GRPO (Shao et al. 2024,
+    - `zscore`: A = (r − E r)/(max(std, floor) + ε), the form of GRPO (Shao et al. 2024,
       "DeepSeekMath", section 4.1.1). Only the floor is ours. Without it, rewards that differ by
       noise alone would give advantages as large as any.
     - `rank`: see `rank_advantage`.
@@ -136,7 +163,10 @@ def group_advantage(
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
             the others.
-        clip: advantages are cut to ±clip.
+        clip: advantages are cut to ±clip; None for no cut.
+        std_floor: the floor of `zscore`, in units of reward; None for `STD_FLOOR` times the
+            `reward_spread` of all groups together.
+        std_eps: ε of `zscore`, in units of reward.
 
     Returns: [*, J], not differentiable.
 
@@ -149,8 +179,13 @@ def group_advantage(
     if kind in ("zscore", "centred"):
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
-            std = expectation(advantage.square(), weight).sqrt()
-            advantage = advantage / std.clamp_min(STD_FLOOR).unsqueeze(-1)
+            std = expectation(advantage.square(), weight).sqrt().unsqueeze(-1)
+            floor: Any = std_floor
+            if floor is None:
+                floor = STD_FLOOR * reward_spread(reward, weight)
+            # where all rewards are equal, 0/0 would be NaN
+            least = torch.finfo(std.dtype).tiny
+            advantage = advantage / (std.clamp_min(floor) + std_eps).clamp_min(least)
     elif kind == "rank":
         advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":
@@ -160,6 +195,8 @@ def group_advantage(
         _check_advantage(advantage, reward)
     else:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
+    if clip is None:
+        return advantage
     return torch.clamp(advantage, -clip, clip)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
+    STD_FLOOR,
     AdvantageFunction,
     clipped_surrogate,
     effective_sample_size,
@@ -60,9 +61,14 @@ class GRPOLoss(ActorLoss):
         clip_epsilon: ε.
         entropy_coeff: η.
         kl_to_ref_coeff: β; may be changed between steps.
+        reward_spread: rewards are divided by it, so that β, η, the floor and `advantage_clip` mean
+            the same in every unit of reward; see `losses.functional.reward_spread`. None leaves
+            rewards as they are. It may be changed between steps.
+        std_floor, std_eps: of z-scores, in units of reward, see `group_advantage`. Without a floor
+            it is `STD_FLOOR` times the spread, that of the batch if `reward_spread` is None.
         advantage: one of `ADVANTAGES`, a function of your own, or its `module:name`; see
             `group_advantage`.
-        advantage_clip: advantages are cut to ± this.
+        advantage_clip: advantages are cut to ± this; None for no cut.
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there
             are.
         top: learn only from this many of a group, those with the highest rewards; None for all.
@@ -72,8 +78,8 @@ class GRPOLoss(ActorLoss):
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
     log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
-    `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction`, `ESS` (share),
-    `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and
+    `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction` (where |ρ − 1| > ε, as in
+    TorchRL), `cut_fraction` (where the clip stops the gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and
     `advantage_std` (over all groups of the batch, whole).
 
     Examples:
@@ -149,6 +155,7 @@ class GRPOLoss(ActorLoss):
         "kl_to_ref",
         "kl_approx",
         "clip_fraction",
+        "cut_fraction",
         "ESS",
         "ratio_mean",
         "zero_advantage_fraction",
@@ -169,7 +176,10 @@ class GRPOLoss(ActorLoss):
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
         advantage: str | AdvantageFunction = "zscore",
-        advantage_clip: float = 5.0,
+        advantage_clip: float | None = 5.0,
+        reward_spread: float | None = None,
+        std_floor: float | None = None,
+        std_eps: float = 0.0,
         masked: bool = False,
         top: int | None = None,
         reduction: str | None = None,
@@ -183,6 +193,9 @@ class GRPOLoss(ActorLoss):
         self.masked = masked
         self.top = top
         self.advantage_clip = advantage_clip
+        self.reward_spread = reward_spread
+        self.std_floor = std_floor
+        self.std_eps = std_eps
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
         self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
@@ -261,11 +274,20 @@ class GRPOLoss(ActorLoss):
             # the objective alone can do with log π = −∞
             group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
         # PPO's objective with the advantages of each group
+        # in units of their spread, where that is known
+        unit = self.reward_spread or 1.0
+        floor = self.std_floor
+        if floor is not None:
+            floor = floor / unit
+        elif self.reward_spread is not None:
+            floor = STD_FLOOR
         advantage = group_advantage(
-            group.reward,
+            group.reward / unit,
             self.advantage,
             weight=group.weight,
             clip=self.advantage_clip,
+            std_floor=floor,
+            std_eps=self.std_eps / unit,
         )
         surrogate, cut = clipped_surrogate(
             group.log_prob, group.old.detach(), advantage, self.clip_epsilon
@@ -319,9 +341,10 @@ class GRPOLoss(ActorLoss):
         """
         weight = group.weight
         log_ratio = group.log_prob - group.old
+        ratio = log_ratio.exp()
 
         def mean_of(values: Tensor) -> Tensor:
-            return expectation(values, weight).mean()
+            return expectation(values.to(log_ratio.dtype), weight).mean()
 
         mean = mean_of(advantage)
         square = mean_of(advantage.square())
@@ -330,9 +353,10 @@ class GRPOLoss(ActorLoss):
             "entropy": self._entropy(group.distribution).mean(),
             "kl_to_ref": self._kl(group, reference).mean(),
             "kl_approx": -mean_of(log_ratio),
-            "clip_fraction": mean_of(cut.to(log_ratio.dtype)),
+            "clip_fraction": mean_of((ratio - 1).abs() > self.clip_epsilon),
+            "cut_fraction": mean_of(cut),
             "ESS": effective_sample_size(log_ratio, weight),
-            "ratio_mean": mean_of(log_ratio.exp()),
+            "ratio_mean": mean_of(ratio),
             "zero_advantage_fraction": idle.to(log_ratio.dtype).mean(),
             "advantage_mean": mean,
             "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),

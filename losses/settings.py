@@ -11,6 +11,8 @@ from knobwise.common.errors import InputError
 # a branch of `group_advantage` each; `GRPOConfig.advantage` explains them, and
 # `experiments/conf/experiment/advantages.yaml` compares them
 ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
+ZSCORE_CLIP = 5.0
+"""Where z-scores are cut, as in the original selector."""
 
 
 @dataclass
@@ -21,18 +23,28 @@ class GRPOConfig:
     """G, draws for each context."""
     advantage: str = "centred"
     """How the rewards r of a group become advantages: `centred` (r − mean, as in Dr. GRPO),
-    `zscore` ((r − mean)/std, as in GRPO; the least std is 0.1), `rank` (the share of the group that
-    is worse − the share that is better), `unnormalised` (r), or a function of your own as
-    module:name, of rewards and weights."""
-    advantage_clip: float = 5.0
-    """Advantages are clipped to ± this."""
+    `zscore` ((r − mean)/(max(std, floor) + ε), as in GRPO), `rank` (the share of the group that is
+    worse − the share that is better), `unnormalised` (r), or a function of your own as module:name,
+    of rewards and weights. Rewards are in units of `reward_spread`."""
+    reward_spread: float | None = None
+    """What all rewards are divided by before they become advantages or RCE's targets, so that β, η,
+    τ, `advantage_clip` and the floor of z-scores mean the same in every unit of reward. None: how
+    much they typically differ inside a group, measured on the training samples where a stage
+    begins. 1: rewards stay as they are."""
+    advantage_std_floor: float | None = None
+    """The least standard deviation that z-scores divide by, in units of reward. None: a tenth of
+    the spread of rewards."""
+    advantage_std_eps: float = 0.0
+    """ε, added to the standard deviation that z-scores divide by, in units of reward."""
+    advantage_clip: float | None = None
+    """Advantages are cut to ± this. None: z-scores to ± 5, others not at all."""
     clip_epsilon: float = 0.2
     """ε of PPO's clip, which acts where each batch is used several times (`optimiser.epochs`)."""
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
-    """β, weight of the k3 KL to the reference policy. None: 0.1 where a teacher taught the
-    reference, 0 for heads that learn from rewards alone."""
+    """β, weight of the k3 KL to the reference policy. None: 1 where a teacher taught the reference,
+    0 for heads that learn from rewards alone."""
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
@@ -40,15 +52,34 @@ class GRPOConfig:
     def of_grpo(self) -> dict[str, Any]:
         """Return the settings that `GRPOLoss` takes."""
         names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_clip"
-        return {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
+        settings = {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
+        settings["std_floor"] = self.advantage_std_floor
+        settings["std_eps"] = self.advantage_std_eps
+        if self.advantage == "zscore" and self.advantage_clip is None:
+            settings["advantage_clip"] = ZSCORE_CLIP
+        return settings
 
     def __post_init__(self) -> None:
         if ":" not in self.advantage:
             one_of("loss.advantage", self.advantage, (*ADVANTAGES, "module:name"))
         at_least("loss.group_size", self.group_size, 1)
-        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
+        for name in (
+            "clip_epsilon",
+            "entropy_coeff",
+            "kl_to_ref_coeff",
+            "advantage_std_floor",
+            "advantage_std_eps",
+        ):
             at_least(f"loss.{name}", getattr(self, name) or 0, 0)
-        positive("loss.advantage_clip", self.advantage_clip)
+        for name in ("advantage_clip", "reward_spread"):
+            value = getattr(self, name)
+            if value is not None:
+                positive(f"loss.{name}", value)
+        if self.advantage_std_floor == 0 and self.advantage_std_eps == 0:
+            raise InputError(
+                "loss.advantage_std_floor=0: z-scores of equal rewards would divide by 0; give "
+                "loss.advantage_std_eps=1e-8 too"
+            )
         band("loss.kl_band", self.kl_band)
 
 
@@ -85,14 +116,17 @@ class SelectorLossConfig(GRPOConfig):
     kl_to_ref_coeff: float | None = 0.02
     """β, weight of the k3 KL to the SFT policy."""
     temperature_band: tuple[float, float] | None = None
-    """Lowest and highest KL to the SFT policy in GRPO, in nats. Above it the temperature of the
-    draws falls by a tenth, below it the temperature rises by a tenth; it stays within 0.5 and 2.
-    None keeps it at 1."""
+    """Lowest and highest KL to the SFT policy in GRPO, in nats, both at temperature 1. Above it the
+    temperature of the draws falls by a tenth, below it the temperature rises by a tenth; it stays
+    within 0.5 and 2. None keeps it at 1."""
     curriculum: float = 0.0
     """Share of GRPO, at its beginning, in which only the best three sequences of each
     group are learned from. Advantages are still taken over the whole group."""
     min_positive: float = 0.0
-    """Conditional GRPO: queries teach nothing if a smaller share of their group is right."""
+    """Conditional GRPO: queries teach nothing if a smaller share of their group is positive."""
+    positive_above: float | None = None
+    """Which sequences are positive in conditional GRPO: those whose reward is above this number.
+    None: those whose answer is right."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

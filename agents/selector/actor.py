@@ -63,6 +63,10 @@ class SelectorActor(TensorDictModuleBase):
         inputs = self.inputs(tensordict["row"])
         return self.selector.distribution(*inputs, self.shots, self.temperature)
 
+    def policy(self, tensordict: TensorDictBase) -> SequenceDistribution:
+        """Return the policy's own distribution, at temperature 1."""
+        return self.selector.distribution(*self.inputs(tensordict["row"]), self.shots)
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)
         action, log_prob = dist.sample_with_log_prob(self.group_size)
@@ -83,7 +87,7 @@ class SelectorActor(TensorDictModuleBase):
         parts = []
         for part in rows.split(BATCH):
             sequences = table.sequences[part, :, : self.shots].to(self.pool.device)
-            dist = self.selector.distribution(*self.inputs(part), self.shots, self.temperature)
+            dist = self.selector.distribution(*self.inputs(part), self.shots)
             parts.append(dist.log_prob(sequences).cpu())
         return torch.cat(parts)
 
@@ -120,8 +124,9 @@ class SequenceBehaviour(TensorDictModuleBase):
                 tensordict["action_log_prob"] = self.actor.get_dist(tensordict).log_prob(recorded)
         else:
             self.actor(tensordict)
-        # what the KL is taken to
+        # what the KL is taken to, at the temperature of the draws: the KL of equal policies is 0
         if self.with_log_probs:
+            self.reference.temperature.copy_(self.actor.temperature)
             dist = self.reference.get_dist(tensordict)
             tensordict["reference_log_prob"] = dist.log_prob(tensordict["action"])
         return tensordict

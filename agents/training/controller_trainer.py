@@ -46,7 +46,9 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss
 from knobwise.losses.functional import (
     STD_FLOOR,
+    even_weight,
     regression_losses,
+    reward_spread,
     reward_weighted_cross_entropy,
 )
 from knobwise.losses.kl_control import weight_control
@@ -54,10 +56,16 @@ from knobwise.losses.settings import LossConfig
 
 VALUE_COEFF = 1.0
 """Weight of the squared error of PPO's value network."""
+VALUE_UNIT = 3.0
+"""PPO's rewards and values are in units of so many spreads of rewards: the value network begins at
+0, and what it learns is near 1."""
 
 # settings of the teacher's regression, as in `Stage`
-RCE_TEMPERATURES = 0.5, 0.1
-"""τ of the RCE warm-up at its beginning and its end, in units of reward; it falls linearly."""
+RCE_TEMPERATURES = 3.0, 0.6
+"""τ of the RCE warm-up at its beginning and its end, in units of the spread of rewards; it falls
+linearly."""
+SPREAD_CELLS = 1 << 22
+"""The spread of rewards is measured on at most as many rewards, or one context for each network."""
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
@@ -157,7 +165,7 @@ class ControllerTrainer(JudgedTrainer):
         """The weight of the KL in GRPO."""
         if self.loss.kl_to_ref_coeff is not None:
             return self.loss.kl_to_ref_coeff
-        return 0.1 if self.policy.teacher else 0.0
+        return 1.0 if self.policy.teacher else 0.0
 
     def _environment(
         self,
@@ -244,6 +252,7 @@ class ControllerTrainer(JudgedTrainer):
             settings.weight_decay,
             settings.clip_grad,
             self._prepare_warm_up,
+            self._begin_rce,
             dropout=True,
             loss_name="RCE_Loss",
         )
@@ -326,22 +335,58 @@ class ControllerTrainer(JudgedTrainer):
             self.agent.load_state_dict(self.best["state"])
         self.best = NOTHING
 
+    def _begin_rce(self) -> None:
+        """Measure how much rewards differ among the better half of each context's configurations.
+
+        What is far too late would hide the differences between those that compete.
+        """
+        rewards, _ = self._rewards_in_training()
+        count = (rewards > -torch.inf).sum(-1)
+        rank = rewards.argsort(-1, descending=True).argsort(-1)
+        better = even_weight(rank < (count.unsqueeze(-1) + 1) // 2)
+        self._note_spread(rewards, better)
+
     def _begin_grpo(self) -> None:
-        """Take the end of the warm-up as the reference.
+        """Measure how much rewards differ between the policy's draws, and take the end of the
+        warm-up as the reference.
 
         At the end of the warm-up the temperature is low and the policy is sharp. RCE's best
         held-out state may have been better, but GRPO soon makes up for that.
         """
+        rewards, contexts = self._rewards_in_training()
+        self._note_spread(rewards, self.actor.get_dist(contexts).log_probs.exp())
         self.reference.load_state_dict(self.agent.controller.state_dict())
         # the score of each held-out sample where GRPO begins
         if self.stages[-1].start:
             outcomes = self._outcomes(self._policies(self.held_out_log_probs))
             self.scores_before = getattr(outcomes, self.judged_by).mean(1)
 
+    @torch.no_grad()
+    def _rewards_in_training(self) -> tuple[Tensor, TensorDict]:
+        """Draw contexts that training draws again; return the rewards of their configurations,
+        float [n·M, C], −∞ where not profiled, and the contexts."""
+        sampler = self.env.contexts
+        count = min(SPREAD_CELLS // self.table.num_configurations // self.networks, 1024)
+        rows, limits = sampler(max(count, 1) * self.networks)
+        sampler.set_back(sampler.before)
+        inputs = {"row": rows, self.agent.controller.limit_key: limits}
+        contexts = TensorDict(inputs, [len(rows)], device=self.device)
+        rewards = self.env.rewards.all(*contexts.values())
+        return rewards.nan_to_num(-torch.inf), contexts
+
+    @torch.no_grad()
+    def _note_spread(self, rewards: Tensor, weight: Tensor) -> None:
+        """Set the unit of rewards to their spread under these weights, both [n, C], unless the
+        settings name a unit."""
+        spread = reward_spread(rewards.where(weight > 0, 0.0), weight)
+        # without differences any unit will do
+        self.reward_spread = self.loss.reward_spread or float(spread) or 1.0
+
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         """Set RCE's temperature; without diagnostics nothing has to be drawn."""
         start, end = RCE_TEMPERATURES
-        self.rce.temperature.fill_(start + (end - start) * share)
+        temperature = start + (end - start) * share
+        self.rce.temperature.fill_(temperature * (self.reward_spread or 1.0))
         behaviour = self.behaviour
         self.rce.diagnostics = watched
         behaviour.with_reference = behaviour.with_log_probs = behaviour.drawing = watched
@@ -349,6 +394,7 @@ class ControllerTrainer(JudgedTrainer):
     def _prepare_grpo(self, share: float, watched: bool) -> None:
         """Let the behaviour policy compute only what this iteration reads."""
         self.grpo.diagnostics = watched
+        self.grpo.reward_spread = self.reward_spread
         self.behaviour.with_log_probs = True
         self.behaviour.with_reference = watched or self.kl_coeff > 0
         self.behaviour.drawing = watched or self.loss.objective != "exact"
@@ -406,12 +452,17 @@ class ControllerTrainer(JudgedTrainer):
         has the same gradient as fitting it to each draw.
         """
         contexts = minibatch.copy()
-        rewards = contexts["next", "reward"]  # [P, M, G]
+        unit = VALUE_UNIT * (self.reward_spread or 1.0)
+        rewards = contexts["next", "reward"] / unit  # [P, M, G]
         contexts["action"] = self.agent.configurations[contexts["configuration"]]
         contexts["value_target"] = rewards.mean(-1, keepdim=True)
         advantage = rewards - contexts["state_value"]
         if self.loss.advantage == "zscore":
-            advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(STD_FLOOR)
+            floor = STD_FLOOR / VALUE_UNIT
+            if self.loss.advantage_std_floor is not None:
+                floor = self.loss.advantage_std_floor / unit
+            std = advantage.std().clamp_min(floor) + self.loss.advantage_std_eps / unit
+            advantage = (advantage - advantage.mean()) / std
         contexts["advantage"] = advantage.unsqueeze(-1)
         return self.grpo(contexts).apply(torch.mean)  # some diagnostics come for each draw
 

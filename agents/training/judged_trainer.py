@@ -225,6 +225,7 @@ class JudgedTrainer(Trainer):
         return {
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
+            "reward_spread": self.reward_spread,
             "grpo": {} if before is None else {"start": float(before.mean())},
             "seen": self.seen,
             "fold_seed": self.fold_seed,

@@ -64,9 +64,19 @@ class Trainer(ABC):
         actions: how many were drawn since the speed was last logged.
         seconds: how long the iterations since then took.
         saved: the iteration that `last.pt` holds.
+        reward_spread: how much the rewards of a context typically differ on the training samples,
+            measured where a stage that learns from rewards begins, or as the settings say; the unit
+            of whatever is relative to rewards.
     """
 
-    kept: tuple[str, ...] = ("iteration", "finished", "best", "scores", "logged")
+    kept: tuple[str, ...] = (
+        "iteration",
+        "finished",
+        "best",
+        "scores",
+        "logged",
+        "reward_spread",
+    )
     """The attributes that a resumed training goes on from."""
     stateful: tuple[str, ...] = ("learned", "reference", "optimiser")
     """The attributes whose `state_dict` it goes on from too."""
@@ -108,6 +118,7 @@ class Trainer(ABC):
         # where the training stands
         self.scores = list[tuple[int, float]]()
         self.logged: list[tuple[int, dict[str, float]]] = []
+        self.reward_spread: float | None = None
 
     def _assemble(
         self,
@@ -338,6 +349,8 @@ class Trainer(ABC):
             metrics |= {name: float(mean[key]) for key, name in LOGGED.items() if key in mean}
             metrics[stage.loss_name] = metrics.pop("Loss")
             metrics["LR"] = rate
+            if self.reward_spread is not None:
+                metrics["Reward_Spread"] = self.reward_spread
         # coefficients follow the KL of this iteration
         for control in stage.kl_controls:
             control.step(float(mean["kl_to_ref"]))

@@ -39,15 +39,16 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, Gro
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
-from knobwise.losses.functional import expectation, k3
+from knobwise.losses.functional import even_weight, expectation, expected_k3, k3, reward_spread
 from knobwise.losses.kl_control import temperature_control, weight_control
 from knobwise.losses.settings import SelectorLossConfig
 
-# the keys of the buffer
 RCE_TEMPERATURES = 2.0, 0.5
-"""τ of the RCE warm-up at its beginning and its end, in units of reward; it falls linearly."""
+"""τ of the RCE warm-up at its beginning and its end, in units of the spread of rewards; it falls
+linearly."""
 CURRICULUM_TOP = 3
 """How many sequences of each group are learned from under the curriculum."""
+# the keys of the buffer
 STORED = (
     "row",
     "action",
@@ -138,6 +139,10 @@ class SelectorTrainer(Trainer):
                 about |= {"group_size": self.loss.group_size, "shots": shots}
             self._env = functools.partial(DemonstrationBandit, table, **about)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
+            self.reward_spread = self.loss.reward_spread
+            if self.reward_spread is None and env.scorer is None:
+                rows = split.train.to(device)
+                self.reward_spread = _spread_of(env.rewards[rows], env.group_mask[rows])
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
             shape = (settings.contexts,)
@@ -161,10 +166,11 @@ class SelectorTrainer(Trainer):
             raise InputError(
                 "sft.keep=best_kl: the KL is to the policy that this stage makes; give best or last"
             )
-        if stage == "grpo" and self.loss.min_positive > 0 and not answered:
+        by_answer = self.loss.min_positive > 0 and self.loss.positive_above is None
+        if stage == "grpo" and by_answer and not answered:
             raise InputError(
                 f"loss.min_positive={self.loss.min_positive}: {self.table.name} does not say which "
-                "answers were right; set it to 0"
+                "answers were right; set it to 0, or loss.positive_above to a reward"
             )
 
     @property
@@ -206,7 +212,7 @@ class SelectorTrainer(Trainer):
         temperature = start + (end - start) * share
         if self.stage.name == "sft":
             temperature = math.inf  # all recorded sequences weigh the same
-        self.imitation.temperature.fill_(temperature)
+        self.imitation.temperature.fill_(temperature * (self.reward_spread or 1.0))
         self.imitation.diagnostics = self.grpo.diagnostics = watched
         self.grpo.top = CURRICULUM_TOP if share < self.loss.curriculum else None
         if self.reward_model is not None and self.evaluates:
@@ -242,7 +248,25 @@ class SelectorTrainer(Trainer):
         """Return the loss of the stage on the queries that have something to teach."""
         if self.stage.name != "grpo":
             return self.imitation(_taught(minibatch))
-        return self.grpo(_taught(minibatch, self.loss.min_positive))
+        if self.reward_spread is None:
+            # of its own draws the first that it learns from
+            self.reward_spread = _spread_of(minibatch["next", "reward"], _present(minibatch))
+        self.grpo.reward_spread = self.reward_spread
+        minibatch = _taught(minibatch, self.loss.min_positive, self.loss.positive_above)
+        out: TensorDictBase = self.grpo(minibatch)
+        if self._watched and self.loss.temperature_band is not None:
+            # at the temperature of the draws policies differ from those of another temperature
+            out["kl_to_ref"] = self._kl_of_policy(minibatch)
+        return out
+
+    @torch.no_grad()
+    def _kl_of_policy(self, minibatch: TensorDictBase) -> Tensor:
+        """Return the k3 KL to the reference policy over a minibatch, both at temperature 1."""
+        action = minibatch["action"]
+        log_prob = self.agent.policy(minibatch).log_prob(action)
+        reference = self.reference.policy(minibatch).log_prob(action)
+        weight = even_weight(minibatch["group_mask"])
+        return expected_k3(log_prob, reference, weight=weight).mean()
 
     def _metrics(self, data: TensorDictBase) -> dict[str, float]:
         """Return rewards and accuracy of the drawn sequences, and the coefficients."""
@@ -256,8 +280,11 @@ class SelectorTrainer(Trainer):
             if len(values):
                 logged[f"{name}_Mean"] = float(values.mean())
                 logged[f"{name}_Std"] = float(values.std(correction=0))
-        if self.stage.name != "grpo":
-            return logged | {"Temperature": float(self.imitation.temperature)}
+        if self.stage.name == "sft":
+            return logged  # all sequences count alike, which is no temperature
+        if self.stage.name == "rce":
+            temperature = float(self.imitation.temperature) / (self.reward_spread or 1.0)
+            return logged | {"Temperature": temperature}
         if self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
         return logged | {"Temperature": float(self.agent.temperature)}
@@ -322,26 +349,28 @@ class SelectorTrainer(Trainer):
         # the same draws each time: evaluations differ by the policy, not by luck
         with seeded(self.seed, self.device):
             batch = self._validation.reset()
-            drawn = self.agent(batch.select("row"))
+            drawn = batch.select("row")
+            dist = self.agent.policy(drawn)
+            drawn["action"], log_prob = dist.sample_with_log_prob(self.agent.group_size)
             batch["action"] = drawn["action"] if live else batch["sequences"]
             batch = _taught(self._validation.step(batch))
         if stage == "grpo":
             reward = batch["next", "reward"]
             # draws count alike, recorded sequences by their probability within the group
-            log_prob = torch.zeros_like(reward)
+            preference = torch.zeros_like(reward)
             if not live:
-                log_prob = self.agent.get_dist(batch).log_prob(batch["action"])
+                preference = self.agent.policy(batch).log_prob(batch["action"])
             present = batch["group_mask"]
-            weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
+            weight = preference.masked_fill(~present, LOWEST).softmax(-1) * present
             loss = -expectation(reward, weight).mean()
         else:
             temperature = math.inf if stage == "sft" else RCE_TEMPERATURES[1]
-            self.imitation.temperature.fill_(temperature)
+            self.imitation.temperature.fill_(temperature * (self.reward_spread or 1.0))
             loss = self.imitation(batch)["loss_rce"]
         metrics = {"Loss": float(loss)}
         if stage != "sft":
-            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
-            metrics["KL"] = float(k3(drawn["action_log_prob"], reference).mean())
+            reference = self.reference.policy(drawn).log_prob(drawn["action"])
+            metrics["KL"] = float(k3(log_prob, reference).mean())
         return metrics
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -353,6 +382,7 @@ class SelectorTrainer(Trainer):
             "validation": self.best["score"],
             "epoch": self.epoch,
             "shots": self.shots,
+            "reward_spread": self.reward_spread,
             "policy": None if self.folder is None else self.folder.name,
             "fitted": [self.table.query_ids[row] for row in rows],
         }
@@ -364,17 +394,27 @@ def _present(batch: TensorDictBase) -> Tensor:
     return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
-def _taught(minibatch: TensorDictBase, min_positive: float = 0.0) -> TensorDictBase:
+def _spread_of(rewards: Tensor, mask: Tensor) -> float:
+    """Return how much the rewards of a group typically differ, [n, G]; 1 if none do."""
+    return float(reward_spread(rewards, even_weight(mask))) or 1.0
+
+
+def _taught(
+    minibatch: TensorDictBase, min_positive: float = 0.0, positive_above: float | None = None
+) -> TensorDictBase:
     """Return the queries of a minibatch that have something to teach, or all if none has.
 
     A query has nothing to teach if it has no sequences, or if less than a share `min_positive` of
-    them is right.
+    them is positive: has a reward above `positive_above`, or if that is None a right answer.
     """
     present = _present(minibatch)
     if min_positive > 0:
-        right = (minibatch["next", "vqa_correct"] > 0.5) & present
-        enough = right.sum(-1, keepdim=True) >= min_positive * present.sum(-1, keepdim=True)
-        present = present & enough
+        if positive_above is None:
+            positive = minibatch["next", "vqa_correct"] > 0.5
+        else:
+            positive = minibatch["next", "reward"] > positive_above
+        count = (positive & present).sum(-1, keepdim=True)
+        present = present & (count >= min_positive * present.sum(-1, keepdim=True))
     minibatch = minibatch.copy().set("group_mask", present)
     taught = present.any(-1)
     if taught.any():

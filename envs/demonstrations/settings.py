@@ -79,7 +79,8 @@ class DemonstrationRewardConfig:
     soft_weight: float | None = None
     """s, weight of the soft accuracy."""
     alpha: float | None = None
-    """α, weight of the information; under `hybrid` from 0 to 1."""
+    """α, weight of the information; under `hybrid` from 0 to 1. Under `auto` it is for beams that
+    only have scores."""
     beta: float | None = None
     """β, weight of a right answer under `legacy`."""
     beam_weight: float | None = None
@@ -121,6 +122,9 @@ class DemonstrationRewardConfig:
     ) -> None:
         """Raise InputError, with the setting's name `key`, if weights do not fit the mode."""
         known = MODES[self._mode]
+        if self.mode == AUTO:
+            # the beams tell which of two modes it is; that mode checks again
+            known = MODES["legacy"] | known
         for name, weight in weights.items():
             if name not in known or not isinstance(weight, int | float) or not weight >= 0:
                 raise InputError(

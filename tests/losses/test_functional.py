@@ -16,6 +16,7 @@ from knobwise.losses.functional import (
     group_advantage,
     k3,
     known_advantage,
+    reward_spread,
     reward_weighted_cross_entropy,
     weight_of_best,
 )
@@ -122,8 +123,13 @@ WEIGHTED = {"weight": torch.tensor([[0.5, 0.25, 0.25]]), "clip": 9.0}
         ("centred", {}, [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
         # variance (4 + 4 + 16)/3
         ("zscore", {}, [0.0, 0.0, 6.0], rounded([each / math.sqrt(8) for each in (-2, -2, 4)])),
-        # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
-        ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
+        # a floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
+        (
+            *("zscore", {"std_floor": 0.1}, [0.5, 0.5 + 2**-9]),
+            rounded([-10 * 2**-10, 10 * 2**-10]),
+        ),
+        # (r − mean)/(std + ε): deviations ±1, std 1
+        ("zscore", {"std_floor": 0.0, "std_eps": 0.25}, [3.0, 5.0], rounded([-0.8, 0.8])),
         # the reward itself, cut at 5, as all of them
         ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
@@ -142,6 +148,35 @@ WEIGHTED = {"weight": torch.tensor([[0.5, 0.25, 0.25]]), "clip": 9.0}
 def test_advantages_by_hand(kind, settings, reward, wanted):
     result = group_advantage(torch.tensor([reward]), kind, **settings)
     assert result.tolist() == [wanted]
+
+
+def test_the_spread_of_rewards_by_hand():
+    # standard deviations 1, 2 and 3; the tenth above the 90 % quantile, 2.8, is left out
+    groups = double([[0.0, 2.0], [1.0, 5.0], [-3.0, 3.0]])
+    assert reward_spread(groups).item() == pytest.approx(1.5)
+    # where 90 % of the groups do not differ all count: 20 · ½ of ten
+    assert reward_spread(double([[1.0, 1.0]] * 9 + [[0.0, 20.0]])).item() == pytest.approx(1.0)
+    assert reward_spread(double([[1.0, 1.0], [7.0, 7.0]])).item() == 0
+    # a group of one and an empty group tell nothing, nor does what has no weight: √(.25·.75)·4
+    weight = double([[0.75, 0.25, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    weighted = reward_spread(double([[1.0, 5.0, 99.0], [0.0, 8.0, 1.0], [0.0, 4.0, 1.0]]), weight)
+    assert weighted.item() == pytest.approx(3**0.5)
+    assert reward_spread(double([[4.0], [5.0]])).item() == 0
+
+
+def test_without_a_floor_it_is_a_tenth_of_the_spread_of_the_batch():
+    # nine standard deviations of .01, one of .0001: the spread is .00901
+    groups = double([[0.0, 0.02]] * 9 + [[0.0, 0.0002]])
+    wanted = double([[-1.0, 1.0]] * 9 + [[-0.0001 / 0.000901, 0.0001 / 0.000901]])
+    close(group_advantage(groups, "zscore"), wanted)
+
+
+@given(st.floats(1e-6, 1e6))
+@settings(max_examples=20, deadline=None)
+def test_z_scores_do_not_depend_on_the_unit_of_the_reward(unit):
+    reward = normal(6, 5)
+    close(group_advantage(unit * reward, "zscore"), group_advantage(reward, "zscore"))
+    close(reward_spread(unit * reward), unit * reward_spread(reward))
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
@@ -171,8 +206,8 @@ def test_the_expectation_of_advantages_is_zero_in_every_group(kind):
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_groups_do_not_touch_one_another(kind):
     reward = normal(4, 2, 5)
-    singly = [group_advantage(group, kind) for group in reward.flatten(0, 1)]
-    close(group_advantage(reward, kind).flatten(0, 1), torch.stack(singly))
+    singly = [group_advantage(group, kind, std_floor=0.1) for group in reward.flatten(0, 1)]
+    close(group_advantage(reward, kind, std_floor=0.1).flatten(0, 1), torch.stack(singly))
 
 
 def test_another_kind_is_refused():

@@ -23,6 +23,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.losses import GRPOLoss, RCELoss, grpo
+from knobwise.losses.settings import ADVANTAGES
 
 both_objectives = pytest.mark.parametrize("objective", ["sampled", "exact"])
 
@@ -85,6 +86,7 @@ def test_sampled_by_hand():
         "kl_to_ref": k3,
         "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2,
         "clip_fraction": 1.0,
+        "cut_fraction": 1.0,
         "ESS": 1 / 1.04,
         "ratio_mean": 1.0,
         "zero_advantage_fraction": 0.0,
@@ -98,10 +100,12 @@ def test_sampled_by_hand():
 def test_exact_by_hand():
     settings = {"objective": "exact", "clip_epsilon": 0.1, "advantage": "centred"}
     out = GRPOLoss(certain_actor(0.6, 0.4), **settings)(exact_context([0.75, 0.25], [1.0, 0.0]))
-    # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, neither is cut: −(¾·.8·¼ − ¼·1.6·¾)
+    # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, both outside 1 ± .1, but no gradient is cut:
+    # −(¾·.8·¼ − ¼·1.6·¾)
     kl = -0.75 * math.log(0.8) - 0.25 * math.log(1.6)
     ess = 1 / (0.75 * 0.64 + 0.25 * 2.56)
-    check(out, loss_objective=0.15, kl_approx=kl, ESS=ess, clip_fraction=0, loss_kl_to_ref=0)
+    check(out, loss_objective=0.15, kl_approx=kl, ESS=ess, loss_kl_to_ref=0)
+    check(out, clip_fraction=1, cut_fraction=0)
 
 
 def test_groups_that_teach_nothing_are_counted():
@@ -114,6 +118,23 @@ def test_groups_that_teach_nothing_are_counted():
     possible = data["behaviour_log_probs"][:8] > -torch.inf
     data["reward_per_configuration"][:8] = torch.where(possible, 0.3, torch.nan)
     assert loss(data)["zero_advantage_fraction"] == 0.25
+
+
+@both_objectives
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, lambda reward, weight: reward**2])
+@pytest.mark.parametrize("unit", [25.0, 0.04])
+def test_rewards_in_another_unit_give_the_same_loss(objective, advantage, unit):
+    loss, data = played(objective, holes=0.3)
+    loss.advantage = advantage
+    loss.kl_to_ref_coeff = loss.entropy_coeff = 0.1
+    for parameter in loss.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    loss.reward_spread, loss.std_floor, loss.std_eps = 0.5, 0.01, 0.01
+    wanted = loss(data)
+    for key in (("next", "reward"), "reward_per_configuration"):
+        data[key] = unit * data[key]
+    loss.reward_spread, loss.std_floor, loss.std_eps = 0.5 * unit, 0.01 * unit, 0.01 * unit
+    check(loss(data), **{name: value.item() for name, value in wanted.items()})
 
 
 def test_the_clip_of_the_advantage_arrives():
@@ -136,7 +157,7 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
     }
     group, wanted = ours(data), stock(TensorDict(rows, [80]))
     assert 0 < group["clip_fraction"] < 1
-    for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx"):
+    for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx", "clip_fraction"):
         close(group[name], wanted[name])
     slope, wanted_slope = (
         gradient_of(out["loss_objective"] + out["loss_entropy"], loss.actor_network)

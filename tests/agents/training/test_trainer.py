@@ -179,7 +179,7 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
     student.run()
     assert began == [24 if name == "taught" else 8]
     # without a teacher nothing holds GRPO there
-    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.1 if name == "taught" else 0)
+    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(1 if name == "taught" else 0)
 
 
 def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
