@@ -24,6 +24,7 @@ LOGGED = {
     "entropy": "Entropy",
     "kl_to_ref": "KL",
     "clip_fraction": "Clip_Fraction",
+    "cut_fraction": "Cut_Fraction",
     "ESS": "ESS",
     "ratio_mean": "Ratio_Mean",
     "mean_ratio": "Ratio_Mean",

@@ -252,6 +252,64 @@ def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl():
     assert student.training_state()["coefficients"] == pytest.approx(coefficients)
 
 
+@pytest.mark.parametrize("stage", ["rce", "grpo"])
+@pytest.mark.parametrize("advantage", ["zscore", "centred", "rank"])
+def test_scores_in_another_unit_give_the_same_run(stage, advantage):
+    """Beams with scores alone, as of 0.04 ± 0.004, and 25 times as large; `auto` takes α."""
+    table, _ = small_beams()
+    scores = 0.04 + 0.004 * table.fields["beam_score"]
+    data = replace(table, fields={"beam_score": scores}), None
+    logs = []
+    for reward in (DemonstrationRewardConfig(), DemonstrationRewardConfig(alpha=25)):
+        log = Lines()
+        loss = SelectorLossConfig(advantage=advantage, kl_band=(0.01, 0.1))
+        trainer(stage, data, reward=reward, loss=loss, log=log).run()
+        logs.append(log)
+    small, large = logs
+    names = ["Train/Loss", "Val/KL"]
+    if stage == "grpo":
+        names += ["Train/Advantage_Std", "Train/Policy_Loss", "Train/Beta"]
+    for name in names:
+        assert large.values(name) == pytest.approx(small.values(name), rel=1e-3, abs=1e-5)
+    spread = small.values("Train/Reward_Spread")[0]
+    assert spread < 0.004
+    assert large.values("Train/Reward_Spread")[0] == pytest.approx(25 * spread, rel=1e-3)
+    if stage == "grpo" and advantage == "zscore":
+        assert min(small.values("Train/Advantage_Std")) > 0.7
+
+
+def test_positive_sequences_are_those_above_a_threshold():
+    """Beams without right answers: a query teaches if enough of its scores are above a number."""
+    table, _ = small_beams(40)
+    data = replace(table, fields={"beam_score": table.fields["beam_score"]}), None
+    loss = SelectorLossConfig(min_positive=0.5, positive_above=0.3, kl_to_ref_coeff=0.0)
+    student = trainer("grpo", data, loss=loss)
+    batch = one_batch(student)
+    share = (batch["next", "reward"] > 0.3).float().mean(-1)
+    few = batch[share < 0.5]
+    assert 0 < len(few) < len(batch)
+    for part, teaches in ((few, False), (batch, True)):
+        student.agent.zero_grad()
+        losses(student, part)["loss_objective"].backward()
+        gradients = [p.grad for p in student.agent.parameters() if p.grad is not None]
+        assert any(bool(gradient.any()) for gradient in gradients) == teaches
+
+
+def test_the_temperature_follows_the_kl_of_the_policy_and_not_the_one_it_makes():
+    """A policy that has not moved has a KL of 0 at every temperature; then the temperature rises to
+    its end, where it used to swing about 1."""
+    band = (0.01, 0.1)
+    loss = SelectorLossConfig(temperature_band=band)
+    log = Lines()
+    config = replace(SHORT, epochs=12, lr=1e-9)
+    trainer("grpo", small_beams(), loss=loss, log=log, config=config).run()
+    temperatures = log.values("Train/Temperature")
+    assert temperatures == sorted(temperatures)
+    assert temperatures[-1] == pytest.approx(2.0)
+    for name in ("Train/KL", "Train/KL_Loss", "Val/KL"):
+        assert log.values(name) == pytest.approx([0.0] * len(log.values(name)), abs=1e-6)
+
+
 def test_the_temperature_is_that_of_log_probs():
     student = trainer("grpo", small_beams(40))
     batch = one_batch(student)

@@ -272,6 +272,39 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     assert little < much
 
 
+def scaled(unit):
+    """The shaped reward in another unit: every weight is multiplied."""
+    names = ("alpha", "beta", "gamma", "delta", "epsilon")
+    plain = RewardConfig(kind="shaped")
+    return RewardConfig(kind="shaped", **{name: unit * getattr(plain, name) for name in names})
+
+
+@pytest.mark.parametrize("policy", ["folds", "taught"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(objective="sampled", kl_band=(0.01, 0.1), entropy_coeff=0.01),
+        LossConfig(objective="exact", advantage="zscore", kl_to_ref_coeff=0.1),
+        LossConfig(objective="ppo", advantage="zscore"),
+    ],
+)
+def test_rewards_in_another_unit_give_the_same_run(loss, policy):
+    """To the bit where the unit is a power of two, else but for rounding."""
+    logs = []
+    for unit in (1.0, 32.0, 1 / 25):
+        log = Lines()
+        settings = {"policy": POLICIES[policy], "reward": scaled(unit), "loss": loss, "log": log}
+        trainer(small_table(60), **settings).run()
+        logs.append(log)
+        spread = log.values("Train/Reward_Spread")[-1]
+        assert spread == pytest.approx(unit * logs[0].values("Train/Reward_Spread")[-1], rel=1e-3)
+    plain, power, other = logs
+    assert plain.values("Train/Grad_Norm")[-1] > 0
+    for name in ("Train/Policy_Loss", "Train/Grad_Norm", "Train/Entropy", "Val/Utility"):
+        assert power.values(name) == plain.values(name)
+        assert other.values(name) == pytest.approx(plain.values(name), rel=1e-2, abs=1e-3)
+
+
 # -- networks side by side -------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ SWEPT = {
     "heads": ("policy.teacher", [True, False]),
     "reward_coefficients": ("reward.gamma", [0, 1, 10, 0, 1, 10]),
     "miss": ("reward.miss", [0, 0.2, 0.5]),
-    "kl": ("loss.kl_to_ref_coeff", [0, 0.02, 0.1, 0.5]),
+    "kl": ("loss.kl_to_ref_coeff", [0, 0.1, 0.3, 1]),
     "clip": ("loss.clip_epsilon", [0.1, 0.2, 0.4]),
     "ppo": ("loss.objective", ["sampled", "ppo"]),
     "leave_one_out": ("split.leave_out", ["text_vqa", "coco_vqa", "okvqa"]),
