@@ -88,9 +88,7 @@ def knobs_and_features(
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
     """
-    if knobs is not None:
-        _refuse_log(frame, keys, [c for c in knobs if c in frame.columns])
-    elif len(frame) == keys.n_unique():
+    if knobs is None and len(frame) == keys.n_unique():
         _refuse_log(frame, keys, _candidates(frame, other))
     # columns that are features are no knobs
     names: Sequence[str] = ()
@@ -135,6 +133,7 @@ def _find_knobs(
     fixed = _constant_columns(frame, keys, columns, True)
     unknown = _unknown_before(frame, keys, fixed)
     varying = [c for c in columns if c not in (*nested, *fixed)]
+    _note_unknown(unknown, notes)
     names, refused = _knobs_by_design(frame, keys, varying, cost, notes)
     labels = []
     # a name of the configuration adds nothing to its knobs
@@ -150,7 +149,6 @@ def _find_knobs(
             c for c in fixed if c not in unknown
         ],
         "only repeat the other knobs": labels,
-        "are answers, outcomes or numbers of rows by their names": unknown,
     } | refused
     for reason, left_out in reasons.items():
         if left_out:
@@ -225,11 +223,7 @@ def _feature_names(
         constant = _constant_columns(frame, keys, candidates, knobs is None)
         unknown = _unknown_before(frame, keys, constant)
         names = [c for c in constant if c not in unknown]
-        if unknown:
-            notes.append(
-                "not features, since they are answers, outcomes or numbers of rows: "
-                f"{', '.join(unknown)} (profile.features=[…] takes the columns that it names)"
-            )
+        _note_unknown(unknown, notes)
     for name in names:
         if name not in frame.columns:
             raise InputError(
@@ -286,15 +280,25 @@ def _features_in(
     return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
 
 
-def _unknown_before(
-    frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]
-) -> list[str]:
+def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
+    """Note once that these columns, see `_unknown_before`, are neither knobs nor features."""
+    note = (
+        f"not used, since they hold answers, outcomes or numbers of rows: {', '.join(columns)} "
+        "(profile.features=[…] uses the columns that it names)"
+    )
+    if columns and note not in notes:
+        notes.append(note)
+
+
+def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]) -> list[str]:
     """Return those of these columns, which never vary inside a sample, that hold the right answer,
     an outcome, or the number of the sample: nothing that a request could bring."""
     samples = keys.hstack(frame.select(columns)).unique(keys.columns, maintain_order=True)
     ids = samples["sample_id"]
     numbers = numbers_of_rows(samples, samples.select(keys.columns), columns)
-    numbers += [c for c in named_like(columns, ROW_NUMBERS) if not whole_numbers(frame[c]).null_count()]
+    numbers += [
+        c for c in named_like(columns, ROW_NUMBERS) if not whole_numbers(frame[c]).null_count()
+    ]
     numbers += [c for c in columns if (samples[c].cast(pl.String) == ids).all()]
     unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers}
     return [c for c in columns if c in unknown]

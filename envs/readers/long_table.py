@@ -213,7 +213,7 @@ def _dense_fields(
     keys = keys_of(rows)
     samples = _samples(frame.drop(columns), keys, group)
     for name in keys.columns:
-        note_look_alikes(name, samples[name].unique(), notes)
+        note_look_alikes(name, samples[name].unique().to_list(), notes)
     if TIME in rows.columns:
         first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
         samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
@@ -319,7 +319,7 @@ def _profiled_rows(
         first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
     # what failed is late and wrong, not unmeasured
-    failed = failures(frame, shares, notes)
+    failed = failures(frame, shares, measured["latency"], notes)
     timed = measured["latency"].is_not_null()
     wrong = pl.when(failed & timed).then(0.0).otherwise("accuracy")
     measured = measured.with_columns(accuracy=wrong)
@@ -333,8 +333,8 @@ def _profiled_rows(
             )
         if unscored := (timed & ~profiled).sum():
             notes.append(
-                f"{unscored} of them have a {latency}, but no {accuracy}: if they failed or timed "
-                f"out, give them {accuracy} 0"
+                f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
+                f"late and wrong; give them {accuracy} 0"
             )
         frame = frame.filter(profiled)
         measured = measured.filter(profiled)

@@ -55,7 +55,9 @@ MOST_REPEATED = 0.25
 COMPLETE = 0.9
 """A column that has more of its values in each sample was set, whatever its name says."""
 FEWEST_ROWS = 10
-"""In fewer rows numbers are in order, and values differ, by chance."""
+"""In fewer rows numbers may be in order by chance."""
+FEWEST_VALUES = 30
+"""So many values, of which no two samples have one in common, are none that somebody set."""
 
 
 def plain(name: str) -> str:
@@ -77,20 +79,21 @@ def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str
         frame, keys: rows, and their ids; numbers may start anew in every `dataset`.
     """
     numbered = named_like(names, INDEX)
-    datasets = keys.select(c for c in keys.columns if c == "dataset")
+    part = keys["dataset"] if "dataset" in keys.columns else pl.repeat(0, len(keys), eager=True)
+    parts = part.n_unique()
     for name in names:
-        numbers = whole_numbers(frame[name])
-        if name in numbered or numbers.null_count():
+        # numbers of rows are all different, so that most columns need no closer look
+        if name in numbered or frame[name].n_unique() * parts < len(frame):
             continue
-        parts = numbers.alias("number").to_frame().hstack(datasets.get_columns())
-        sizes = parts.group_by(datasets.columns or pl.lit(0)).agg(
+        rows = pl.DataFrame({"part": part, "number": whole_numbers(frame[name])})
+        sizes = rows.group_by("part").agg(
             count=pl.len(),
-            distinct=pl.col("number").n_unique(),
+            distinct=pl.col("number").drop_nulls().n_unique(),
             width=pl.col("number").max() - pl.col("number").min() + 1,
         )
         # a few rows may have been removed since
         once = (sizes["distinct"] == sizes["count"]) & (sizes["width"] <= 1.25 * sizes["count"])
-        if once.all() and len(frame) >= FEWEST_ROWS * len(sizes):
+        if once.all() and len(frame) >= FEWEST_ROWS * parts:
             numbered.append(name)
     return numbered
 
@@ -103,35 +106,50 @@ def whole_numbers(series: pl.Series) -> pl.Series:
     return text.cast(pl.Int64, strict=False)
 
 
-def failures(frame: pl.DataFrame, accuracy: pl.Series, notes: list[str]) -> pl.Series:
-    """Return which rows have no accuracy because the answer failed, as a column of errors says,
-    bool [n]; a note counts them, and names the column."""
-    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+def failures(
+    frame: pl.DataFrame, accuracy: pl.Series, latency: pl.Series, notes: list[str]
+) -> pl.Series:
+    """Return which rows have no accuracy because the answer failed, bool [n]; notes count them.
+
+    A column of errors says so; or several rows without accuracy took equally long, as long as none
+    with accuracy.
+    """
+    unscored = accuracy.is_null()
+    signs = {}
     for name in named_like(frame.columns, ERRORS):
-        if frame[name].dtype.is_nested():
-            continue
-        text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
-        fine = text.is_in(FINE) | text.str.contains(r"^2\d\d(\.0)?$")
-        new = accuracy.is_null() & ~fine & ~failed
-        if new.any():
-            failed |= new
-            notes.append(
-                f"{new.sum()} rows without accuracy failed, as {name} says: they count as wrong"
+        if not frame[name].dtype.is_nested():
+            text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
+            signs[f"failed, as {name} says"] = ~(
+                text.is_in(FINE) | text.str.contains(r"^2\d\d(\.0)?$")
             )
+    longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
+    slowest = (latency == longest).fill_null(False)
+    if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
+        signs[f"took {longest:g}, which is longest, as time-outs do"] = slowest
+    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    for sign, rows in signs.items():
+        new = unscored & rows & ~failed
+        if new.any():
+            notes.append(f"{new.sum()} rows without {accuracy.name} {sign}: they count as wrong")
+        failed |= new
     return failed
 
 
 class Design:
     """Which values were measured together; by this, knobs and outcomes differ.
 
-    Whoever measures chooses the knobs. Each sample then gets all settings, or some at random, or the
-    same ones as others; so two settings that differ in one knob alone *meet* in a sample as often as
-    by chance. An outcome varies from sample to sample, but has one value for each sample and
-    setting: two of its values never meet there, although they do across samples.
+    Whoever measures chooses the knobs. Each sample gets all settings, the same ones as others, or
+    some at random; so two settings that differ in one knob alone *meet* in a sample as often as by
+    chance. An outcome varies from sample to sample, but has one value for each sample and setting:
+    two of its values never meet there, although they do across samples.
     """
 
     def __init__(
-        self, frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str], repeats: Sequence[str]
+        self,
+        frame: pl.DataFrame,
+        keys: pl.DataFrame,
+        columns: Sequence[str],
+        repeats: Sequence[str],
     ) -> None:
         """Look at these columns.
 
@@ -140,13 +158,13 @@ class Design:
             columns: what may be knobs; no lists.
             repeats: columns that may number measurements of the same setting.
         """
-        sample = _codes(keys)
         # whole samples, the same ones whatever the order of the rows
         step = math.ceil(len(frame) / MOST_ROWS)
         if step > 1:
             names = keys.unique().sort(keys.columns).gather_every(step)
             chosen = keys.with_row_index("row").join(names, on=keys.columns, how="semi")["row"]
-            frame, keys, sample = frame[chosen], keys[chosen], sample[chosen.to_numpy()]
+            frame, keys = frame[chosen], keys[chosen]
+        sample = _codes(keys)
         for name in repeats:
             numbered = _joined(sample, _codes(frame.select(name)))
             # a number for each row says nothing
@@ -211,7 +229,7 @@ class Design:
         """Return those of these knobs of which hardly two values meet where the others are equal,
         although they vary there between samples. With few rows that may be chance."""
         regular = [c for c in knobs if self.regularity(c) == 1]
-        doubtful = []
+        doubtful: list[str] = []
         for column in knobs:
             for others in ([c for c in knobs if c != column], regular):
                 met, expected = self.meetings([column], others)
@@ -244,7 +262,7 @@ class Design:
             return [c for c in columns if c in regular or not self.meetings([c], regular)[1]]
         order = sorted(others, key=lambda c: (-self.regularity(c), self.size(c)))
         # what differs in all samples was not set; what few samples have may be an outcome
-        order = [c for c in order if self.size(c) < FEWEST_ROWS or self._is_shared(c)]
+        order = [c for c in order if self.size(c) < FEWEST_VALUES or self._is_shared(c)]
         knobs = list(regular)
         # an outcome that came first may have hidden a knob, so look twice
         for _ in range(2):

@@ -61,6 +61,14 @@ OUTCOMES = {
     "money": lambda draws, hard, number: draws.random(len(hard)),
 }
 """Outcomes whose names say nothing."""
+NAMES = (
+    "correct, finish_reason, predicted_letter, error, output_tokens, host, seed, run, http_status, "
+    "trial, isCorrect, Finish Reason, raw_text, tstamp"
+)
+ANSWERS = (
+    "gold, target, label, reference, ground_truth, expected, gt_answer, y_true, gold_label, "
+    "expected_output, seed, finish_reason, correct"
+)
 
 
 @given(
@@ -83,13 +91,13 @@ def test_outcomes_are_left_out_of_any_grid_whatever_their_names(sizes, chosen, h
 
 @given(
     sizes=st.sampled_from([(4, 4, 4), (8, 8), (2, 4, 2, 4), (64,), (3, 2)]),
-    count=st.sampled_from([2, 4]),
-    samples=st.sampled_from([6, 20, 60, 300]),
+    shape=st.sampled_from([(20, 2), (12, 4), (60, 2), (60, 4), (300, 2), (300, 4)]),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=60, deadline=None)
-def test_knobs_of_sparse_profiles_are_never_left_out(sizes, count, samples, seed):
+def test_knobs_of_sparse_profiles_are_never_left_out(sizes, shape, seed):
     draws = np.random.default_rng(seed)
+    samples, count = shape
     settings_of = grid(*sizes)
     cells = [
         (s, settings_of[c])
@@ -137,11 +145,7 @@ def constant(value):
     return lambda draws, hard, number: np.full(len(hard), value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["correct", "finish_reason", "predicted_letter", "error", "output_tokens", "host", "seed"]
-    + ["run", "http_status", "trial", "isCorrect", "Finish Reason", "raw_text", "tstamp"],
-)
+@pytest.mark.parametrize("name", NAMES.split(", "))
 @pytest.mark.parametrize("samples", [3, 40])
 def test_names_of_outcomes_help_where_there_are_few_rows(name, samples):
     """An outcome that hardly varies cannot be told from a knob with one value."""
@@ -189,11 +193,7 @@ def per_sample(values):
     return np.repeat(values, 3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gold", "target", "label", "reference", "ground_truth", "expected", "gt_answer", "y_true"]
-    + ["gold_label", "expected_output", "seed", "finish_reason", "correct"],
-)
+@pytest.mark.parametrize("name", ANSWERS.split(", "))
 def test_answers_are_no_features_unless_they_are_named(name):
     letters = per_sample(np.random.default_rng(1).choice(list("ABCD"), 40))
     frame = modes().with_columns(
@@ -232,7 +232,7 @@ def test_columns_that_cannot_be_told_are_named():
 
 @pytest.mark.parametrize("options", [{}, {"knobs": ["mode"]}, {"features": "auto"}])
 def test_one_setting_for_each_sample_is_a_log_of_decisions(tmp_path, options):
-    frame = modes(40).with_columns(kind=pl.lit("x"))
+    frame = modes(40).with_columns(kind=pl.col("sample_id").str.slice(-1))
     frame = frame.filter(pl.int_range(pl.len()) % 3 == pl.int_range(pl.len()) // 3 % 3)
     assert frame["mode"].n_unique() == 3
     for data in (frame, pl.concat([frame, frame.with_columns(pl.col("latency_ms") + 1)])):
@@ -264,6 +264,19 @@ def test_a_row_that_failed_is_late_and_wrong():
     assert read(status.rename({"error": "http_status"})).digest == table.digest
 
 
+def test_rows_without_accuracy_that_took_the_longest_timed_out():
+    frame = modes(40).with_columns(pl.col("accuracy").cast(pl.Float64))
+    late = pl.int_range(pl.len()).is_in([4, 50, 77])
+    late_rows = frame.with_columns(
+        accuracy=pl.when(~late).then("accuracy"),
+        latency_ms=pl.when(late).then(500.0).otherwise("latency_ms"),
+    )
+    table = read(late_rows)
+    assert table.mask.all()
+    identical(table.accuracy[table.latency_ms == 500], [0.0] * 3)
+    assert any(note.startswith("3 rows") for note in table.notes)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [("2", "02"), ("2", " 2"), ("2", "2.0 "), ("s5", "s5 "), ("s5", "S5"), ("s5", "s5\u200b")],
@@ -271,8 +284,14 @@ def test_a_row_that_failed_is_late_and_wrong():
 def test_names_that_look_alike_are_noted(first, second):
     """The note names the column and both names."""
     for column in ("mode", "sample_id", "dataset"):
-        rows = {"sample_id": ["x", "x", "y", "y"], "mode": ["a", "b", "a", "b"], "dataset": ["d"] * 4}
-        rows[column] = [first, second, first, second] if column == "mode" else [first] * 2 + [second] * 2
+        rows = {
+            "sample_id": ["x", "x", "y", "y"],
+            "mode": ["a", "b", "a", "b"],
+            "dataset": ["d"] * 4,
+        }
+        rows[column] = (
+            [first, second, first, second] if column == "mode" else [first] * 2 + [second] * 2
+        )
         (note,) = read(pl.DataFrame(rows).with_columns(accuracy=1.0, latency_ms=2.0)).notes
         assert column in note
         assert repr(first) in note

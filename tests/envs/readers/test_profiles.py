@@ -96,7 +96,7 @@ def test_missing_rows_and_empty_cells_are_holes():
     identical(made.accuracy, [[NAN, 1.0], [0.0, NAN]])
     identical(made.latency_ms, [[NAN, 20.0], [30.0, NAN]])
     assert made.notes[0] == "2 rows without accuracy or latency: not profiled"
-    assert made.notes[1].startswith("1 of them have a latency_ms")
+    assert made.notes[1].startswith("1 of them lack accuracy")
     assert table(data[[0, 3]]).digest == made.digest
 
 
