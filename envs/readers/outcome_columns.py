@@ -39,9 +39,16 @@ ROW_NUMBERS = re.compile(
     r"|(request|trace|prompt|example)_id"
 )
 """Names of numbers of rows."""
-ERRORS = re.compile(r"(.*_)?(error|exception|status|timed_out)(_.*)?")
+ERRORS = re.compile(
+    r"((has|is|api|request)_)?(errors?|exceptions?)(_(type|code|message|msg|text))?|timed_out"
+    r"|((http|exit|response|request)_)?status(_code)?|(exit|return|http)_code"
+)
 """Names of columns that say whether an answer failed."""
-FINE = ("", "none", "null", "nan", "na", "false", "0", "no", "ok", "okay", "success", "succeeded")
+FINE = {
+    *("", "none", "null", "nan", "na", "n/a", "false", "0", "no", "ok", "okay", "success"),
+    *("succeeded", "complete", "completed", "done", "finished", "passed"),
+    *("skipped", "pending", "queued", "running", "cancelled", "canceled"),
+}
 """Values of such a column where nothing failed, in lower case; so are 200 and its like."""
 
 MOST_ROWS = 100_000
@@ -63,7 +70,7 @@ FEWEST_VALUES = 30
 def plain(name: str) -> str:
     """Return a name of a column in lower case, with `_` between its words."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return re.sub(r"[^0-9a-z]+", "_", words.lower()).strip("_")
+    return re.sub(r"[\W_]+", "_", words.lower()).strip("_") or name.strip()
 
 
 def named_like(columns: Sequence[str], *patterns: re.Pattern[str]) -> list[str]:
@@ -120,7 +127,7 @@ def failures(
         if not frame[name].dtype.is_nested():
             text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
             signs[f"failed, as {name} says"] = ~(
-                text.is_in(FINE) | text.str.contains(r"^2\d\d(\.0)?$")
+                text.is_in(list(FINE)) | text.str.contains(r"^2\d\d(\.0)?$")
             )
     longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
     slowest = (latency == longest).fill_null(False)

@@ -141,6 +141,14 @@ def modes(samples=40, **columns):
     return rows_of(full(samples, [{"mode": mode} for mode in MODES]), **columns)
 
 
+@pytest.mark.parametrize("name", ["模式", "größe", "k%", "%", "rank", "max_tokens", "timeout_s"])
+def test_names_in_any_script_are_names_of_knobs(name):
+    draws = np.random.default_rng(0)
+    cells = [(s, {name: v, "b": b}) for s in range(30) for v in (1, 2, 3) for b in (1, 2)]
+    cells = [cell for cell in cells if draws.random() < 0.6]
+    assert names_of(read(rows_of(cells))) == [name, "b"]
+
+
 def constant(value):
     return lambda draws, hard, number: np.full(len(hard), value)
 
