@@ -11,6 +11,16 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
 from knobwise.envs.readers.feature_files import Features, features_from
 from knobwise.envs.readers.frames import KEYS
+from knobwise.envs.readers.outcome_columns import (
+    ANSWERS,
+    OUTCOMES,
+    REPEATS,
+    ROW_NUMBERS,
+    Design,
+    named_like,
+    numbers_of_rows,
+    whole_numbers,
+)
 from knobwise.envs.tables.columns import FEATURES, Column
 
 MEASURES = frozenset(
@@ -27,11 +37,33 @@ MEASURES = frozenset(
     }
 )
 """Columns of measurements, which are never knobs."""
+LEAST_SAMPLES = 5
+"""Fewer samples with a setting each may be a first try, and more are a log of decisions."""
+ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
+"""Characters that nobody sees."""
 
 
 def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
     return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
+
+
+def note_look_alikes(what: str, values: Sequence[Any], notes: list[str]) -> None:
+    """Note if two of these values, each given once, differ only in spaces, zeros in front or at the
+    end, capitals, or forms of a character."""
+    names = pl.Series("value", list(map(str, values)), pl.String).to_frame()
+    text = pl.col("value").str.normalize("NFKC").str.replace_all(ZERO_WIDTH, "")
+    text = text.str.strip_chars().str.to_lowercase().str.replace_all(r"\s+", " ")
+    text = text.str.replace(r"^([+-]?)0+(\d+(?:\.\d*)?)$", "$1$2")
+    text = text.str.replace(r"^([+-]?\d+\.\d*?)0+$", "$1").str.strip_chars_end(".")
+    alike = names.group_by(text.alias("text")).agg("value").filter(pl.col("value").list.len() > 1)
+    if alike.height:
+        first, second, *_ = alike.sort("text")["value"][0].sort()
+        more = f", and {alike.height - 1} more" * (alike.height > 1)
+        notes.append(
+            f"{what}: {first!r} and {second!r}{more} look alike, but are read as different; mend "
+            "them if they are the same"
+        )
 
 
 def knobs_and_features(
@@ -41,6 +73,7 @@ def knobs_and_features(
     features: Any,
     columns: Sequence[Column],
     other: set[str],
+    cost: str,
     notes: list[str],
 ) -> tuple[Sequence[str], Any]:
     """Return the columns that are knobs, and features, read if they are columns of the frame.
@@ -49,30 +82,45 @@ def knobs_and_features(
         frame, keys: the rows as they were read, and their ids.
         knobs, features, columns: the options of `table_from_frame`.
         other: columns that are neither knobs nor features.
+        cost: the one of them that the budget limits; it may be a knob too, as a number of tokens.
         notes: what is noticed.
 
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
     """
+    if knobs is None and len(frame) == keys.n_unique():
+        _refuse_log(frame, keys, _candidates(frame, other))
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
-        names = _feature_names(frame, keys, features, columns, knobs, other)
+        names = _feature_names(frame, keys, features, columns, knobs, other, notes)
         features = _features_in(frame, keys, names, columns, features == AUTO, notes)
     if knobs is None:
-        knobs = _find_knobs(frame, keys, {*other, *names}, notes)
-    wrong = [k for k in knobs if k not in frame.columns or k in other]
+        knobs = _find_knobs(frame, keys, {*other, *names}, cost, notes)
+    wrong = [k for k in knobs if k not in frame.columns or k in other - {cost}]
     if wrong or not knobs:
         raise InputError(
             f"{', '.join(wrong) or 'no column'} for a knob; its columns are "
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
-            "configurations in one column"
+            f"configurations in one column. {'; '.join(notes)}"
         )
+    _refuse_log(frame, keys, knobs)
     return knobs, features
 
 
+def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> None:
+    """Raise InputError if settings differ between samples, but inside none."""
+    if keys.n_unique() < LEAST_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
+        return
+    if not _varying(frame, keys, knobs):
+        raise InputError(
+            "one setting for each sample: this is a log of decisions, not a profile: nothing can "
+            f"be replayed. Measure each sample under several settings ({', '.join(knobs[:5])})"
+        )
+
+
 def _find_knobs(
-    frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]
+    frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], cost: str, notes: list[str]
 ) -> list[str]:
     """Return the columns that are knobs by default; note which others might have been.
 
@@ -83,7 +131,10 @@ def _find_knobs(
     nested = [c for c in columns if frame[c].dtype.is_nested()]
     # a column with one value for each sample is a property of the sample
     fixed = _constant_columns(frame, keys, columns, True)
-    names = [c for c in columns if c not in (*nested, *fixed)]
+    unknown = _unknown_before(frame, keys, fixed)
+    varying = [c for c in columns if c not in (*nested, *fixed)]
+    _note_unknown(unknown, notes)
+    names, refused = _knobs_by_design(frame, keys, varying, cost, notes)
     labels = []
     # a name of the configuration adds nothing to its knobs
     for label in (c for c in names if c.startswith("config") and len(names) > 1):
@@ -94,12 +145,14 @@ def _find_knobs(
     # say what was left out, because the guess may be wrong
     reasons = {
         "hold lists": nested,
-        "never vary inside a sample (profile.features=auto makes them features)": fixed,
+        "never vary inside a sample (profile.features=auto makes them features)": [
+            c for c in fixed if c not in unknown
+        ],
         "only repeat the other knobs": labels,
-    }
-    for reason, refused in reasons.items():
-        if refused:
-            notes.append(f"not knobs, since they {reason}: {', '.join(refused)}")
+    } | refused
+    for reason, left_out in reasons.items():
+        if left_out:
+            notes.append(f"not knobs, since they {reason}: {', '.join(left_out)}")
     count = frame.select(names).n_unique()
     if 50 < count > len(frame) / 2:
         sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
@@ -110,6 +163,47 @@ def _find_knobs(
     return names
 
 
+def _knobs_by_design(
+    frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str], cost: str, notes: list[str]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return those of these columns that were set on purpose, see `Design`; and the others, by why
+    they are no knobs. Notes name those that may be none."""
+    numbers = numbers_of_rows(frame, keys, columns)
+    repeats = named_like(columns, REPEATS)
+    outcomes = [c for c in named_like(columns, OUTCOMES, ROW_NUMBERS) if c not in numbers]
+    rest = [c for c in columns if c not in (*numbers, *repeats, *outcomes)]
+    numbering = [*repeats, *(c for c in ("repeat",) if c in frame.columns)]
+    design = Design(frame, keys, [*columns, cost], numbering)
+    # a cost that is the same list in every sample was set
+    costs = [cost] * (design.size(cost) > 1 and design.regularity(cost) == 1)
+    names = design.knobs_among([*rest, *costs])
+    complete = [c for c in outcomes if design.is_complete(c, names)]
+    if not {*names, *complete} - {cost}:
+        # a lone column names the configurations, whatever it is called
+        complete = [c for c in (*costs, *repeats, *numbers) if design.is_complete(c, ())][:1]
+    if complete:
+        notes.append(
+            f"knobs, although their names say otherwise, since each sample has all their values: "
+            f"{', '.join(complete)}"
+        )
+    names = [c for c in (*columns, *complete) if c in (*names, *complete)]
+    names = list(dict.fromkeys(names))
+    unsure = design.doubtful(names)
+    if unsure:
+        notes.append(
+            "knobs that may be outcomes, since hardly a sample has two of their values while the "
+            f"other knobs are equal: {', '.join(unsure)} (profile.knobs=[…] says which are knobs)"
+        )
+    left_out = {
+        "vary from sample to sample under the same settings, as outcomes do": rest,
+        "have names of outcomes": outcomes,
+        "number rows or repeated measurements": [*numbers, *repeats],
+    }
+    return names, {
+        reason: [c for c in group if c not in names] for reason, group in left_out.items()
+    }
+
+
 def _feature_names(
     frame: pl.DataFrame,
     keys: pl.DataFrame,
@@ -117,15 +211,19 @@ def _feature_names(
     columns: Sequence[Column],
     knobs: Sequence[str] | None,
     other: set[str],
+    notes: list[str],
 ) -> list[str]:
     """Return the columns that are to be features: those that a checkpoint knows, those that are
-    named, or with `auto` all that are constant inside each sample."""
+    named, or with `auto` all that are constant inside each sample and known before its answer."""
     names = features
     if columns:
         names = [column.name for column in columns]
     elif features == AUTO:
         candidates = _candidates(frame, other.union(knobs or ()))
-        names = _constant_columns(frame, keys, candidates, knobs is None)
+        constant = _constant_columns(frame, keys, candidates, knobs is None)
+        unknown = _unknown_before(frame, keys, constant)
+        names = [c for c in constant if c not in unknown]
+        _note_unknown(unknown, notes)
     for name in names:
         if name not in frame.columns:
             raise InputError(
@@ -180,6 +278,30 @@ def _features_in(
     block = encode_samples(samples, fitted)
     ids = {name: samples[name].to_numpy() for name in keys.columns}
     return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
+
+
+def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
+    """Note once that these columns, see `_unknown_before`, are neither knobs nor features."""
+    note = (
+        f"not used, since they hold answers, outcomes or numbers of rows: {', '.join(columns)} "
+        "(profile.features=[…] uses the columns that it names)"
+    )
+    if columns and note not in notes:
+        notes.append(note)
+
+
+def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]) -> list[str]:
+    """Return those of these columns, which never vary inside a sample, that hold the right answer,
+    an outcome, or the number of the sample: nothing that a request could bring."""
+    samples = keys.hstack(frame.select(columns)).unique(keys.columns, maintain_order=True)
+    ids = samples["sample_id"]
+    numbers = numbers_of_rows(samples, samples.select(keys.columns), columns)
+    numbers += [
+        c for c in named_like(columns, ROW_NUMBERS) if not whole_numbers(frame[c]).null_count()
+    ]
+    numbers += [c for c in columns if (samples[c].cast(pl.String) == ids).all()]
+    unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers}
+    return [c for c in columns if c in unknown]
 
 
 def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
+from knobwise.envs.readers.column_roles import keys_of, knobs_and_features, note_look_alikes
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
     as_share,
@@ -30,6 +30,7 @@ from knobwise.envs.readers.frames import (
     number_column,
     read_frame,
 )
+from knobwise.envs.readers.outcome_columns import failures
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 
@@ -170,7 +171,9 @@ def table_from_frame(
         if time is not None:
             rows = rows.with_columns(_times(frame[time]))
         keys = keys_of(rows)
-        knobs, blocks = knobs_and_features(frame, keys, knobs, features, columns, other, notes)
+        knobs, blocks = knobs_and_features(
+            frame, keys, knobs, features, columns, other, latency, notes
+        )
         fields = _dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if blocks is None:
@@ -203,10 +206,14 @@ def _dense_fields(
     """
     # each knob is coded by the index of its value
     knobs, codes = zip(*(knob_column(frame[column]) for column in columns), strict=True)
+    for knob in knobs:
+        note_look_alikes(f"knob {knob.name}", knob.values, notes)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
     samples = _samples(frame.drop(columns), keys, group)
+    for name in keys.columns:
+        note_look_alikes(name, samples[name].unique().to_list(), notes)
     if TIME in rows.columns:
         first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
         samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
@@ -311,10 +318,24 @@ def _profiled_rows(
     if latency == "latency_ms" and "first_look_ms" in frame.columns:
         first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
+    # what failed is late and wrong, not unmeasured
+    failed = failures(frame, shares, measured["latency"], notes)
+    timed = measured["latency"].is_not_null()
+    wrong = pl.when(failed & timed).then(0.0).otherwise("accuracy")
+    measured = measured.with_columns(accuracy=wrong)
     # a row that lacks one of the two says nothing
-    profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
+    profiled = measured["accuracy"].is_not_null() & timed
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
+        if untimed := (failed & ~timed).sum():
+            notes.append(
+                f"{untimed} of them failed: give them the time after which they were given up"
+            )
+        if unscored := (timed & ~profiled).sum():
+            notes.append(
+                f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
+                f"late and wrong; give them {accuracy} 0"
+            )
         frame = frame.filter(profiled)
         measured = measured.filter(profiled)
     if frame.is_empty():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ LEAST_VARIED = 10
 """Outcomes that differ in fewer samples may equal a feature by chance."""
 MOST_LEAKS = 3
 """So many features that hold an outcome are named."""
+MOST_NAMED = 5
+"""So many features with the same fault are named."""
 SHUFFLES = 20
 """Random orders that features are compared in."""
 JITTER = 0.002
@@ -150,21 +153,40 @@ def order_of_features(measured: Measured) -> Faults:
 def idle_features(measured: Measured) -> Faults:
     """Notice features that are missing, never vary, or repeat another one."""
     columns: list[Tensor] = []
+    labels: list[str] = []
     for name, block in measured.table.features.items():
-        # the places of a text follow from each other, and the last one may be empty
         numbers = []
+        names = []
         for column in measured.table.columns_of_block(name):
-            numbers += [column.categories is None] * len(column.labels)
+            # the places of a text follow from each other, and the last one may be empty
+            is_number = column.categories is None
+            numbers += [is_number] * len(column.labels)
+            names += [column.name] * is_number
         block = block[:, torch.tensor(numbers)]
         if missing := float(block.isnan().double().sum() / max(1, block.numel())):
             words = f"Features {name}: {missing:.1%} of the values are missing"
+            words += _named(names, block.isnan().any(0))
             yield Fault(words, "certain", "Missing values count as the median.")
         known = block.nan_to_num()
         varies = (known != known[0]).any(0)
         if not varies.all():
             words = f"Features {name}: {int((~varies).sum())} of {len(varies)} columns never vary"
+            words += _named(names, ~varies)
             yield Fault(words, "certain", "They can be left out.")
+        labels += itertools.compress(names, varies.tolist())
         columns += known[:, varies].unbind(1)
-    if columns and (copies := len(columns) - len(set(numbers_of(torch.stack(columns))))):
-        words = f"{copies} features repeat another one"
-        yield Fault(words, "certain", "They can be left out.")
+    if columns:
+        numbered = numbers_of(torch.stack(columns))
+        copied = np.ones(len(numbered), bool)
+        copied[np.unique(numbered, return_index=True)[1]] = False
+        if copied.any():
+            words = f"{copied.sum()} features repeat another one"
+            words += _named(labels, copied)
+            yield Fault(words, "certain", "They can be left out.")
+
+
+def _named(names: Sequence[str], chosen: Iterable[bool]) -> str:
+    """Return the first of the chosen names, in brackets."""
+    few = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+    more = ", …" * (len(few) > MOST_NAMED)
+    return f" ({', '.join(few[:MOST_NAMED])}{more})"

@@ -51,8 +51,9 @@ class Measured:
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
         self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
         self.names = []
-        for name, block in table.features.items():
-            self.names += [f"{name}[{column}]" for column in range(block.shape[1])]
+        for name in table.features:
+            for column in table.columns_of_block(name):
+                self.names += column.labels
         self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
         samples = rows.numpy()  # numpy takes a tensor of one number as a number
         self.ids = np.array(table.sample_ids)[samples]

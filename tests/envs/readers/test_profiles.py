@@ -95,7 +95,8 @@ def test_missing_rows_and_empty_cells_are_holes():
     made = table(data)
     identical(made.accuracy, [[NAN, 1.0], [0.0, NAN]])
     identical(made.latency_ms, [[NAN, 20.0], [30.0, NAN]])
-    assert made.notes == ("2 rows without accuracy or latency: not profiled",)
+    assert made.notes[0] == "2 rows without accuracy or latency: not profiled"
+    assert made.notes[1].startswith("1 of them lack accuracy")
     assert table(data[[0, 3]]).digest == made.digest
 
 
@@ -179,12 +180,21 @@ def test_which_columns_are_knobs(data, knobs):
     assert [knob.name for knob in table(data).knobs] == knobs
 
 
-def test_a_measurement_taken_for_a_knob_is_refused():
+def test_a_measurement_is_no_knob():
     data = pl.DataFrame({"sample_id": np.arange(60) // 2, "k": [0, 1] * 30, "energy": range(60)})
     data = data.with_columns(accuracy=1.0, latency_ms=2.0)
-    with input_error("energy"):
-        table(data)
+    made = table(data.with_columns(pl.col("energy") * 7))
+    assert ([knob.name for knob in made.knobs], made.num_configurations) == (["k"], 2)
+    assert "energy" in made.notes[0]
     assert table(data, knobs=["k"]).num_configurations == 2
+
+
+def test_too_many_configurations_are_refused():
+    """Each row was measured three times, and its energy each time."""
+    data = pl.DataFrame({"sample_id": np.arange(180) // 6, "k": [0, 0, 0, 1, 1, 1] * 30})
+    data = data.with_columns(accuracy=1.0, latency_ms=pl.int_range(180), repeat=pl.lit(None))
+    with input_error("energy"):
+        table(data.with_columns(energy=pl.int_range(180) * 13 % 101))
 
 
 def test_accuracy_and_latency_are_a_choice():
@@ -308,6 +318,8 @@ def test_any_table_survives_every_format(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("round")
     names = ["dataset", "sample_id", "knob, one", "tier", "accuracy", "latency_ms"]
     knobs = names[2:4]
+    # a second setting of a sample, since one for each is no profile
+    rows.append((*rows[0][:2], "another", *rows[0][3:]))
     made = table(pl.DataFrame(rows, schema=names, orient="row"), knobs=knobs)
     assert int(made.mask.sum()) == len(rows)
     assert table(long_frame(made), knobs=knobs).digest == made.digest

@@ -15,6 +15,7 @@ from campaign.profiles.faults import (
 from helpers import input_error, repeated, small_table, table_of, two_kinds
 
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
+from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.inspection.faults import (
     CHECKS,
@@ -147,6 +148,22 @@ def test_columns_that_repeat_or_never_vary_are_counted():
     constant, same = map(str, faults_by_check(table)["idle_features"])
     assert "2 of 5" in constant
     assert same.startswith("1 ")
+
+
+def test_faults_name_the_columns_of_features(sound):
+    names = ("tokens", "leak", "twin", "flat")
+    tokens = sound.features["x"][:, :1]
+    columns = [tokens, sound.latency_ms[:, 1:2], tokens, torch.ones_like(tokens)]
+    faulty = replace(
+        sound,
+        features={"features": torch.cat(columns, 1)},
+        columns=tuple(Column(name, None, False) for name in names),
+    )
+    found = faults_by_check(faulty)
+    constant, same = map(str, found["idle_features"])
+    assert ("flat" in constant, "twin" in constant) == (True, False)
+    assert ("twin" in same, "flat" in same) == (True, False)
+    assert "leak" in str(found["copied_outcomes"][0])
 
 
 def test_drift_is_noticed_in_the_order_of_the_times(sound):

@@ -1,0 +1,301 @@
+"""Columns that a file of results has beside its knobs: outcomes, answers, and numbers of rows.
+
+Nobody can set an outcome, and nobody knows it or the right answer when the knobs are set.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+ANSWERS = re.compile(
+    r"(gold|gt|ground_?truth)(_.*)?|labels?|targets?|references?|expected|truth|solutions?|y_true"
+    r"|(true|right|correct|expected|reference|target)_(answers?|labels?|outputs?|letters?|class)"
+    r"|(label|answer)_(id|key|letter|text)"
+)
+"""Names of what the right answer is."""
+OUTCOMES = re.compile(
+    r"((is|was|num|n)_)?(in)?correct|is_right|passed|succeeded|success|failed|wrong|click(ed)?"
+    r"|(http_|exit_|response_)?status(_code)?|(exit|return|http)_code|exceptions?|traceback"
+    r"|errors?(_(type|code|message|msg|text))?|(has|is)_error|timed_out|(finish|stop)_reason"
+    r"|((num|n)_)?(output|completion|generated|response|total)_(tokens?|length|len)"
+    r"|tokens_(out|generated)|(num_)?predicted(_.*)?|pred_(answer|label|letter|text|class)"
+    r"|(raw|model|llm|generated|final|parsed)_(text|output|answer|response|prediction|completion)"
+    r"|outputs?|responses?|completions?|generations?|logprobs?|rewards?|judg(e)?ment|verdict"
+    r"|host(_?name)?|machine|worker|node|pod|usd|eur|seconds|elapsed|ttft|itl|tpot"
+    r"|t?stamp|timestamp|(created|started|finished|measured)_at|(start|end)_time"
+)
+"""Names of what is known only when the answer is there, and of where and when it was made."""
+REPEATS = re.compile(r"seed|(run|trial|attempt|replicate|repetition|rep)(_(id|idx|no|number))?")
+"""Names of columns that number measurements of the same setting."""
+INDEX = re.compile(r"(unnamed(_\d+)*|index_level_\d+|level_0)?")
+"""Names of the columns that pandas makes of its index, as `plain` writes them."""
+ROW_NUMBERS = re.compile(
+    r"idx|index|row|line|(row|line)_(id|idx|index|no|num|number)|id|uid|uuid"
+    r"|(request|trace|prompt|example)_id"
+)
+"""Names of numbers of rows."""
+ERRORS = re.compile(
+    r"((has|is|api|request)_)?(errors?|exceptions?)(_(type|code|message|msg|text))?|timed_out"
+    r"|((http|exit|response|request)_)?status(_code)?|(exit|return|http)_code"
+)
+"""Names of columns that say whether an answer failed."""
+FINE = {
+    *("", "none", "null", "nan", "na", "n/a", "false", "0", "no", "ok", "okay", "success"),
+    *("succeeded", "complete", "completed", "done", "finished", "passed"),
+    *("skipped", "pending", "queued", "running", "cancelled", "canceled"),
+}
+"""Values of such a column where nothing failed, in lower case; so are 200 and its like."""
+
+MOST_ROWS = 100_000
+"""Of a longer table, as many samples are looked at as have about so many rows."""
+FEWEST_MEETINGS = 12
+"""If fewer are expected, that there are none may be chance."""
+FEWEST_IN_GRID = 8
+"""The same where all samples have equal settings, which is rarer still."""
+MOST_REPEATED = 0.25
+"""Where requests were sent again, so many of the expected values of an outcome may meet."""
+COMPLETE = 0.9
+"""A column that has more of its values in each sample was set, whatever its name says."""
+FEWEST_ROWS = 10
+"""In fewer rows numbers may be in order by chance."""
+FEWEST_VALUES = 30
+"""So many values, of which no two samples have one in common, are none that somebody set."""
+
+
+def plain(name: str) -> str:
+    """Return a name of a column in lower case, with `_` between its words."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return re.sub(r"[\W_]+", "_", words.lower()).strip("_") or name.strip()
+
+
+def named_like(columns: Sequence[str], *patterns: re.Pattern[str]) -> list[str]:
+    """Return those of these columns whose names are as one of the patterns says."""
+    return [c for c in columns if any(pattern.fullmatch(plain(c)) for pattern in patterns)]
+
+
+def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
+    """Return those of these columns that number rows: the index of pandas, and whole numbers
+    almost without gaps that occur once each.
+
+    Args:
+        frame, keys: rows, and their ids; numbers may start anew in every `dataset`.
+    """
+    numbered = named_like(names, INDEX)
+    part = keys["dataset"] if "dataset" in keys.columns else pl.repeat(0, len(keys), eager=True)
+    parts = part.n_unique()
+    for name in names:
+        # numbers of rows are all different, so that most columns need no closer look
+        if name in numbered or frame[name].n_unique() * parts < len(frame):
+            continue
+        rows = pl.DataFrame({"part": part, "number": whole_numbers(frame[name])})
+        sizes = rows.group_by("part").agg(
+            count=pl.len(),
+            distinct=pl.col("number").drop_nulls().n_unique(),
+            width=pl.col("number").max() - pl.col("number").min() + 1,
+        )
+        # a few rows may have been removed since
+        once = (sizes["distinct"] == sizes["count"]) & (sizes["width"] <= 1.25 * sizes["count"])
+        if once.all() and len(frame) >= FEWEST_ROWS * parts:
+            numbered.append(name)
+    return numbered
+
+
+def whole_numbers(series: pl.Series) -> pl.Series:
+    """Return the whole numbers of a column, Int64, null for anything else."""
+    if series.dtype.is_nested():
+        return pl.repeat(None, len(series), dtype=pl.Int64, eager=True)
+    text = series.cast(pl.String).str.strip_chars().str.replace(r"\.0+$", "")
+    return text.cast(pl.Int64, strict=False)
+
+
+def failures(
+    frame: pl.DataFrame, accuracy: pl.Series, latency: pl.Series, notes: list[str]
+) -> pl.Series:
+    """Return which rows have no accuracy because the answer failed, bool [n]; notes count them.
+
+    A column of errors says so; or several rows without accuracy took equally long, as long as none
+    with accuracy.
+    """
+    unscored = accuracy.is_null()
+    signs = {}
+    for name in named_like(frame.columns, ERRORS):
+        if not frame[name].dtype.is_nested():
+            text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
+            signs[f"failed, as {name} says"] = ~(
+                text.is_in(list(FINE)) | text.str.contains(r"^2\d\d(\.0)?$")
+            )
+    longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
+    slowest = (latency == longest).fill_null(False)
+    if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
+        signs[f"took {longest:g}, which is longest, as time-outs do"] = slowest
+    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    for sign, rows in signs.items():
+        new = unscored & rows & ~failed
+        if new.any():
+            notes.append(f"{new.sum()} rows without {accuracy.name} {sign}: they count as wrong")
+        failed |= new
+    return failed
+
+
+class Design:
+    """Which values were measured together; by this, knobs and outcomes differ.
+
+    Whoever measures chooses the knobs. Each sample gets all settings, the same ones as others, or
+    some at random; so two settings that differ in one knob alone *meet* in a sample as often as by
+    chance. An outcome varies from sample to sample, but has one value for each sample and setting:
+    two of its values never meet there, although they do across samples.
+    """
+
+    def __init__(
+        self,
+        frame: pl.DataFrame,
+        keys: pl.DataFrame,
+        columns: Sequence[str],
+        repeats: Sequence[str],
+    ) -> None:
+        """Look at these columns.
+
+        Args:
+            frame, keys: the rows of a table, and their ids.
+            columns: what may be knobs; no lists.
+            repeats: columns that may number measurements of the same setting.
+        """
+        # whole samples, the same ones whatever the order of the rows
+        step = math.ceil(len(frame) / MOST_ROWS)
+        if step > 1:
+            names = keys.unique().sort(keys.columns).gather_every(step)
+            chosen = keys.with_row_index("row").join(names, on=keys.columns, how="semi")["row"]
+            frame, keys = frame[chosen], keys[chosen]
+        sample = _codes(keys)
+        for name in repeats:
+            numbered = _joined(sample, _codes(frame.select(name)))
+            # a number for each row says nothing
+            if 2 * (1 + numbered.max()) <= len(frame):
+                sample = numbered
+        self._sample = _joined(sample)
+        datasets = keys.select(c for c in keys.columns if c == "dataset")
+        self._dataset = _codes(datasets) if datasets.width else np.zeros(len(frame), np.int64)
+        self._values = {name: _codes(frame.select(name)) for name in columns}
+
+    def size(self, column: str) -> int:
+        """Return how many values a column has."""
+        return int(self._values[column].max()) + 1
+
+    def regularity(self, column: str) -> float:
+        """Return in which share of the samples the column has the values, and each as often, that
+        it has in most samples."""
+        weights = np.random.default_rng(0).integers(1, 1 << 62, self.size(column), np.uint64)
+        sums = np.zeros(self._sample.max() + 1, np.uint64)
+        np.add.at(sums, self._sample, weights[self._values[column]])
+        return float(np.unique(sums, return_counts=True)[1].max() / len(sums))
+
+    def meetings(self, columns: Sequence[str], knobs: Sequence[str]) -> tuple[int, float]:
+        """Count pairs of different values of columns that meet in a sample where knobs are equal.
+
+        Returns:
+            How many there are, and how many there would be if each sample had got its settings at
+            random. Both agree where all samples have the same settings.
+        """
+        setting = _joined(self._dataset, *(self._values[knob] for knob in knobs))
+        both = _joined(setting, *(self._values[column] for column in columns))
+        # a setting that was measured again counts once
+        rows = np.unique(_joined(self._sample, both), return_index=True)[1]
+        sample, setting, both = self._sample[rows], setting[rows], both[rows]
+        dataset = self._dataset[rows]
+
+        def pairs(*codes: np.ndarray) -> np.ndarray:
+            """Return how many pairs of rows of each data set are equal in these."""
+            _, first, count = np.unique(_joined(*codes), return_index=True, return_counts=True)
+            return np.bincount(dataset[first], count * (count - 1) / 2, self._dataset.max() + 1)
+
+        met = pairs(sample, setting)
+        in_sample = pairs(sample)
+        same = pairs(both)
+        # the same of rows of different samples
+        across = pairs(dataset) - in_sample
+        differ = pairs(setting) - same - met
+        with np.errstate(invalid="ignore", divide="ignore"):
+            expected = np.nan_to_num(in_sample * differ / (across - same))
+        return int(met.sum()), float(expected.sum())
+
+    def are_outcomes(
+        self, columns: Sequence[str], knobs: Sequence[str], fewest: int = FEWEST_MEETINGS
+    ) -> bool:
+        """Return whether values of columns meet far less often than chosen ones would, where these
+        knobs are equal. If fewer than `fewest` are expected, that none meet may be chance."""
+        met, expected = self.meetings(columns, knobs)
+        surely = expected - met >= math.sqrt(fewest * expected) > 0
+        return surely and met <= MOST_REPEATED * expected
+
+    def doubtful(self, knobs: Sequence[str]) -> list[str]:
+        """Return those of these knobs of which hardly two values meet where the others are equal,
+        although they vary there between samples. With few rows that may be chance."""
+        regular = [c for c in knobs if self.regularity(c) == 1]
+        doubtful: list[str] = []
+        for column in knobs:
+            for others in ([c for c in knobs if c != column], regular):
+                met, expected = self.meetings([column], others)
+                if column not in (*regular, *doubtful) and met <= MOST_REPEATED * expected > 0:
+                    doubtful.append(column)
+        return doubtful
+
+    def _is_shared(self, column: str) -> bool:
+        """Return whether a value of a column occurs in two samples."""
+        values = self._values[column]
+        return len(np.unique(_joined(self._sample, values))) > values.max() + 1
+
+    def is_complete(self, column: str, knobs: Sequence[str]) -> bool:
+        """Return whether samples have several values of a column where these knobs are equal, and
+        nearly all that there are."""
+        setting = _joined(self._dataset, *(self._values[knob] for knob in knobs))
+        both = _joined(setting, self._values[column])
+        _, first = np.unique(both, return_index=True)
+        values = np.bincount(setting[first])
+        _, cells = np.unique(_joined(self._sample, setting), return_index=True)
+        measured = len(np.unique(_joined(self._sample, both)))
+        return measured > max(len(cells), COMPLETE * values[setting[cells]].sum())
+
+    def knobs_among(self, columns: Sequence[str]) -> list[str]:
+        """Return those of these columns that are no outcomes, in their order."""
+        regular = [c for c in columns if self.regularity(c) == 1]
+        others = [c for c in columns if c not in regular]
+        if self.are_outcomes(others, regular, FEWEST_IN_GRID):
+            # they suffice; what follows from them may be another name of a setting
+            return [c for c in columns if c in regular or not self.meetings([c], regular)[1]]
+        order = sorted(others, key=lambda c: (-self.regularity(c), self.size(c)))
+        # what differs in all samples was not set; what few samples have may be an outcome
+        order = [c for c in order if self.size(c) < FEWEST_VALUES or self._is_shared(c)]
+        knobs = list(regular)
+        # an outcome that came first may have hidden a knob, so look twice
+        for _ in range(2):
+            for column in order:
+                if column not in knobs and not self.are_outcomes([column], knobs):
+                    knobs.append(column)
+            for column in reversed(order):
+                rest = [c for c in knobs if c != column]
+                if column in knobs and self.are_outcomes([column], rest):
+                    knobs = rest
+        return [c for c in columns if c in knobs]
+
+
+def _joined(*codes: np.ndarray) -> np.ndarray:
+    """Return numbers 0, 1, … for the rows, int64 [n]; rows that are equal in all codes have the
+    same."""
+    joined = np.zeros_like(codes[0])
+    for each in codes:
+        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
+    return joined
+
+
+def _codes(columns: pl.DataFrame) -> np.ndarray:
+    """Return a number for each row, int64 [n]; rows with equal values have the same."""
+    codes = [
+        column.cast(pl.String).fill_null("").rank("dense").to_numpy().astype(np.int64) - 1
+        for column in columns
+    ]
+    return _joined(*codes)

@@ -1,0 +1,318 @@
+"""What a column is: knobs are never left out, outcomes, answers and numbers of rows always, and
+notes name them."""
+
+import itertools
+
+import numpy as np
+import polars as pl
+import pytest
+from helpers import identical, input_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.envs.readers.long_table import read_long_table, table_from_frame
+
+MODES = {"fast": 12, "mid": 30, "full": 61}
+
+
+def rows_of(cells, draw=0, **columns):
+    """Return the rows of these cells: (number of the sample, {knob: value}); columns are called
+    with the draws, the difficulty of the samples and the number of each setting."""
+    draws = np.random.default_rng(draw)
+    sample = np.array([sample for sample, _ in cells])
+    settings_of = [tuple(setting.values()) for _, setting in cells]
+    number = np.unique([str(s) for s in settings_of], return_inverse=True)[1]
+    hard = draws.random(sample.max() + 1)[sample]
+    right = (hard < (number + 1) / (number.max() + 2)).astype(int)
+    frame = pl.DataFrame([{"sample_id": f"q{s}"} | setting for s, setting in cells])
+    made = {name: make(draws, hard, number) for name, make in columns.items()}
+    return frame.with_columns(
+        accuracy=right, latency_ms=10.0 + number + draws.random(len(cells)), **made
+    )
+
+
+def grid(*sizes):
+    """Return all settings of knobs a, b, … with so many values."""
+    values = [range(1, size + 1) for size in sizes]
+    return [dict(zip("abcd", chosen, strict=False)) for chosen in itertools.product(*values)]
+
+
+def full(samples, configurations):
+    return [(s, c) for s in range(samples) for c in configurations]
+
+
+def read(frame, **options):
+    return table_from_frame(frame, name="t", **options)
+
+
+def names_of(table):
+    return [knob.name for knob in table.knobs]
+
+
+def is_named(notes, column):
+    return any(column in note for note in notes)
+
+
+OUTCOMES = {
+    "letter": lambda draws, hard, number: draws.choice(list("ABCD"), len(hard)),
+    "grade": lambda draws, hard, number: (hard < (number + 1) / (number.max() + 2)).astype(int),
+    "rack": lambda draws, hard, number: draws.integers(0, 3, len(hard)),
+    "words": lambda draws, hard, number: (100 * hard).astype(int) + number,
+    "money": lambda draws, hard, number: draws.random(len(hard)),
+}
+"""Outcomes whose names say nothing."""
+NAMES = (
+    "correct, finish_reason, predicted_letter, error, output_tokens, host, seed, run, http_status, "
+    "trial, isCorrect, Finish Reason, raw_text, tstamp"
+)
+ANSWERS = (
+    "gold, target, label, reference, ground_truth, expected, gt_answer, y_true, gold_label, "
+    "expected_output, seed, finish_reason, correct"
+)
+
+
+@given(
+    sizes=st.sampled_from([(3,), (2, 3), (4, 4), (2, 2, 2), (8,)]),
+    chosen=st.sets(st.sampled_from(sorted(OUTCOMES)), min_size=1),
+    holes=st.sampled_from([0, 0, 0.2]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=30, deadline=None)
+def test_outcomes_are_left_out_of_any_grid_whatever_their_names(sizes, chosen, holes, seed):
+    draws = np.random.default_rng(seed)
+    cells = [cell for cell in full(120, grid(*sizes)) if draws.random() >= holes]
+    data = rows_of(cells, seed, **{name: OUTCOMES[name] for name in chosen})
+    table = read(data)
+    assert names_of(table) == list("abcd"[: len(sizes)])
+    assert all(is_named(table.notes, name) for name in chosen)
+    assert table.mask.double().mean() > 0.9 - holes
+    assert table.digest == read(data.drop(chosen)).digest
+
+
+@given(
+    sizes=st.sampled_from([(4, 4, 4), (8, 8), (2, 4, 2, 4), (64,), (3, 2)]),
+    shape=st.sampled_from([(20, 2), (12, 4), (60, 2), (60, 4), (300, 2), (300, 4)]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_knobs_of_sparse_profiles_are_never_left_out(sizes, shape, seed):
+    draws = np.random.default_rng(seed)
+    samples, count = shape
+    settings_of = grid(*sizes)
+    cells = [
+        (s, settings_of[c])
+        for s in range(samples)
+        for c in draws.choice(len(settings_of), count, replace=False)
+    ]
+    assert names_of(read(rows_of(cells, seed))) == list("abcd"[: len(sizes)])
+
+
+NESTED = [
+    {"a": "x", "b": 1, "c": 1},
+    {"a": "x", "b": 2, "c": 1},
+    {"a": "x", "b": 3, "c": 1},
+    {"a": "y", "b": 0, "c": 1},
+    {"a": "y", "b": 0, "c": 2},
+    {"a": "z", "b": 0, "c": 0},
+]
+
+
+@given(share=st.sampled_from([1, 0.9, 0.5]), seed=st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_knobs_that_vary_only_under_another_one_are_kept(share, seed):
+    draws = np.random.default_rng(seed)
+    cells = [cell for cell in full(100, NESTED) if draws.random() < share]
+    outcomes = {name: OUTCOMES[name] for name in ("grade", "money")}
+    assert names_of(read(rows_of(cells, seed))) == ["a", "b", "c"]
+    assert names_of(read(rows_of(cells, seed, **outcomes))) == ["a", "b", "c"]
+
+
+def test_sparse_profiles_lose_their_outcomes():
+    draws = np.random.default_rng(0)
+    chosen = [draws.choice(64, 8, replace=False) for _ in range(300)]
+    settings_of = grid(4, 4, 4)
+    cells = [(s, settings_of[c]) for s in range(300) for c in chosen[s]]
+    table = read(rows_of(cells, grade=OUTCOMES["grade"], rack=OUTCOMES["rack"]))
+    assert names_of(table) == ["a", "b", "c"]
+    assert is_named(table.notes, "grade, rack")
+
+
+def modes(samples=40, **columns):
+    return rows_of(full(samples, [{"mode": mode} for mode in MODES]), **columns)
+
+
+@pytest.mark.parametrize("name", ["模式", "größe", "k%", "%", "rank", "max_tokens", "timeout_s"])
+def test_names_in_any_script_are_names_of_knobs(name):
+    draws = np.random.default_rng(0)
+    cells = [(s, {name: v, "b": b}) for s in range(30) for v in (1, 2, 3) for b in (1, 2)]
+    cells = [cell for cell in cells if draws.random() < 0.6]
+    assert names_of(read(rows_of(cells))) == [name, "b"]
+
+
+def constant(value):
+    return lambda draws, hard, number: np.full(len(hard), value)
+
+
+@pytest.mark.parametrize("name", NAMES.split(", "))
+@pytest.mark.parametrize("samples", [3, 40])
+def test_names_of_outcomes_help_where_there_are_few_rows(name, samples):
+    """An outcome that hardly varies cannot be told from a knob with one value."""
+    for make in (OUTCOMES["rack"], constant("stop")):
+        table = read(modes(samples, **{name: make}))
+        assert names_of(table) == ["mode"]
+        assert is_named(table.notes, name)
+        used = read(modes(samples, **{name: make}), knobs=["mode", name])
+        assert names_of(used) == ["mode", name]
+
+
+def test_what_every_sample_has_in_all_values_is_a_knob_whatever_its_name():
+    cells = [{"mode": mode, "output_tokens": n} for mode in MODES for n in (8, 16)]
+    table = read(rows_of(full(30, cells)))
+    assert names_of(table) == ["mode", "output_tokens"]
+    assert is_named(table.notes, "output_tokens")
+    # runs are measurements of the same setting, unless nothing else differs
+    cells = [{"mode": mode, "run": n} for mode in MODES for n in (8, 16)]
+    table = read(rows_of(full(30, cells)))
+    assert (names_of(table), table.num_repeats) == (["mode"], 2)
+    assert is_named(table.notes, "run")
+    table = read(rows_of(full(30, [{"run": "base"}, {"run": "new"}])))
+    assert names_of(table) == ["run"]
+
+
+def test_outcomes_of_numbered_runs_are_left_out():
+    cells = [{"mode": mode, "run": n} for mode in MODES for n in range(3)]
+    table = read(rows_of(full(40, cells), rack=OUTCOMES["rack"], grade=OUTCOMES["grade"]))
+    assert (names_of(table), table.num_repeats) == (["mode"], 3)
+
+
+def test_an_index_of_pandas_is_no_knob_in_a_table_of_any_size():
+    for name, samples in itertools.product(("", "Unnamed: 0", "__index_level_0__"), (2, 40)):
+        frame = modes(samples).with_row_index("row").rename({"row": name})
+        table = read(frame.select(name, pl.exclude(name)))
+        assert (names_of(table), table.mask.all()) == (["mode"], True)
+    # a running number needs no name
+    table = read(modes(samples).with_row_index("x"))
+    assert names_of(table) == ["mode"]
+    assert is_named(table.notes, "x")
+
+
+def per_sample(values):
+    """Return a column that has one value for each of 40 samples under three modes."""
+    return np.repeat(values, 3)
+
+
+@pytest.mark.parametrize("name", ANSWERS.split(", "))
+def test_answers_are_no_features_unless_they_are_named(name):
+    letters = per_sample(np.random.default_rng(1).choice(list("ABCD"), 40))
+    frame = modes().with_columns(
+        pl.Series("tokens", per_sample(np.arange(40) ** 2 % 37)), pl.Series(name, letters)
+    )
+    table = read(frame, features="auto")
+    assert [column.name for column in table.columns] == ["tokens"]
+    assert is_named([n for n in table.notes if not n.startswith("features:")], name)
+    assert is_named(read(frame).notes, name)
+    table = read(frame, features=["tokens", name])
+    assert [column.name for column in table.columns] == ["tokens", name]
+
+
+@pytest.mark.parametrize("name", ["idx", "index", "row", "x"])
+def test_numbers_of_samples_are_no_features(name):
+    frame = modes().with_columns(pl.Series("tokens", per_sample(np.arange(40) ** 2 % 37)))
+    for numbers in (np.arange(40), np.arange(7, 47), np.arange(40)[::-1]):
+        numbered = frame.with_columns(pl.Series(name, per_sample(numbers)))
+        table = read(numbered, features="auto")
+        assert [column.name for column in table.columns] == ["tokens"]
+        assert is_named(table.notes, name)
+    # nor is a copy of the ids
+    copied = frame.with_columns(pl.col("sample_id").str.slice(1).cast(pl.Int64) * 1000)
+    copied = copied.with_columns(key=pl.col("sample_id"))
+    table = read(copied, features="auto")
+    assert [column.name for column in table.columns] == ["tokens"]
+
+
+def test_columns_that_cannot_be_told_are_named():
+    table = read(modes(4, letter=OUTCOMES["letter"]))
+    assert names_of(table) == ["mode", "letter"]
+    assert is_named(table.notes, "letter")
+    # where all samples have the same settings, nothing is in doubt
+    assert read(rows_of(full(4, grid(2, 3)))).notes == ()
+
+
+@pytest.mark.parametrize("options", [{}, {"knobs": ["mode"]}, {"features": "auto"}])
+def test_one_setting_for_each_sample_is_a_log_of_decisions(tmp_path, options):
+    frame = modes(40).with_columns(kind=pl.col("sample_id").str.slice(-1))
+    frame = frame.filter(pl.int_range(pl.len()) % 3 == pl.int_range(pl.len()) // 3 % 3)
+    assert frame["mode"].n_unique() == 3
+    for data in (frame, pl.concat([frame, frame.with_columns(pl.col("latency_ms") + 1)])):
+        with input_error("log of decisions"):
+            read(data, **options | {"knobs": ["mode"]})
+    frame.write_csv(tmp_path / "log.csv")
+    with input_error(r"log\.csv: .*log of decisions"):
+        read_long_table(tmp_path / "log.csv", **options)
+
+
+def test_a_row_that_failed_is_late_and_wrong():
+    """It has no accuracy, but a time and an error; without an error it is not known."""
+    frame = pl.DataFrame(
+        {
+            "sample_id": ["a", "a", "b", "b", "c", "c"],
+            "mode": ["fast", "full"] * 3,
+            "score": [1.0, None, 0.5, None, None, 1.0],
+            "latency_ms": [10.0, 900.0, 11.0, None, 12.0, 60.0],
+            "error": [None, "TimeoutError", "", "refused", "", None],
+        }
+    )
+    table = read(frame)
+    assert names_of(table) == ["mode"]
+    identical(table.accuracy, [[1.0, 0.0], [0.5, np.nan], [np.nan, 1.0]])
+    identical(table.latency_ms, [[10.0, 900.0], [11.0, np.nan], [np.nan, 60.0]])
+    assert any(note.startswith("2 rows") and "error" in note for note in table.notes)
+    assert sum(note.startswith("1 of them") for note in table.notes) == 2
+    status = frame.with_columns(error=pl.Series([200, 504, 200, 500, 200, 200]))
+    assert read(status.rename({"error": "http_status"})).digest == table.digest
+
+
+def test_rows_without_accuracy_that_took_the_longest_timed_out():
+    frame = modes(40).with_columns(pl.col("accuracy").cast(pl.Float64))
+    late = pl.int_range(pl.len()).is_in([4, 50, 77])
+    late_rows = frame.with_columns(
+        accuracy=pl.when(~late).then("accuracy"),
+        latency_ms=pl.when(late).then(500.0).otherwise("latency_ms"),
+    )
+    table = read(late_rows)
+    assert table.mask.all()
+    identical(table.accuracy[table.latency_ms == 500], [0.0] * 3)
+    assert any(note.startswith("3 rows") for note in table.notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("2", "02"), ("2", " 2"), ("2", "2.0 "), ("s5", "s5 "), ("s5", "S5"), ("s5", "s5\u200b")],
+)
+def test_names_that_look_alike_are_noted(first, second):
+    """The note names the column and both names."""
+    for column in ("mode", "sample_id", "dataset"):
+        rows = {
+            "sample_id": ["x", "x", "y", "y"],
+            "mode": ["a", "b", "a", "b"],
+            "dataset": ["d"] * 4,
+        }
+        rows[column] = (
+            [first, second, first, second] if column == "mode" else [first] * 2 + [second] * 2
+        )
+        (note,) = read(pl.DataFrame(rows).with_columns(accuracy=1.0, latency_ms=2.0)).notes
+        assert column in note
+        assert repr(first) in note
+        assert repr(second) in note
+
+
+def test_a_budget_of_tokens_is_cost_and_knob():
+    """As in files with a row for each item and budget."""
+    cells = [{"t": t} for t in (128, 256, 512)]
+    data = rows_of(full(30, cells), conf=OUTCOMES["money"], letter=OUTCOMES["letter"])
+    options = {"latency": "t", "unit": "tokens"}
+    table = read(data.drop("latency_ms"), **options)
+    assert names_of(table) == ["t"]
+    assert is_named(table.notes, "conf")
+    identical(table.latency_ms[0], [128, 256, 512])
+    assert read(data.drop("latency_ms"), knobs=["t"], **options).digest == table.digest
