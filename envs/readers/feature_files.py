@@ -216,7 +216,12 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     # NumPy has no bfloat16
     for name, values in arrays.items():
         if isinstance(values, Tensor) and values.is_floating_point():
-            arrays[name] = values.detach().float().numpy()
+            # ids keep their type, which says whether they are exact
+            if name not in ("sample_id", "dataset"):
+                values = values.float()
+            elif values.dtype == torch.bfloat16:
+                raise InputError(f"{name} is bfloat16, which is no type for ids; write int64")
+            arrays[name] = values.detach().numpy()
     return arrays
 
 

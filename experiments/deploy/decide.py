@@ -20,6 +20,7 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_columns import encode, number
+from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
@@ -107,6 +108,9 @@ def _decided(
     Returns:
         What identifies each row, the configurations of those that are not refused, and for each
         row why it is refused, null for nothing.
+
+    Raises:
+        InputError: a column is missing, or ids have lost digits.
     """
     faults = [fault]
     blocks = {}
@@ -126,6 +130,8 @@ def _decided(
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
     names = [frame[name] for name in ("sample_id",) if name in frame.columns]
+    for name in names:
+        refuse_lost_digits(name)
     return pl.DataFrame([*names, limits]), chosen, fault
 
 
