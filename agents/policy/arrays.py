@@ -48,6 +48,8 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
         # a small file may unpack to more than the memory
         if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
             raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
+        if twice := {name for name in file.files if file.files.count(name) > 1}:
+            raise ValueError(f"holds {', '.join(sorted(twice))} twice")
         return {name: file[name] for name in file.files}
 
 
