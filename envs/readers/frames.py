@@ -15,6 +15,7 @@ from typing import Any
 
 import polars as pl
 
+from knobwise.common.arff import arff_frame
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
@@ -62,6 +63,9 @@ def read_frame(path: Path) -> pl.DataFrame:
             if name.endswith(".json"):
                 return _frame(decoded(text))
             return _frame([decoded(line) for line in text.split(b"\n") if line.strip()])
+        if name.endswith(".arff"):
+            text = content if isinstance(content, bytes) else path.read_bytes()
+            return arff_frame(text.decode("utf-8-sig"))
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):
@@ -71,8 +75,8 @@ def read_frame(path: Path) -> pl.DataFrame:
             f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})"
         ) from error
     raise InputError(
-        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl and .ndjson; text may also "
-        "end in .gz"
+        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl, .ndjson and .arff; text may "
+        "also end in .gz"
     )
 
 
@@ -115,12 +119,12 @@ def _unpacked(path: Path) -> bytes:
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """Return the column as Float64.
 
-    Text is parsed, and empty text is null. If `logical`, true and false are 1 and 0. Raises
+    Text is parsed; empty text and `?` are null. If `logical`, true and false are 1 and 0. Raises
     InputError for anything else.
     """
     if series.dtype.is_numeric() or series.dtype == pl.Null:
         return series.cast(pl.Float64)
-    spellings: dict[str, str | None] = {"": None}
+    spellings: dict[str, str | None] = {"": None, "?": None}
     if logical:
         spellings |= {"true": "1", "false": "0"}
     if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
