@@ -220,6 +220,7 @@ def _read_arrays(path: Path, ids: str | None) -> dict[str, ArrayLike]:
     else:
         content = read_arrays(path, "features")
     arrays = _in_blocks(content)
+    ids = ids or "sample_id"
     for key in {"sample_id", "dataset", ids} & metadata.keys():
         arrays[key] = json.loads(metadata[key])
     if ids in arrays:

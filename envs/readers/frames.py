@@ -30,7 +30,7 @@ PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
-MANTISSA_BITS = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
+MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
 POWER_OF_TEN = r"^[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
@@ -75,8 +75,8 @@ def read_frame(path: Path) -> pl.DataFrame:
             f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})"
         ) from error
     raise InputError(
-        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl, .ndjson and .arff; text may "
-        "also end in .gz"
+        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl, .ndjson and .arff; text "
+        "may also end in .gz"
     )
 
 

@@ -162,8 +162,8 @@ def _melted(
             f"{len(wide)} columns of wide=, as a number or the name of a column"
         )
     _refuse_unknown("wide", wide, frame)
-    columns = [cost for cost in costs if not _is_number(cost)]
-    _refuse_unknown("wide_latency", [str(column) for column in columns], frame)
+    columns = [str(cost) for cost in costs if not _is_number(cost)]
+    _refuse_unknown("wide_latency", columns, frame)
     rest = frame.drop(wide, columns)
     made = (CONFIGURATION, accuracy, latency)
     if in_the_way := [name for name in made if name in rest.columns]:

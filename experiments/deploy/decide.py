@@ -131,8 +131,8 @@ def _decided(
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
     names = [frame[name] for name in ("sample_id",) if name in frame.columns]
-    for name in names:
-        refuse_lost_digits(name)
+    for ids in names:
+        refuse_lost_digits(ids)
     return pl.DataFrame([*names, limits]), chosen, fault
 
 

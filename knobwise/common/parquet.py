@@ -44,7 +44,7 @@ def read_parquet(path: Path, limited: bool = True) -> pl.DataFrame:
     if limited and frame.width:
         # equal texts share their bytes until something changes them
         lengths = frame.select(pl.selectors.string().str.len_bytes().cast(pl.Int64))
-        refuse_unpacked(path, sum(column.sum() for column in lengths))
+        refuse_unpacked(path, sum(int(column.sum()) for column in lengths))
     return frame
 
 
