@@ -37,14 +37,14 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     """Read a profile: a row for each sample and configuration.
 
     Args:
-        data: the path of a CSV, Parquet, JSON or JSON lines file, of a `.safetensors` that
+        data: the path of a CSV, Parquet, JSON, JSON lines or ARFF file, of a `.safetensors` that
             `ProfileTable.save` wrote, or of a folder that `knobwise profile` wrote, features
             included; or a data frame of polars or pandas.
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
             names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only.
-        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name,
-            group.
+        options: the other options of `profile=table`: id, repeat, knobs, accuracy, right, latency,
+            unit, wide, wide_latency, name, group, time.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.
@@ -55,11 +55,14 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     >>> table.num_samples, table.num_configurations, list(table.features)
     (1, 2, ['image'])
     """
+    if isinstance(features, Mapping) and options.get("id") in features:
+        features = {**features, "sample_id": features[options["id"]]}
+        del features[options["id"]]
     content = _content(features)
     if not isinstance(data, (str, Path)):
         frame = data
         if not isinstance(data, pl.DataFrame):  # of pandas
-            frame = pl.DataFrame(data.to_dict("list")).fill_nan(None)
+            frame = pl.DataFrame(_columns(data)).fill_nan(None)
         return table_from_frame(frame, features=content, **{"name": "frame", **options})
     path = Path(data)
     if path.is_dir():
@@ -149,6 +152,14 @@ def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}={value}"
         else:
             yield f"{prefix}{key}={json.dumps(value)}"
+
+
+def _columns(data: Any) -> dict[str, Any]:
+    """Return the columns of a pandas data frame, and those of its index that have a name."""
+    index = getattr(data, "index", None)
+    if any(name is not None for name in getattr(index, "names", ())):
+        data = data.reset_index()
+    return data.to_dict("list")
 
 
 def _content(features: Any, **ids: Any) -> Any:

@@ -91,6 +91,24 @@ def write_log(path, requests):
     samples.write_csv(requests)
 
 
+def write_wide_and_arff():
+    """Write a table with a column for each configuration, and a scenario of ASlib."""
+    small = [i % 3 > 0 for i in range(60)]
+    ids = {"prompt_id": [f"q{i}" for i in range(60)]}
+    wide = pl.DataFrame({**ids, "small": small, "large": True}).cast({"small": int, "large": int})
+    wide.with_columns(large_ms=50 + pl.int_range(60)).write_csv("answers.csv")
+    runs = ["instance_id string", "repetition numeric", "algorithm string", "runtime numeric"]
+    runs = [f"@attribute {name}" for name in (*runs, "runstatus {ok,timeout}")]
+    values = [*runs[:2], "@attribute size numeric", "@data"]
+    runs.append("@data")
+    for i in range(60):
+        runs.append(f"a{i},1,fast,{'100,timeout' if i % 3 else f'{1 + i / 60},ok'}")
+        runs.append(f"a{i},1,slow,{40 + i % 7},ok")
+        values.append(f"a{i},1,{'?' if i % 11 == 5 else i % 3}")
+    Path("algorithm_runs.arff").write_text("\n".join(runs))
+    Path("feature_values.arff").write_text("\n".join(values))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Small runs of every kind, logged offline, by name."""
@@ -292,6 +310,7 @@ def folder(home, monkeypatch):
         write_long_table(small_table(80, seed), f"{path}.csv")
         write_features(small_table(80, seed), f"{features}.npz")
     write_log("log.csv", "requests.csv")
+    write_wide_and_arff()
     # two samples of each user
     number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
     pl.read_csv("log.csv").with_columns(user=number // 2).write_csv("visits.csv")
@@ -328,7 +347,8 @@ def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypa
     blocks = {"bash": [], "python": []}
     text = (ROOT / guide).read_text()
     for language, block in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
-        blocks[language].append(block)
+        # a backslash continues a line
+        blocks[language].append(block.replace("\\\n", " ") if language == "bash" else block)
     lines = re.findall(r"^knobwise .*", "".join(blocks["bash"]), re.MULTILINE)
     assert lines
     swept = []

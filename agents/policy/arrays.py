@@ -48,6 +48,8 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
         # a small file may unpack to more than the memory
         if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
             raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
+        if twice := {name for name in file.files if file.files.count(name) > 1}:
+            raise ValueError(f"holds {', '.join(sorted(twice))} twice")
         return {name: file[name] for name in file.files}
 
 
@@ -73,7 +75,7 @@ def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
 def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     """Return the block `features` of a request that names its values, float32 [d]: numbers, and a
     1 in the place of each text, which is the last of its places if it has none of its own. Raises a
-    ValueError if a value is absent or of another kind, or missing (None, NaN, "") although no
+    ValueError if a value is absent or of another kind, or missing (None, NaN, "", "?") although no
     sample of the training lacked it."""
     block: list[float] = []
     for name, texts, gaps in columns:
@@ -83,7 +85,7 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
         value = request[name]
         if isinstance(value, str):
             value = value.strip()
-        if value is None or value == "" or value != value:
+        if value is None or value in ("", "?") or value != value:
             if not gaps:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacked it")
             value = math.nan if texts is None else ""

@@ -16,7 +16,7 @@ import polars as pl
 from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import read_json
 from knobwise.common.progress import progress
-from knobwise.envs.readers.frames import as_share, check_range
+from knobwise.envs.readers.frames import as_share, check_range, refuse_lost_digits
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
@@ -279,19 +279,26 @@ def _occurs(key: str, rows: list[Record]) -> bool:
 def _row_names(path: Path, rows: list[Record], key: str) -> pl.Series:
     """Return an id or a name of each row as text [rows], null where a row has none.
 
-    Raises InputError if one is neither a text nor a whole number that is exact.
+    Raises InputError if one is neither a text nor a whole number, or has lost digits.
     """
     names: list[Any] = [row.get(key) for row in rows]
     # if no row has the key, it may stand in the rows' metadata
     if not _occurs(key, rows):
         names = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-    # the id 7.0 is 7; a larger float is not exact
+    # the id 7.0 is 7
     if float in map(type, names):
-        exact = [isinstance(x, float) and x.is_integer() and abs(x) < 1 << 63 for x in names]
+        with naming(path):
+            floats = [x for x in names if isinstance(x, float)]
+            refuse_lost_digits(pl.Series(key, floats, pl.Float64))
+        exact = [isinstance(x, float) and x.is_integer() for x in names]
         names = [int(x) if whole else x for x, whole in zip(names, exact, strict=True)]
     if not {*map(type, names)} <= {int, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
-    return pl.Series([None if value is None else str(value) for value in names], dtype=pl.String)
+    texts = [None if value is None else str(value) for value in names]
+    series = pl.Series(key, texts, dtype=pl.String)
+    with naming(path):
+        refuse_lost_digits(series)
+    return series
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:

@@ -16,7 +16,7 @@ from knobwise.envs.tables.columns import Column
 
 AUTO = "auto"
 """The setting that makes features of all columns that are constant inside each sample."""
-MISSING = ("", "nan", "na", "n/a", "null", "none")
+MISSING = ("", "?", "nan", "na", "n/a", "null", "none")
 """Spellings of a number that is missing, in lower case."""
 MOST_VALUES = 50
 """The most values of a text that get a place."""
@@ -137,8 +137,8 @@ def encode_samples(samples: pl.DataFrame, columns: Sequence[Column]) -> np.ndarr
 
 
 def _text(name: str) -> pl.Expr:
-    """Return a column as text without spaces around it; "" is missing."""
-    return pl.col(name).cast(pl.String).str.strip_chars().fill_null("")
+    """Return a column as text without spaces around it; "" is missing, as `?` is in ARFF."""
+    return pl.col(name).cast(pl.String).str.strip_chars().replace("?", "").fill_null("")
 
 
 def number(name: str, dtype: pl.DataType) -> pl.Expr:

@@ -20,6 +20,7 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.feature_columns import encode_samples, fit_column
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
+from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import read_arrays, save_tensors, tensors_and_metadata
@@ -40,7 +41,9 @@ class Features(NamedTuple):
     """What was left out."""
 
 
-def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
+def read_features(
+    path: str | Path, columns: Sequence[Column] = (), layout: Layout = PLAIN
+) -> Features:
     """Read named feature blocks from `.safetensors`, `.npz`, `.pt` or a table file.
 
     Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]. In
@@ -50,6 +53,8 @@ def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
     Args:
         path: the file.
         columns: what that block holds, as a checkpoint knows it; by default it is fitted.
+        layout: may give the ids another name than `sample_id`. The column that numbers repeated
+            measurements is no feature.
 
     Raises:
         InputError: there is no such file, its content does not match its name, ids are missing or
@@ -61,8 +66,8 @@ def read_features(path: str | Path, columns: Sequence[Column] = ()) -> Features:
         raise InputError(f"{path}: no such file")
     with naming(path), _readable():
         if path.suffix in (".npz", ".pt", ".safetensors"):
-            return features_from(_read_arrays(path))
-        return _read_columns(path, columns)
+            return features_from(_read_arrays(path, layout.id))
+        return _read_columns(path, columns, layout)
 
 
 @contextmanager
@@ -123,17 +128,21 @@ def _block(name: str, values: np.ndarray, n: int) -> Tensor:
 
 
 def attach_features(
-    table: ProfileTable, features: str | Path | Features, columns: Sequence[Column] = ()
+    table: ProfileTable,
+    features: str | Path | Features,
+    columns: Sequence[Column] = (),
+    layout: Layout = PLAIN,
 ) -> ProfileTable:
     """Return the table with a row of features for each of its samples.
 
-    Samples are matched by id, and by data set if both name it. `columns` is for `read_features`.
+    Samples are matched by id, and by data set if both name it. `columns` and `layout` are for
+    `read_features`.
     Raises InputError if a sample has no features, or `read_features` refuses the file.
     """
     source = "features"
     if not isinstance(features, Features):
         source = str(features)
-        features = read_features(features, columns)
+        features = read_features(features, columns, layout)
     wanted = [table.sample_ids]
     names = [features.sample_ids]
     # data sets only count where both sides name them
@@ -203,32 +212,43 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     return blocks
 
 
-def _read_arrays(path: Path) -> dict[str, ArrayLike]:
-    """Read ids and blocks of a file of arrays, unchecked."""
+def _read_arrays(path: Path, ids: str | None) -> dict[str, ArrayLike]:
+    """Read ids and blocks of a file of arrays, unchecked; `ids` may be another name of the ids."""
     metadata: dict[str, str] = {}
     if path.suffix == ".safetensors":
         content, metadata = tensors_and_metadata(path)
     else:
         content = read_arrays(path, "features")
     arrays = _in_blocks(content)
-    for key in {"sample_id", "dataset"} & metadata.keys():
+    ids = ids or "sample_id"
+    for key in {"sample_id", "dataset", ids} & metadata.keys():
         arrays[key] = json.loads(metadata[key])
+    if ids in arrays:
+        arrays["sample_id"] = arrays.pop(ids)
     # NumPy has no bfloat16
     for name, values in arrays.items():
         if isinstance(values, Tensor) and values.is_floating_point():
-            arrays[name] = values.detach().float().numpy()
+            # ids keep their type, which says whether they are exact
+            if name not in ("sample_id", "dataset"):
+                values = values.float()
+            elif values.dtype == torch.bfloat16:
+                raise InputError(f"{name} is bfloat16, which is no type for ids; write int64")
+            arrays[name] = values.detach().numpy()
     return arrays
 
 
-def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
+def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Features:
     """Read ids and blocks of a table file.
 
     A column of lists is a block. The columns of single values form one block together.
     """
     frame = read_frame(path)
+    if layout.id in frame.columns and layout.id != "sample_id":
+        frame = with_ids(frame, Layout(layout.id), []).drop(layout.id)
     arrays: dict[str, ArrayLike] = {}
     names = []
-    unused = [name for name in frame.columns if name in KEYS - {"sample_id", "dataset"}]
+    keys = {*KEYS, layout.repeat} - {"sample_id", "dataset"}
+    unused = [name for name in frame.columns if name in keys]
     for column in frame.drop(unused):
         if column.name in ("sample_id", "dataset"):
             arrays[column.name] = name_column(column).to_numpy()

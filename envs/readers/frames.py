@@ -15,6 +15,7 @@ from typing import Any
 
 import polars as pl
 
+from knobwise.common.arff import arff_frame
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
@@ -29,6 +30,12 @@ PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
+"""Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
+POWER_OF_TEN = r"^[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)$"
+"""A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
+FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
+"""A whole number that was a float when it was written, such as 7.0."""
 
 
 def read_frame(path: Path) -> pl.DataFrame:
@@ -56,6 +63,9 @@ def read_frame(path: Path) -> pl.DataFrame:
             if name.endswith(".json"):
                 return _frame(decoded(text))
             return _frame([decoded(line) for line in text.split(b"\n") if line.strip()])
+        if name.endswith(".arff"):
+            text = content if isinstance(content, bytes) else path.read_bytes()
+            return arff_frame(text.decode("utf-8-sig"))
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):
@@ -65,8 +75,8 @@ def read_frame(path: Path) -> pl.DataFrame:
             f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})"
         ) from error
     raise InputError(
-        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl and .ndjson; text may also "
-        "end in .gz"
+        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl, .ndjson and .arff; text "
+        "may also end in .gz"
     )
 
 
@@ -109,12 +119,12 @@ def _unpacked(path: Path) -> bytes:
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """Return the column as Float64.
 
-    Text is parsed, and empty text is null. If `logical`, true and false are 1 and 0. Raises
+    Text is parsed; empty text and `?` are null. If `logical`, true and false are 1 and 0. Raises
     InputError for anything else.
     """
     if series.dtype.is_numeric() or series.dtype == pl.Null:
         return series.cast(pl.Float64)
-    spellings: dict[str, str | None] = {"": None}
+    spellings: dict[str, str | None] = {"": None, "?": None}
     if logical:
         spellings |= {"true": "1", "false": "0"}
     if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
@@ -171,7 +181,8 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
 def name_column(series: pl.Series) -> pl.Series:
     """Return the column as text; the float 7.0 is the id 7.
 
-    Raises InputError if a row is empty, NaN, infinite, or neither a name nor a number.
+    Raises InputError if a row is empty, NaN, infinite, or neither a name nor a number, or if
+    numbers have lost digits.
     """
     wrong = series.is_null()
     if series.dtype.is_float():
@@ -181,10 +192,42 @@ def name_column(series: pl.Series) -> pl.Series:
             f"column {series.name!r} must hold a name or a finite number in every row: "
             f"{wrong.sum()} rows do not, and its type is {series.dtype}"
         )
-    # pandas writes whole numbers as 7.0 where a column has gaps
-    if series.dtype.is_float() and (series % 1 == 0).all():
-        series = series.cast(pl.Int64)
-    return series.cast(pl.String)
+    refuse_lost_digits(series)
+    # other programs write whole numbers as 7.0 where a column had gaps
+    if series.dtype == pl.String and series.str.contains(FLOAT_AS_TEXT).all():
+        series = series.cast(pl.Float64)
+        refuse_lost_digits(series)
+    text = series.cast(pl.String)
+    if series.dtype.is_float() or series.dtype.is_decimal():
+        whole = series.cast(pl.Int128, strict=False).cast(pl.String)
+        text = whole.zip_with(series % 1 == 0, text)
+    return text
+
+
+def refuse_lost_digits(series: pl.Series) -> None:
+    """Raise InputError, with the column's name, if its numbers cannot tell ids apart any more.
+
+    These are floats that are too large to be exact, and text that a spreadsheet shortened.
+    """
+    lost = pl.repeat(False, len(series), dtype=pl.Boolean, eager=True)
+    cause = "a spreadsheet shortened them"
+    if series.dtype.is_float():
+        bits = MANTISSA_BITS[series.dtype.base_type()]
+        lost = series.is_finite() & (series.abs() >= 2.0**bits)
+        cause = f"a {series.dtype} holds whole numbers exactly only below 2^{bits}"
+    elif series.dtype == pl.String and series.str.contains(POWER_OF_TEN).any():
+        parts = series.str.extract_groups(POWER_OF_TEN).struct.unnest()
+        decimals = parts["1"].str.len_chars().fill_null(0)
+        # all digits of a whole number are written if it has as many decimals as its exponent
+        lost = decimals < parts["2"].cast(pl.Int64, strict=False)
+    # null is no id
+    if lost.any():
+        values = series.filter(lost)
+        raise InputError(
+            f"column {series.name!r} holds {len(values)} numbers that have lost digits, such as "
+            f"{values[0]}, so that different ids look alike: {cause}. Write ids as text, or as "
+            "whole numbers (int64)"
+        )
 
 
 def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
@@ -195,7 +238,7 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     """
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
-    if series.dtype == pl.Int128:
+    if series.dtype == pl.Int128 or series.dtype.is_decimal():
         series = series.cast(pl.Float64)
     known = series.dtype.is_numeric() or series.dtype == pl.String
     # each spelling is parsed once; text that spells numbers throughout is numbers

@@ -31,6 +31,7 @@ from knobwise.envs.readers.frames import (
     read_frame,
 )
 from knobwise.envs.readers.outcome_columns import failures
+from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 
@@ -132,6 +133,7 @@ def table_from_frame(
     time: str | None = None,
     source: str = "",
     notes: Sequence[str] = (),
+    **layout: Any,
 ) -> ProfileTable:
     """Make the dense table from one row per measurement of a (sample, configuration).
 
@@ -154,20 +156,26 @@ def table_from_frame(
         group: the column of what a sample belongs to, such as a document or a user.
         time: the column of when a row was measured; samples are then sorted by their first time.
         source: the name of the frame in error messages, such as a file name.
+        layout: other names of columns, and forms of table; see `Layout`.
 
     Raises:
         InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
     notes = list(notes)
+    described = Layout(**layout)
     with naming(source or name):
+        frame = long_form(frame, described, accuracy, latency, notes)
+        if knobs is not None and described.wide is not None:
+            knobs = [*dict.fromkeys([*knobs, CONFIGURATION])]
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         _refuse_missing(needed, frame)
         frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
-        if unused := [name for name in UNUSED if name in frame.columns]:
+        if unused := [name for name in UNUSED if name in {*frame.columns} - described.names]:
             notes.append(f"keys that are not used: {', '.join(unused)}")
         other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
+        other |= described.names
         if time is not None:
             rows = rows.with_columns(_times(frame[time]))
         keys = keys_of(rows)
@@ -178,7 +186,7 @@ def table_from_frame(
     table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
     if blocks is None:
         return table
-    return attach_features(table, blocks, columns)
+    return attach_features(table, blocks, columns, described)
 
 
 def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
@@ -187,8 +195,8 @@ def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
         raise InputError(
             f"no column {', '.join(missing)}; its columns are "
             f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
-            "latency: rename the columns, or give their names as accuracy=… and latency=… (on "
-            "the command line profile.accuracy=… and profile.latency=…)"
+            "latency: rename the columns, or give their names as id=…, accuracy=… and latency=… "
+            "(on the command line profile.id=…, profile.accuracy=… and profile.latency=…)"
         )
 
 

@@ -91,26 +91,32 @@ def split_fixed(
     If it has no validation part, that comes out of the training part, in the ratio of the shares.
     Raises InputError, with the name of the table, if a part is missing or a group torn apart.
     """
-    names = np.array(parts)
-    fixed = Split(*(torch.from_numpy((names == part).nonzero()[0]) for part in Split._fields))
-    missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
-    if missing == ["validation"]:
-        position, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed, weighted)
-        first = round(train / (train + validation) * count)
-        if 0 < first < count:
-            return Split(fixed.train[position < first], fixed.train[position >= first], fixed.test)
-    if missing:
-        raise InputError(
-            f"{table} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
-            "train, validation and test, or leave out the column `split`"
-        )
-    # count the parts that each image is in
+    # the parts that each image is in
     parts_of = Counter(group for group, _ in {*zip(groups, parts, strict=True)})
     torn = [group for group in groups if parts_of[group] > 1]
     if torn:
         raise InputError(
             f"{table}: {len(set(torn))} images or groups are in several parts of its split (the "
             f"first: {torn[0]!r}); give all samples of an image or group the same `split`"
+        )
+    names = np.array(parts)
+    fixed = Split(*(torch.from_numpy((names == part).nonzero()[0]) for part in Split._fields))
+    missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
+    if missing == ["validation"]:
+        drawn = split_groups(
+            [groups[row] for row in fixed.train.tolist()],
+            train / (train + validation),
+            validation / (train + validation),
+            seed,
+            table=f"the training part of {table}",
+            allow_no_test=True,
+            weighted=weighted,
+        )
+        return Split(fixed.train[drawn.train], fixed.train[drawn.validation], fixed.test)
+    if missing:
+        raise InputError(
+            f"{table} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
+            "train, validation and test, or leave out the column `split`"
         )
     return fixed
 

@@ -20,10 +20,14 @@ from torch import Tensor
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
+from knobwise.common.json_text import RepeatedKeyError, decoded
 from knobwise.common.progress import say
 
 DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
+
+LONGEST_HEADER = 100_000_000
+"""In bytes; safetensors reads no longer ones."""
 
 
 def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str, int]:
@@ -175,9 +179,11 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a `.safetensors` file by name, and its metadata.
 
-    Raises Damaged if they are not what `save_tensors` wrote, or the file is cut short. A file from
-    elsewhere holds no digest, so it is not checked.
+    Raises Damaged if they are not what `save_tensors` wrote, or the file is cut short, and
+    InputError if two have the same name. A file from elsewhere holds no digest, so it is not
+    checked.
     """
+    _refuse_repeated_names(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             # no dict, so it has to be asked for its keys
@@ -192,6 +198,22 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
     if metadata.pop(DIGEST, None) not in (None, digest_of(tensors, metadata)):
         raise Damaged(path)
     return tensors, metadata
+
+
+def _refuse_repeated_names(path: str | Path) -> None:
+    """Raise InputError if a `.safetensors` file has two tensors of one name, of which its reader
+    would take one."""
+    with Path(path).open("rb") as file:
+        # the length of the header, then the header, which is JSON
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, LONGEST_HEADER))
+    try:
+        decoded(header)
+    except RepeatedKeyError as error:
+        raise InputError(f"{path}: {error}; keep only one") from error
+    except ValueError:
+        # its reader says what is wrong
+        return
 
 
 def tensors_if_whole(path: Path) -> dict[str, Tensor] | None:

@@ -18,8 +18,10 @@ from knobwise.agents.policy.arrays import Array
 from knobwise.agents.policy.controller import MOST_MS, NumpyController
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
+from knobwise.common.parquet import decoded_size, refuse_unpacked
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_columns import encode, number
+from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
@@ -107,6 +109,9 @@ def _decided(
     Returns:
         What identifies each row, the configurations of those that are not refused, and for each
         row why it is refused, null for nothing.
+
+    Raises:
+        InputError: a column is missing, or ids have lost digits.
     """
     faults = [fault]
     blocks = {}
@@ -126,6 +131,8 @@ def _decided(
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
     names = [frame[name] for name in ("sample_id",) if name in frame.columns]
+    for ids in names:
+        refuse_lost_digits(ids)
     return pl.DataFrame([*names, limits]), chosen, fault
 
 
@@ -187,7 +194,9 @@ def _batches(path: Path) -> Iterator[Batch]:
         else:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 yield from _csv_batches(csv.reader(file, strict=True))
-    except (UnicodeError, csv.Error, pl.exceptions.PolarsError) as error:
+    except InputError:
+        raise
+    except (ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         raise InputError(f"requests={path}: cannot be read ({error})") from error
 
 
@@ -218,9 +227,11 @@ def _csv_rows(reader: Any, width: int) -> Iterator[tuple[int, list[str], str | N
 
 
 def _parquet_batches(path: Path) -> Iterator[Batch]:
-    """Yield the rows of a Parquet file."""
+    """Yield the rows of a Parquet file. Raises ValueError if its footer is damaged."""
     scan = pl.scan_parquet(path, glob=False)
-    count = scan.select(pl.len()).collect().item()
+    size, count = decoded_size(path)
+    # a batch takes its share of the memory
+    refuse_unpacked(path, size * min(AT_ONCE, count) // max(count, 1))
     for first in range(0, count, AT_ONCE):
         frame = scan.slice(first, AT_ONCE).collect()
         no_faults = pl.repeat(None, len(frame), dtype=pl.String, eager=True)

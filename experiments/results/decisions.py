@@ -87,7 +87,7 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     """
     path = Path(folder) / FILE
     try:
-        frame = read_parquet(path)
+        frame = read_parquet(path, limited=False)
         # files of earlier versions have no clusters
         decisions = _complete(frame.select(*SCHEMA.keys() - {"cluster"}, "^cluster$"))
     except (PolarsError, OSError, ValueError) as error:

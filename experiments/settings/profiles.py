@@ -101,10 +101,23 @@ class LongTables:
 
     format: str = MISSING
     """The reader."""
+    id: str | None = None
+    """Column of the ids, in the table and in its feature file; None for sample_id."""
+    repeat: str | None = None
+    """Column that numbers repeated measurements, such as run or trial; None for repeat, if there is
+    one."""
     knobs: list[str] | None = None
     """Columns that are knobs; None for every column that has no other known meaning."""
+    wide: list[str] | None = None
+    """Columns of accuracies, one for each configuration, of a table with one row for each sample;
+    None for one row per measurement."""
+    wide_latency: list[Any] | None = None
+    """A latency for each of these columns: a number, or the column that holds it."""
     accuracy: str = "accuracy"
     """Column of the accuracy."""
+    right: Any = None
+    """Value of that column, or a list of values, that counts as right, where it holds words such as
+    ok and timeout; all others are wrong. None for numbers."""
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     latency: str = "latency_ms"
@@ -303,6 +316,7 @@ def _read_joint(
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:
     from knobwise.envs.readers.feature_files import attach_features
+    from knobwise.envs.readers.layouts import Layout
     from knobwise.envs.readers.long_table import read_long_table
     from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -311,16 +325,22 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
+    of_columns = ["group", "time", "right", "wide", "wide_latency"]
+    of_files = ["id", "repeat"]
+    if features is None:
+        of_columns += of_files
     by_column = features == "auto" or isinstance(features, list)
-    if by_column or settings["group"] is not None or settings["time"] is not None:
+    if by_column or any(settings[name] is not None for name in of_columns):
         raise InputError(
-            f"{path}: holds no columns, only what it was written with; leave out profile.group, "
-            "profile.time, and a profile.features that names columns"
+            f"{path}: holds no columns, only what it was written with; leave out "
+            f"{', '.join(f'profile.{name}' for name in of_columns)}, and a profile.features that "
+            "names columns"
         )
     table = ProfileTable.load(path)
     if features is None:
         return table
-    return attach_features(table, features, settings.get("columns", ()))
+    layout = Layout(**{name: settings[name] for name in of_files})
+    return attach_features(table, features, settings.get("columns", ()), layout)
 
 
 PROFILES: dict[str, type[Any]] = {

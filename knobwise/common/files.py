@@ -10,6 +10,7 @@ import resource
 import shutil
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -209,7 +210,8 @@ def is_damaged(path: str | Path) -> bool:
     whole or does not agree with the checksums inside it. Any other file gives False.
 
     Raises:
-        InputError: it would unpack to more than the limit.
+        InputError: it would unpack to more than the limit, or holds two members of one name, of
+            which readers take one.
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
@@ -218,6 +220,11 @@ def is_damaged(path: str | Path) -> bool:
             return not begin.strip(b"\0")
         try:
             with zipfile.ZipFile(file) as archive:
+                # an array may be stored with and without the suffix
+                names = Counter(name.removesuffix(".npy") for name in archive.namelist())
+                twice = [name for name, count in names.items() if count > 1]
+                if twice:
+                    raise InputError(f"{path}: {twice[0]!r} is in it twice; keep only one")
                 unpacked = sum(part.file_size for part in archive.infolist())
                 # those of torch are not packed, and may be large
                 if unpacked > os.fstat(file.fileno()).st_size:

@@ -10,6 +10,10 @@ from typing import Any
 from knobwise.common.errors import InputError
 
 
+class RepeatedKeyError(ValueError):
+    """A key occurs twice in one object, of which parsers silently take the last."""
+
+
 def read_json(path: str | Path) -> Any:
     """Return the content of a JSON file.
 
@@ -28,8 +32,8 @@ def decoded(text: bytes | str) -> Any:
     """Decode JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
-        ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which
-            parsers silently take the last; the message is one line.
+        ValueError: not JSON in UTF-8, nested too deeply, or (`RepeatedKeyError`) a key twice in one
+            object; the message is one line.
     """
     collecting = gc.isenabled()
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
@@ -55,10 +59,10 @@ def encoded(content: Any, source: object) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object as a dictionary. Raises ValueError: a key occurs twice."""
+    """Return an object as a dictionary. Raises RepeatedKeyError."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in record if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice in one object")
+        raise RepeatedKeyError(f"the key {twice!r} occurs twice in one object")
     return record

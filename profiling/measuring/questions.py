@@ -16,8 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import read_frame
+from knobwise.common.errors import InputError, naming
+from knobwise.envs.readers.frames import read_frame, refuse_lost_digits
 from knobwise.profiling.measuring.answer_metrics import normalised
 
 PARTS = ("query", "demonstration")
@@ -178,7 +178,11 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
 def _items(path: Path, images: bool) -> tuple[list[Any], tuple[VQAItem, ...]]:
     """Read the items of a file, and the part of each."""
     items: dict[str, VQAItem] = {}
-    rows = read_frame(path).to_dicts()
+    frame = read_frame(path)
+    with naming(path):
+        for name in {"id", "question_id"}.intersection(frame.columns):
+            refuse_lost_digits(frame[name])
+    rows = frame.to_dicts()
     if not rows:
         raise InputError(f"{path}: holds no items")
     for index, row in enumerate(rows, 1):

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -377,6 +378,15 @@ def test_a_file_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("knobwise.agents.policy.arrays.MOST_BYTES", 50_000)
     with pytest.raises(ValueError, match=r"large\.npz.*unpacks"):
         NumpyController.load(tmp_path / "large.npz")
+
+
+def test_a_file_that_holds_an_array_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.npz"
+    np.savez(path, **arrays_by_hand())
+    with pytest.warns(UserWarning, match="header"), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("header.npy", archive.read("header.npy"))
+    with pytest.raises(ValueError, match=r"twice\.npz: .*header"):
+        NumpyController.load(path)
 
 
 def spoilt(array):

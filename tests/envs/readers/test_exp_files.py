@@ -353,6 +353,8 @@ def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(
         (put_exp5, [{"score": 1}], "sample_id"),
         (put_exp5, [{"sample_id": [0], "score": 1}], "sample_id"),
         (put_exp5, [{"sample_id": 2.0**64, "score": 1}], "sample_id"),
+        (put_exp5, [{"sample_id": 2.0**53, "score": 1}], "sample_id"),
+        (put_exp6, [{"sample_id": "1.2E+11", "T_total_ms": 1.0}], "sample_id"),
         (put_exp5, [{"sample_id": math.nan, "score": 1}], "sample_id"),
         (put_exp5, [ROW, ROW], "2 × sample_id 0"),
         (put_exp5, '{"summary": [{"top_k": 8}]}', "top_k=8"),

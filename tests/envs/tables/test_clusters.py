@@ -113,6 +113,36 @@ def test_a_fixed_split_that_parts_a_cluster_is_refused():
         clustered("u" * 20, parts=parts).split()
     fixed = clustered("abcd" * 5, parts=parts)
     assert whole(fixed, fixed.split())
+    # also where the validation part is to be drawn
+    for groups, tested in ((20, 3), (4, 1)):
+        clusters = [row // groups for row in range(60)]
+        parts = ["test" if row % groups < tested else "train" for row in range(60)]
+        with input_error("several parts"):
+            clustered(clusters, parts=tuple(parts)).split()
+
+
+@settings(max_examples=40)
+@given(SIZES, st.integers(0, 1000), st.floats(0.1, 0.9), st.sampled_from(["clusters", "images"]))
+def test_a_drawn_validation_part_keeps_groups_whole_or_the_file_is_refused(sizes, seed, share, of):
+    """Parts are given by group, but for one sample in half of the cases."""
+    rng = np.random.default_rng(seed)
+    groups = np.array(rng.permutation(sizes))
+    tested = groups % 3 == 0
+    torn = seed % 2 and (groups == groups[0]).sum() > 1
+    if torn:
+        tested[0] = not tested[0]
+    parts = tuple(np.where(tested, "test", "train"))
+    table = clustered(groups, parts=parts)
+    if of == "images":
+        table = replace(table, clusters=(), image_ids=table.clusters)
+    if torn:
+        with input_error("several parts"):
+            table.split(share, 0.2, seed)
+        return
+    split = table.split(share, 0.2, seed)
+    assert whole(replace(table, clusters=table.clusters or table.image_ids), split)
+    identical(split.test, torch.from_numpy(tested.nonzero()[0]))
+    assert all(map(len, split))
 
 
 def test_a_column_says_what_belongs_together(tmp_path):

@@ -123,6 +123,8 @@ def test_a_fixed_split_without_validation_takes_it_out_of_train():
     [
         (("train", "train", "validation", "train"), (), "test"),
         (("train", "test", "train", "validation"), tuple("aabc"), "1 images"),
+        (("train", "test", "train", "train"), tuple("aabc"), "1 images"),
+        (("train", "train", "train", "test"), tuple("aaab"), "training part"),
     ],
 )
 def test_fixed_splits_that_are_refused(parts, images, what):

@@ -295,6 +295,7 @@ def test_blocks_without_names_come_as_lists_or_by_position(capsys, tmp_path):
         ("requests=few.csv budget_ms=9", "tokens"),
         ("requests=empty.csv budget_ms=9", "no requests"),
         ("requests=twice.csv budget_ms=9", "kind"),
+        ("requests=short.csv budget_ms=9", "sample_id"),
         ("requests=bytes.csv budget_ms=9", "bytes.csv"),
         ("requests=bytes.parquet budget_ms=9", "bytes.parquet"),
         ("requests=wide.txt budget_ms=9", "wide.txt"),
@@ -305,6 +306,8 @@ def test_mistakes_leave_nothing_behind(words, field, capsys):
     Path("few.csv").write_text("kind\nocr\n")
     Path("empty.csv").write_text("kind,tokens,sharpness\n")
     Path("twice.csv").write_text("kind,kind\na,b\n")
+    short = REQUESTS[0] | {"sample_id": "1.23E+11"}
+    pl.DataFrame([short]).drop("budget_ms").write_csv("short.csv")
     for name in ("bytes.csv", "bytes.parquet", "wide.txt", "wide.npz"):
         Path(name).write_bytes(b"\xff\xfe\x00")
     given = "" if "checkpoint=" in words else f"checkpoint={RUN}"

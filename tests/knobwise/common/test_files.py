@@ -7,13 +7,19 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
+from helpers import input_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import (
@@ -24,6 +30,9 @@ from knobwise.common.files import (
     refused_by_system,
     written_whole,
 )
+from knobwise.common.parquet import decoded_size, read_parquet
+from knobwise.envs import ProfileTable
+from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.readers.feature_files import read_features
 
 
@@ -138,6 +147,90 @@ def test_a_small_archive_that_unpacks_to_much_is_refused_and_the_limit_can_be_se
     assert not is_damaged(stored)
     monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "3")
     assert read_features(packed).blocks["embeddings"].shape == (9, 40_000)
+
+
+ROWS = 400_000
+BOMBS = {
+    "equal numbers": {"x": pl.repeat(0.5, ROWS)},
+    "equal texts": {"x": pl.repeat("a" * 9, ROWS)},
+    "equal long texts": {"x": pl.repeat("a" * 4000, ROWS // 1000)},
+    "one long list": {"x": pl.lit(pl.Series([[0.0] * ROWS]))},
+    "one long text": {"x": pl.lit("a" * 4 * ROWS)},
+    "a list of structures": {"x": pl.lit(pl.Series([[{"y": [1, 2]}] * ROWS]))},
+}
+
+
+@pytest.mark.parametrize("columns", BOMBS.values(), ids=BOMBS)
+def test_a_small_parquet_is_refused_before_it_unpacks_to_much(tmp_path, monkeypatch, columns):
+    path = tmp_path / "bomb.parquet"
+    pl.select(**columns).write_parquet(path, compression="zstd")
+    assert path.stat().st_size < 60_000
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "1")
+    with input_error("bomb.parquet: .*KNOBWISE_UNPACKED_MB"):
+        read_parquet(path)
+    for limited, limit in ((False, "1"), (True, "40")):
+        monkeypatch.setenv("KNOBWISE_UNPACKED_MB", limit)
+        assert read_parquet(path, limited).equals(pl.select(**columns))
+    # but for texts that share their bytes, the footer tells
+    if columns is not BOMBS["equal long texts"]:
+        assert 1_000_000 < decoded_size(path)[0] < 40_000_000
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from([pl.Int64, pl.Float32, pl.Int8, pl.Boolean, pl.Date]), max_size=5),
+    st.integers(0, 40),
+    st.integers(1, 50),
+)
+def test_the_size_of_a_parquet_is_that_of_its_values(tmp_path_factory, types, rows, at_once):
+    """Of numbers; each column and each group of rows is one entry of the footer."""
+    path = tmp_path_factory.mktemp("parquet") / "t.parquet"
+    columns = {f"{i}": pl.Series([1] * rows, dtype=pl.Int64) for i in range(len(types))}
+    frame = pl.DataFrame(columns).cast(dict(zip(columns, types, strict=True)))
+    frame.write_parquet(path, row_group_size=at_once)
+    widths = {pl.Int64: 8, pl.Float32: 4, pl.Int8: 4, pl.Boolean: 1, pl.Date: 4}
+    assert decoded_size(path) == (sum(widths[kind] for kind in types) * rows, frame.height)
+    assert read_parquet(path).equals(frame)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:9] + b"PAR1", bytes([255] * 99) + b"\x63\0\0\0PAR1"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"Parquet|footer"):
+            decoded_size(path)
+
+
+def test_large_files_may_unpack_to_more(tmp_path, monkeypatch):
+    frame = pl.DataFrame({"x": np.random.default_rng(0).random(300_000)})
+    frame.write_parquet(tmp_path / "t.parquet")
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "1")
+    assert read_parquet(tmp_path / "t.parquet").equals(frame)
+
+
+def test_a_member_that_an_archive_holds_twice_is_named(tmp_path):
+    """Of an `.npz`, `.pt` or `.safetensors`; readers would take one of the two."""
+    np.savez(tmp_path / "twice.npz", sample_id=np.arange(2), first=np.ones((2, 3)))
+    torch.save({"sample_id": torch.arange(2), "first": torch.ones(2, 3)}, tmp_path / "twice.pt")
+    with zipfile.ZipFile(tmp_path / "twice.pt") as archive:
+        tensor = next(name for name in archive.namelist() if name.endswith("data/0"))
+    for name, member in (("twice.npz", "first.npy"), ("twice.npz", "first"), ("twice.pt", tensor)):
+        path = tmp_path / f"{len(member)}-{name}"
+        shutil.copy(tmp_path / name, path)
+        with warnings.catch_warnings(), zipfile.ZipFile(path, "a") as archive:
+            warnings.simplefilter("ignore")
+            archive.writestr(member, archive.read(archive.namelist()[1]))
+        for read in (read_features, read_embeddings):
+            with input_error(rf"{path.name}: .*{member.removesuffix('.npy')}"):
+                read(path)
+    # the names of a header, and of its metadata
+    tensor = '"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    for repeated, header in (
+        ("x", f"{{{tensor}, {tensor}}}"),
+        ("sample_id", f'{{"__metadata__": {{"sample_id": "[1]", "sample_id": "[2]"}}, {tensor}}}'),
+    ):
+        path = tmp_path / "twice.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        for read in (read_features, read_embeddings, ProfileTable.load):
+            with input_error(rf"twice\.safetensors: .*{repeated}"):
+                read(path)
 
 
 def test_a_checkpoint_that_is_not_as_it_was_written_is_damaged(tmp_path):
