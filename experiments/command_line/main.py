@@ -173,10 +173,19 @@ def _run(arguments: list[str]) -> int:
 
 def _with_runs(arguments: list[str]) -> list[str]:
     """Return the arguments of `compare`, with the folders as its option `runs`."""
-    folders = [argument for argument in arguments if "=" not in argument or Path(argument).is_dir()]
+    folders = [argument for argument in arguments if _is_run(argument)]
     if not folders:
         return arguments
-    return [f"runs={folders}", *(argument for argument in arguments if argument not in folders)]
+    from knobwise.experiments.settings.words import quoted
+
+    listed = ",".join(map(quoted, folders))
+    return [f"runs=[{listed}]", *(argument for argument in arguments if argument not in folders)]
+
+
+def _is_run(argument: str) -> bool:
+    """Return True for an argument that names a folder, whether or not there is one."""
+    key, equals, _ = argument.partition("=")
+    return not equals or "/" in key or Path(argument).is_dir()
 
 
 def check_written(config: Any, verb: str) -> None:
