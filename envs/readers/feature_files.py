@@ -225,7 +225,8 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
 
     A column of lists is a block. The columns of single values form one block together.
     """
-    frame = read_frame(path)
+    noted = list[str]()
+    frame = read_frame(path, noted)
     arrays: dict[str, ArrayLike] = {}
     names = []
     unused = [name for name in frame.columns if name in KEYS - {"sample_id", "dataset"}]
@@ -253,7 +254,6 @@ def _read_columns(path: Path, columns: Sequence[Column]) -> Features:
             )
         named = columns or [fit_column(frame[name]) for name in names]
         arrays[FEATURES] = encode_samples(frame, named)
-    notes: tuple[str, ...] = ()
     if unused:
-        notes = (f"keys that are no features: {', '.join(unused)}",)
-    return features_from(arrays)._replace(columns=tuple(named), notes=notes)
+        noted.append(f"keys that are no features: {', '.join(unused)}")
+    return features_from(arrays)._replace(columns=tuple(named), notes=tuple(noted))

@@ -76,8 +76,8 @@ def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any
         InputError: if the file is not of its kind, or `table_from_frame` refuses its rows.
     """
     name = name or Path(path).name.split(".")[0]
-    frame = read_frame(Path(path))
     notes = list[str]()
+    frame = read_frame(Path(path), notes)
     if BUDGET in frame.columns:
         try:
             with naming(path):
@@ -134,9 +134,10 @@ def table_from_frame(
 ) -> ProfileTable:
     """Make the dense table from one row per measurement of a (sample, configuration).
 
-    A row without accuracy or latency (null) counts as missing, and a cell without rows is not
-    profiled. Samples are sorted by data set and id, configurations by knob value, the measurements
-    of a cell by `repeat`, or else by size. A cell has the mean accuracy of its measurements.
+    A row without accuracy (null or NaN) or latency (null) counts as missing, and a cell without
+    rows is not profiled. Samples are sorted by data set and id, configurations by knob value, the
+    measurements of a cell by `repeat`, or else by size. A cell has the mean accuracy of its
+    measurements.
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
@@ -186,6 +187,8 @@ def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
             f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
             "latency: rename the columns, or give their names as accuracy=… and latency=… (on "
             "the command line profile.accuracy=… and profile.latency=…)"
+            + ". Values are parted by a comma, semicolon, tab or |"
+            * (frame.width == 1)
         )
 
 
@@ -300,7 +303,7 @@ def _profiled_rows(
         `first_look` (0 without one).
     """
     # every measurement as a number
-    shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
+    shares = as_share(number_column(frame[accuracy]).fill_nan(None), accuracy_unit, notes)
     measured = pl.DataFrame(
         {"accuracy": shares, "latency": number_column(frame[latency], False)}
     ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
+from knobwise.common.text_files import text_of
 
 
 def read_json(path: str | Path) -> Any:
@@ -28,15 +29,14 @@ def decoded(text: bytes | str) -> Any:
     """Decode JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
-        ValueError: not JSON in UTF-8, nested too deeply, or a key twice in one object, of which
-            parsers silently take the last; the message is one line.
+        ValueError: not JSON in UTF-8, or in UTF-16 with its mark; nested too deeply, or a key twice
+            in one object, of which parsers silently take the last; the message is one line.
     """
     collecting = gc.isenabled()
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
         if isinstance(text, bytes):
-            # some programs put a mark at the beginning
-            text = text.decode("utf-8-sig")
+            text = text_of(text)
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
