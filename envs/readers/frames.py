@@ -99,7 +99,7 @@ def _delimited(content: bytes | Path, notes: list[str]) -> pl.DataFrame:
     try:
         # the parser would give a second column of a name another one, as if it were a knob
         frame = pl.read_csv(
-            content,
+            content if isinstance(content, bytes) else content.absolute(),
             has_header=False,
             infer_schema=False,
             glob=False,
@@ -275,14 +275,16 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
     bad = rows.filter(~valid)
     if bad.is_empty():
         return
-    if bad[column].is_nan().all():
+    advice = "Fix or remove them"
+    # NaN is neither out of range nor in per cent
+    if (nan := bad.filter(pl.col(column).is_nan())).height:
+        bad = nan
         fault = "NaN"
+        advice += ", or leave the cells empty: they count as not measured"
     first = bad.row(0, named=True)
     at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
     file = f"{first['file']}: " if "file" in first else ""
-    raise InputError(
-        f"{file}{bad.height} rows with {name} {fault}, the first at {at}. Fix or remove them"
-    )
+    raise InputError(f"{file}{bad.height} rows with {name} {fault}, the first at {at}. {advice}")
 
 
 def name_column(series: pl.Series) -> pl.Series:

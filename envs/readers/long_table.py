@@ -134,10 +134,9 @@ def table_from_frame(
 ) -> ProfileTable:
     """Make the dense table from one row per measurement of a (sample, configuration).
 
-    A row without accuracy (null or NaN) or latency (null) counts as missing, and a cell without
-    rows is not profiled. Samples are sorted by data set and id, configurations by knob value, the
-    measurements of a cell by `repeat`, or else by size. A cell has the mean accuracy of its
-    measurements.
+    A row without accuracy or latency (null) counts as missing, and a cell without rows is not
+    profiled. Samples are sorted by data set and id, configurations by knob value, the measurements
+    of a cell by `repeat`, or else by size. A cell has the mean accuracy of its measurements.
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
@@ -303,7 +302,7 @@ def _profiled_rows(
         `first_look` (0 without one).
     """
     # every measurement as a number
-    shares = as_share(number_column(frame[accuracy]).fill_nan(None), accuracy_unit, notes)
+    shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
         {"accuracy": shares, "latency": number_column(frame[latency], False)}
     ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0))

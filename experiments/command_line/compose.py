@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -154,6 +154,13 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
             # without the backslashes of text, or with what an interpolation stands for
             checkpoint = str(OmegaConf.create({"checkpoint": override.value()}).checkpoint)
     chosen = {word.partition("=")[0] for word in arguments}
+    try:
+        has_baselines = of_run(checkpoint, "baselines") is not False
+    except InputError as error:
+        # who names the data needs no such file
+        if chosen.isdisjoint(READERS):
+            raise InputError(f"{error}; restore a copy, or give profile=… or beams=…") from error
+        return []
     words = []
     for group, default in groups_of(verb).items():
         if group in chosen or group not in READERS or default is None:
@@ -164,10 +171,8 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
             _refuse_code(trained_on, group, chosen)
             ConfigStore.instance().store(group=group, name=OF_RUN, node=trained_on)
             words.append(f"{group}={OF_RUN}")
-    # who names everything else needs no such file
-    with suppress(InputError):
-        if verb == "evaluate" and of_run(checkpoint, "baselines") is False:
-            words.append("baselines=false")
+    if verb == "evaluate" and not has_baselines:
+        words.append("baselines=false")
     return words
 
 

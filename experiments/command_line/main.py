@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -185,7 +186,11 @@ def _with_runs(arguments: list[str]) -> list[str]:
 def _is_run(argument: str) -> bool:
     """Return True for an argument that names a folder, whether or not there is one."""
     key, equals, _ = argument.partition("=")
-    return not equals or "/" in key or Path(argument).is_dir()
+    if not equals or Path(argument).is_dir():
+        return True
+    # a name may have = in it; what is no option is meant as one
+    is_word = re.fullmatch(r"\+*[a-z_.]+", key) and "/" not in argument
+    return not (is_word or key.lstrip("+") in ("runs", "html", "json") or key.startswith("-"))
 
 
 def check_written(config: Any, verb: str) -> None:

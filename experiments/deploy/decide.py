@@ -268,7 +268,7 @@ def _json_batches(file: TextIO) -> Iterator[Batch]:
 
 def _parquet_batches(path: Path) -> Iterator[Batch]:
     """Yield the rows of a Parquet file."""
-    scan = pl.scan_parquet(path, glob=False)
+    scan = pl.scan_parquet(path.absolute(), glob=False)
     count = scan.select(pl.len()).collect().item()
     for first in range(0, count, AT_ONCE):
         frame = scan.slice(first, AT_ONCE).collect()

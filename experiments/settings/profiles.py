@@ -176,10 +176,7 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
     Raises:
         InputError: this version cannot read it.
     """
-    try:
-        section = of_run(checkpoint, group)
-    except InputError as error:
-        raise InputError(f"{error}; restore a copy of it, or give {group}=…") from error
+    section = of_run(checkpoint, group)
     if section is None:
         return None
     try:
@@ -333,6 +330,11 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     features = settings["features"]
     if isinstance(features, (bool, int, float, dict)):
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
+    if isinstance(features, str) and features != "auto" and not Path(features).is_file():
+        raise InputError(
+            f"profile.features={features}: no such file; give one, auto, or names of columns, as "
+            "in [a,b]"
+        )
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     by_column = features == "auto" or isinstance(features, list)

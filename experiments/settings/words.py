@@ -36,7 +36,7 @@ def typed(key: str, value: object) -> str:
     """Return `key=value` as a shell takes it, and as the command line reads it back: as this very
     text, whether or not there is a file of this name."""
     text = str(value)
-    if text[:1] in ("'", '"') or "${" in text or NULL.fullmatch(text):
+    if re.match("['\"]", text) or "${" in text or NULL.fullmatch(text) or CALL.fullmatch(text):
         text = quoted(text)
     return shlex.quote(f"{key}={text}")
 
@@ -120,10 +120,14 @@ def _value(text: str, held: set[str], kinds: Kinds, sweep: bool) -> str:
     if _means_more(text, kinds) or (NONE in held and NULL.fullmatch(text)):
         return text
     if text[0] == "[" and text[-1] == "]" and held & {TEXTS, ANY}:
-        if re.search("['\"{}]|\\[.*\\[", text) and _parsed(text) is not None:
+        # quotes, or lists and objects inside it
+        if re.search("['\"]|(?<!\\$)\\{|\\[.*\\[", text) and _parsed(text) is not None:
             return text
-        parts = [part.strip() for part in _split(text[1:-1])]
-        return f"[{','.join(_value(part, {TEXT, NONE}, kinds, False) for part in parts if part)}]"
+        names = []
+        for part in _split(text[1:-1]):
+            name = part if os.path.lexists(part) else part.strip()
+            names += [_value(name, {TEXT, NONE}, kinds, False)] if name else []
+        return f"[{','.join(names)}]"
     if TEXT not in held:
         return text
     if sweep and "," in text:

@@ -108,11 +108,15 @@ class Experiment(ABC):
         print(f"report: {report}")
         if mode == "offline":
             print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-        following = f"compare {shlex.quote(str(folder.parent))}"
-        if (folder / "controller.npz").exists():
-            following = f"export {typed('checkpoint', folder)}"
-        print(f"next:   knobwise {following}")
+        print(f"next:   {next_command(folder)}")
         return folder
+
+
+def next_command(folder: Path) -> str:
+    """Return the command that usually follows a run, as a shell takes it."""
+    if (folder / "controller.npz").exists():
+        return f"knobwise export {typed('checkpoint', folder)}"
+    return f"knobwise compare {shlex.quote(str(folder.parent))}"
 
 
 def set_up_torch(threads: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,21 @@ def decoded(text: bytes | str) -> Any:
     finally:
         if collecting:
             gc.enable()
+
+
+def is_deeper(content: Any, levels: int) -> bool:
+    """Return True if decoded JSON has lists and objects inside each other on more than so many
+    levels."""
+    inside = _containers([content])
+    for _ in range(levels):
+        inside = list(itertools.chain.from_iterable(map(_containers, inside)))
+    return bool(inside)
+
+
+def _containers(content: Any) -> list[Any]:
+    """Return the lists and objects directly inside of a list or an object."""
+    values = content.values() if isinstance(content, dict) else content
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def encoded(content: Any, source: object) -> str:
