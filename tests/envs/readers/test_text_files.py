@@ -13,7 +13,12 @@ from knobwise.common.text_files import form_of
 from knobwise.envs.readers.feature_files import read_features
 
 ROWS = [
-    {"sample_id": f"q{10 + i}", "mode": mode, "accuracy": int(i % 3 == 0 or mode == "full"), "ms": ms}
+    {
+        "sample_id": f"q{10 + i}",
+        "mode": mode,
+        "accuracy": int(i % 3 == 0 or mode == "full"),
+        "ms": ms,
+    }
     for i in range(12)
     for mode, ms in (("fast", 12.5 + i), ("full", 60.5 + i))
 ]
@@ -157,4 +162,7 @@ def test_features_are_read_in_the_same_forms(tmp_path):
     assert features.blocks["features"][3].tolist() == [3, 3.25]
     assert any("sharpness" in note for note in features.notes)
     (tmp_path / "t.csv").write_text(TEXT)
-    assert read(tmp_path / "t.csv", features=tmp_path / "f.csv").feature_sizes == {"features": 2}
+    assert read(tmp_path / "t.csv", features=tmp_path / "f.csv").features["features"].shape == (
+        12,
+        2,
+    )
