@@ -242,7 +242,8 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
 
     A column of lists is a block. The columns of single values form one block together.
     """
-    frame = read_frame(path)
+    noted = list[str]()
+    frame = read_frame(path, noted)
     if layout.id in frame.columns and layout.id != "sample_id":
         frame = with_ids(frame, Layout(layout.id), []).drop(layout.id)
     arrays: dict[str, ArrayLike] = {}
@@ -273,7 +274,6 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
             )
         named = columns or [fit_column(frame[name]) for name in names]
         arrays[FEATURES] = encode_samples(frame, named)
-    notes: tuple[str, ...] = ()
     if unused:
-        notes = (f"keys that are no features: {', '.join(unused)}",)
-    return features_from(arrays)._replace(columns=tuple(named), notes=notes)
+        noted.append(f"keys that are no features: {', '.join(unused)}")
+    return features_from(arrays)._replace(columns=tuple(named), notes=tuple(noted))

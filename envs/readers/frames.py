@@ -6,6 +6,8 @@ Errors name the column that is wrong.
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import json
 import math
 import re
@@ -21,11 +23,20 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
+from knobwise.common.text_files import (
+    COMMA,
+    LOOKED_AT,
+    encoding_of,
+    form_of,
+    text_of,
+    with_points,
+)
 from knobwise.envs.tables.profile_table import Knob
 
 KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
 )
+DECIMAL = "; if the comma is a decimal comma, write a point"
 PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
@@ -38,46 +49,146 @@ FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
 """A whole number that was a float when it was written, such as 7.0."""
 
 
-def read_frame(path: Path) -> pl.DataFrame:
+def read_frame(path: Path, notes: list[str] | None = None) -> pl.DataFrame:
     """Read one table file, of the format that its suffix says.
 
     The columns of a CSV stay text: `007` is an id, not a number. Long tables, feature files,
     questions and image names are all read by this, so a new format here is one for each of them.
+    What is noticed goes to `notes`.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
+    notes = [] if notes is None else notes
     try:
         if path.suffix == ".gz":
             content: bytes | Path = _unpacked(path)
         else:
             content = path
         # the name without .gz decides the format
-        if name.endswith(".csv"):
-            # the parser would give a second column of a name another one, as if it were a knob
-            frame = pl.read_csv(content, has_header=False, infer_schema=False, glob=False)
-            names = [name or "" for name in frame.row(0)]
-            return frame.slice(1).rename(dict(zip(frame.columns, names, strict=True)))
+        if name.endswith((".csv", ".tsv")):
+            return _delimited(content, notes)
         if name.endswith((".json", ".jsonl", ".ndjson")):
-            text = content if isinstance(content, bytes) else path.read_bytes()
-            if name.endswith(".json"):
-                return _frame(decoded(text))
-            return _frame([decoded(line) for line in text.split(b"\n") if line.strip()])
+            text = text_of(content if isinstance(content, bytes) else path.read_bytes())
+            return _frame(_rows(text, name.endswith(".json"), notes))
         if name.endswith(".arff"):
-            text = content if isinstance(content, bytes) else path.read_bytes()
-            return arff_frame(text.decode("utf-8-sig"))
+            text = text_of(content if isinstance(content, bytes) else path.read_bytes())
+            return arff_frame(text)
         if name.endswith((".parquet", ".pq")):
             return read_parquet(path)
     except (InputError, MemoryError):
         raise
     except Exception as error:
+        kind = name.rpartition(".")[2]
         raise InputError(
-            f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})"
+            f"{path}: cannot be read as {kind} ({str(error).partition(chr(10))[0]})"
         ) from error
     raise InputError(
-        f"{path}: not a table; known are .csv, .parquet, .json, .jsonl, .ndjson and .arff; text "
-        "may also end in .gz"
+        f"{path}: not a table; known are .csv, .tsv, .parquet, .json, .jsonl, .ndjson and .arff; "
+        "text may also end in .gz"
     )
+
+
+def _delimited(content: bytes | Path, notes: list[str]) -> pl.DataFrame:
+    """Read delimited text, whatever separates its values.
+
+    Raises:
+        ValueError: it is not UTF-8 or marked UTF-16, or its commas may mean two things.
+        PolarsError: its rows are not as long as its header.
+    """
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        head = list(itertools.islice(file, LOOKED_AT))
+        # polars reads UTF-8, and lines that end in a line feed
+        encoding = encoding_of(head[0] if head else b"")
+        if not encoding.startswith("utf-8") or (len(head) == 1 and b"\r" in head[0].rstrip()):
+            file.seek(0)
+            content = text_of(file.read()).replace("\r\n", "\n").replace("\r", "\n").encode()
+            head = content.splitlines(keepends=True)[:LOOKED_AT]
+    lines = [line.decode("utf-8-sig", errors="replace") for line in head]
+    separator, skipped = form_of(lines)
+    try:
+        # the parser would give a second column of a name another one, as if it were a knob
+        frame = pl.read_csv(
+            content if isinstance(content, bytes) else content.absolute(),
+            has_header=False,
+            infer_schema=False,
+            glob=False,
+            separator=separator,
+            skip_lines=skipped,
+        )
+    except pl.exceptions.PolarsError:
+        # another encoding is the true cause
+        text_of(content if isinstance(content, bytes) else content.read_bytes())
+        raise
+    names = [name or "" for name in frame.row(0)]
+    frame = frame.slice(1).rename(dict(zip(frame.columns, names, strict=True)))
+    return with_points(frame, separator, notes)
+
+
+def _rows(text: str, whole: bool, notes: list[str]) -> list[Any]:
+    """Return the rows of JSON: an array, lines of objects, or the only list of rows in a document,
+    which is noted.
+
+    Args:
+        whole: whether the file is named as one document, not as lines. Either may hold the other.
+
+    Raises:
+        ValueError: it is neither, or holds no list of rows, or several.
+    """
+    readings = [_lines, decoded]
+    if whole:
+        readings.reverse()
+    try:
+        rows = readings[0](text)
+        if not whole and rows and isinstance(rows[0], list):
+            rows = decoded(text)
+    except ValueError as error:
+        try:
+            rows = readings[1](text)
+        except ValueError:
+            raise error from None
+    if not isinstance(rows, dict):
+        return rows
+    lists = _lists(rows)
+    if len(lists) > 1:
+        raise ValueError(
+            f"it has several lists of rows ({', '.join(list(lists)[:5])}); write one of them to a "
+            "file"
+        )
+    if not lists:
+        raise ValueError(
+            f"it is one object with {', '.join(list(rows)[:5])}, and no list of rows; write a list "
+            "of objects, as pandas does with orient='records'"
+        )
+    ((key, rows_in_it),) = lists.items()
+    notes.append(f"the rows are those of {key!r} in the file")
+    return rows_in_it
+
+
+def _lines(text: str) -> list[Any]:
+    """Decode JSON lines. Raises ValueError with the number of a line that is not JSON."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(decoded(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return rows
+
+
+def _lists(document: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the lists of objects in a document, by their dotted keys."""
+    lists = {}
+    inside = [("", document)]
+    while inside:
+        prefix, values = inside.pop()
+        for name, value in values.items():
+            if isinstance(value, dict):
+                inside.append((f"{prefix}{name}.", value))
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
+                lists[f"{prefix}{name}"] = value
+    return lists
 
 
 def _frame(rows: list[Any]) -> pl.DataFrame:
@@ -86,7 +197,8 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
     Raises ValueError for what polars would turn into something else: lines that are no objects,
     true among numbers, fractions among names, and whole numbers that 64 bits do not hold.
     """
-    kinds: dict[str, set[type]] = defaultdict(set)
+    # the first row of each type of value
+    kinds: dict[str, dict[type, int]] = defaultdict(dict)
     for line, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"row {line} is not an object, but {str(row)[:20]}")
@@ -97,13 +209,15 @@ def _frame(rows: list[Any]) -> pl.DataFrame:
                     "as text"
                 )
             if value is not None:
-                kinds[name].add(type(value))
+                kinds[name].setdefault(type(value), line)
     # true is 1 to polars, and a fraction becomes text
     for name, types in kinds.items():
-        if (bool in types and len(types) > 1) or (float in types and types - {int, float}):
+        mixed = bool in types and len(types) > 1
+        if mixed or (float in types and types.keys() - {int, float}):
+            held = [f"{rows[line - 1][name]!r} in row {line}" for line in types.values()]
             raise ValueError(
-                f"the column {name!r} holds true, false or fractions in some rows, and something "
-                "else in others"
+                f"the column {name!r} holds {' and '.join(held[:3])}; write numbers alone, null "
+                "where there is none, or text alone"
             )
     return pl.DataFrame(rows, infer_schema_length=None)
 
@@ -124,7 +238,7 @@ def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """
     if series.dtype.is_numeric() or series.dtype == pl.Null:
         return series.cast(pl.Float64)
-    spellings: dict[str, str | None] = {"": None, "?": None}
+    spellings: dict[str, str | None] = {"": None, "?": None, "null": None, "none": None}
     if logical:
         spellings |= {"true": "1", "false": "0"}
     if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
@@ -134,6 +248,7 @@ def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
         raise InputError(
             f"column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
+            f"{DECIMAL * bool(re.match(COMMA, wrong[0]))}"
         )
     return numbers
 
@@ -170,12 +285,16 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
     bad = rows.filter(~valid)
     if bad.is_empty():
         return
+    advice = "Fix or remove them"
+    # NaN is neither out of range nor in per cent
+    if (nan := bad.filter(pl.col(column).is_nan())).height:
+        bad = nan
+        fault = "NaN"
+        advice += ", or leave the cells empty: they count as not measured"
     first = bad.row(0, named=True)
     at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
     file = f"{first['file']}: " if "file" in first else ""
-    raise InputError(
-        f"{file}{bad.height} rows with {name} {fault}, the first at {at}. Fix or remove them"
-    )
+    raise InputError(f"{file}{bad.height} rows with {name} {fault}, the first at {at}. {advice}")
 
 
 def name_column(series: pl.Series) -> pl.Series:

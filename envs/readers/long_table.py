@@ -78,8 +78,8 @@ def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any
         InputError: if the file is not of its kind, or `table_from_frame` refuses its rows.
     """
     name = name or Path(path).name.split(".")[0]
-    frame = read_frame(Path(path))
     notes = list[str]()
+    frame = read_frame(Path(path), notes)
     if BUDGET in frame.columns:
         try:
             with naming(path):
@@ -197,6 +197,8 @@ def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
             f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
             "latency: rename the columns, or give their names as id=…, accuracy=… and latency=… "
             "(on the command line profile.id=…, profile.accuracy=… and profile.latency=…)"
+            + ". Values are parted by a comma, semicolon, tab or |"
+            * (frame.width == 1)
         )
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -39,6 +39,7 @@ from knobwise.experiments.settings.selector_options import (
     SmollmBeams,
     StoredEncoder,
 )
+from knobwise.experiments.settings.words import kinds_of, literal, typed
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 READERS: dict[str, dict[str, type[Any]]] = {
@@ -124,7 +125,19 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     Raises:
         InputError: an unknown key or group, a value of the wrong type or a missing one.
     """
-    return settings_of(composed(verb, [*words_of_run(verb, arguments), *arguments]))
+    words = in_grammar(verb, arguments)
+    return settings_of(composed(verb, [*words_of_run(verb, words), *words]))
+
+
+def in_grammar(verb: str, arguments: Sequence[str], sweep: bool = False) -> list[str]:
+    """Return words in which options that are text hold what was typed; see `literal`."""
+    return literal(arguments, text_options(verb), sweep)
+
+
+@cache
+def text_options(verb: str) -> dict[str, set[str]]:
+    """Return what the options of a verb may hold; see `kinds_of`."""
+    return kinds_of(VERBS[verb](), READERS)
 
 
 def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
@@ -138,8 +151,16 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
     named = [word for word in arguments if word.startswith("checkpoint=")]
     with explained(verb, named):
         for override in OverridesParser.create().parse_overrides(named):
-            checkpoint = str(override.value())
+            # without the backslashes of text, or with what an interpolation stands for
+            checkpoint = str(OmegaConf.create({"checkpoint": override.value()}).checkpoint)
     chosen = {word.partition("=")[0] for word in arguments}
+    try:
+        has_baselines = of_run(checkpoint, "baselines") is not False
+    except InputError as error:
+        # who names the data needs no such file
+        if chosen.isdisjoint(READERS):
+            raise InputError(f"{error}; restore a copy, or give profile=… or beams=…") from error
+        return []
     words = []
     for group, default in groups_of(verb).items():
         if group in chosen or group not in READERS or default is None:
@@ -147,11 +168,27 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
         section = "profile" if group == "trained_on" else group
         trained_on = group_of_run(checkpoint, section, READERS[group])
         if trained_on is not None:
+            _refuse_code(trained_on, group, chosen)
             ConfigStore.instance().store(group=group, name=OF_RUN, node=trained_on)
             words.append(f"{group}={OF_RUN}")
-    if verb == "evaluate" and of_run(checkpoint, "baselines") is False:
+    if verb == "evaluate" and not has_baselines:
         words.append("baselines=false")
     return words
+
+
+def _refuse_code(trained_on: DictConfig, group: str, chosen: Set[str]) -> None:
+    """Refuse a config of a run that names code, unless the command names it too: a run from
+    elsewhere must not choose what is executed.
+
+    Args:
+        chosen: the keys that the command sets.
+    """
+    model = trained_on.get("model") or ""
+    if ":" in model and f"{group}.model" not in chosen:
+        raise InputError(
+            f"{group}.model: the run names {model}, whose code would be executed; if you trust it, "
+            f"give {typed(f'{group}.model', model)}"
+        )
 
 
 def composed(verb: str, arguments: Sequence[str], **options: Any) -> DictConfig:
@@ -236,7 +273,7 @@ def run_hydra(
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     # `hydra.main` reads the words of this process
-    sys.argv = ["knobwise", *with_variants(arguments)]
+    sys.argv = ["knobwise", *with_variants(in_grammar(verb, arguments, sweep=True))]
     common = {word.lower() for word in sys.argv}
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
@@ -293,17 +330,17 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
         names.setdefault(option.key.rpartition(".")[2], option.key)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
-        if Path(key).suffix in TABLES:
+        if Path(key).suffix in TABLES or os.path.isfile(argument):
             # the file alone
-            value = key
+            value = argument
             key = "profile"
         if key in FILES and Path(value).suffix:
-            close = [f"{key}={FILES[key]} {key}.path={value}"]
+            close = [f"{key}={FILES[key]} {typed(f'{key}.path', value)}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
         else:
             close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
-        if close and argument not in close and "," not in value:
+        if close and argument not in close and ("," not in value or os.path.isfile(value)):
             return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
     return ""
 

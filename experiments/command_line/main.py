@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -173,10 +174,23 @@ def _run(arguments: list[str]) -> int:
 
 def _with_runs(arguments: list[str]) -> list[str]:
     """Return the arguments of `compare`, with the folders as its option `runs`."""
-    folders = [argument for argument in arguments if "=" not in argument or Path(argument).is_dir()]
+    folders = [argument for argument in arguments if _is_run(argument)]
     if not folders:
         return arguments
-    return [f"runs={folders}", *(argument for argument in arguments if argument not in folders)]
+    from knobwise.experiments.settings.words import quoted
+
+    listed = ",".join(map(quoted, folders))
+    return [f"runs=[{listed}]", *(argument for argument in arguments if argument not in folders)]
+
+
+def _is_run(argument: str) -> bool:
+    """Return True for an argument that names a folder, whether or not there is one."""
+    key, equals, _ = argument.partition("=")
+    if not equals or Path(argument).is_dir():
+        return True
+    # a name may have = in it; what is no option is meant as one
+    is_word = re.fullmatch(r"\+*[a-z_.]+", key) and "/" not in argument
+    return not (is_word or key.lstrip("+") in ("runs", "html", "json") or key.startswith("-"))
 
 
 def check_written(config: Any, verb: str) -> None:

@@ -16,6 +16,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.words import typed
 from knobwise.profiling.measuring.settings import BUILT_IN
 
 RECORDED = ("learner", "smollm2")
@@ -76,7 +77,8 @@ def _summary(folder: Path) -> None:
     inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
     if not (read_parquet(table)["accuracy"] > 0).any():
         print("no answer is right: look at knobs.metric, knobs.prompt and the data")
-    print(f"next:    knobwise train profile=table profile.path={table} profile.features={features}")
+    words = f"{typed('profile.path', table)} {typed('profile.features', features)}"
+    print(f"next:    knobwise train profile=table {words}")
 
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:
@@ -126,8 +128,8 @@ def _profile_beams(config: ProfileRun) -> None:
         profile_beams(config.out, task, config.beams, draw, drawn_by)
     print(f"beams: {config.out}")
     print(
-        f"next:  knobwise train experiment=selector_language beams=files beams.path={config.out} "
-        "beams.model=null variants.grpo_live=null"
+        f"next:  knobwise train experiment=selector_language beams=files "
+        f"{typed('beams.path', config.out)} beams.model=null variants.grpo_live=null"
     )
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import FILE, SAMPLE, read_decisions
 from knobwise.experiments.results.problem import Row, place_of, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.settings.config_file import read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
@@ -173,18 +171,10 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
     """Read `config.yaml` by dotted key; {} if there is none.
 
     Raises:
-        InputError: if the file is not YAML, or holds no settings.
+        InputError: see `read_settings_file`.
     """
     path = folder / "config.yaml"
-    if not path.exists():
-        return {}
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError, RecursionError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: holds no settings")
-    return dotted(content)
+    return dotted(read_settings_file(path)) if path.exists() else {}
 
 
 def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import polars as pl
@@ -18,8 +18,10 @@ from knobwise.agents.policy.arrays import Array
 from knobwise.agents.policy.controller import MOST_MS, NumpyController
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
+from knobwise.common.json_text import decoded
 from knobwise.common.parquet import decoded_size, refuse_unpacked
 from knobwise.common.progress import say
+from knobwise.common.text_files import LOOKED_AT, encoding_of, form_of, with_points
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
@@ -181,40 +183,63 @@ def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple
 
 
 def _batches(path: Path) -> Iterator[Batch]:
-    """Yield the rows of a CSV or Parquet file.
+    """Yield the rows of a file of requests.
 
     Raises:
         InputError: no such file, or one that cannot be read.
     """
-    if path.suffix not in (".csv", ".parquet") or not path.is_file():
-        raise InputError(f"requests={path}: must be a .csv or .parquet file")
+    known = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+    if not path.is_file():
+        raise InputError(f"requests={path}: no such file")
+    if path.suffix not in known:
+        raise InputError(f"requests={path}: must be a file of {', '.join(known)}")
     try:
         if path.suffix == ".parquet":
             yield from _parquet_batches(path)
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                yield from _csv_batches(csv.reader(file, strict=True))
-    except InputError:
-        raise
-    except (ValueError, csv.Error, pl.exceptions.PolarsError) as error:
+            return
+        with path.open("rb") as begin:
+            encoding = encoding_of(begin.read(4))
+        with path.open(encoding=encoding.replace("utf-8-sig", "utf-8"), newline="") as file:
+            if encoding == "utf-8-sig":
+                file.read(1)
+            if path.suffix in (".csv", ".tsv"):
+                yield from _csv_batches(file)
+            else:
+                yield from _json_batches(file)
+    except UnicodeError as error:
+        raise InputError(f"requests={path}: cannot be read ({error}); save it as UTF-8") from error
+    except (ValueError, TypeError, csv.Error, pl.exceptions.PolarsError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"requests={path}: cannot be read ({error})") from error
 
 
-def _csv_batches(reader: Any) -> Iterator[Batch]:
+def _csv_batches(file: TextIO) -> Iterator[Batch]:
     """Yield the rows of a CSV; one of another length than the header is at fault."""
+    head = list(islice(file, LOOKED_AT))
+    separator, skipped = form_of(head)
+    reader = csv.reader(chain(head[skipped:], file), strict=True, delimiter=separator)
     header: list[str] = next(reader, [])
     if len(set(header)) < len(header):
         raise csv.Error(f"a column occurs twice: {', '.join(header)}")
-    rows = _csv_rows(reader, len(header))
+    rows = _csv_rows(reader, len(header), skipped)
+    noted: set[str] = set()
     while batch := list(islice(rows, AT_ONCE)):
         lines, values, faults = zip(*batch, strict=True)
         frame = pl.DataFrame(values, dict.fromkeys(header, pl.String), orient="row")
+        notes = list[str]()
+        frame = with_points(frame, separator, notes)
+        # other batches have much the same to say
+        for note in {*notes} - noted:
+            say(note)
+        noted.update(notes)
         yield lines, frame, pl.Series("fault", faults, pl.String)
 
 
-def _csv_rows(reader: Any, width: int) -> Iterator[tuple[int, list[str], str | None]]:
-    """Yield the line that each row begins in, its values, and what is wrong with it."""
-    line = reader.line_num + 1
+def _csv_rows(reader: Any, width: int, skipped: int) -> Iterator[tuple[int, list[str], str | None]]:
+    """Yield the line that each row begins in, its values, and what is wrong with it. The reader
+    began after the lines that were skipped."""
+    line = reader.line_num + 1 + skipped
     for row in reader:
         fault = None
         # an empty line is no row
@@ -223,12 +248,34 @@ def _csv_rows(reader: Any, width: int) -> Iterator[tuple[int, list[str], str | N
             row = [""] * width
         if row:
             yield line, row, fault
-        line = reader.line_num + 1
+        line = reader.line_num + 1 + skipped
+
+
+def _json_batches(file: TextIO) -> Iterator[Batch]:
+    """Yield the rows of JSON lines; one that is no object is at fault."""
+    numbered = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    while batch := list(islice(numbered, AT_ONCE)):
+        rows: list[dict[str, Any]] = []
+        faults: list[str | None] = []
+        for _, line in batch:
+            rows.append({})
+            faults.append(None)
+            try:
+                row = decoded(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is a {type(row).__name__}")
+                rows[-1] = row
+            except ValueError as error:
+                faults[-1] = f"is not a JSON object ({error})"
+        if not any(rows):
+            raise ValueError(f"line {batch[0][0]} {faults[0]}")
+        frame = pl.DataFrame(rows, infer_schema_length=None)
+        yield [number for number, _ in batch], frame, pl.Series("fault", faults, pl.String)
 
 
 def _parquet_batches(path: Path) -> Iterator[Batch]:
     """Yield the rows of a Parquet file. Raises ValueError if its footer is damaged."""
-    scan = pl.scan_parquet(path, glob=False)
+    scan = pl.scan_parquet(path.absolute(), glob=False)
     size, count = decoded_size(path)
     # a batch takes its share of the memory
     refuse_unpacked(path, size * min(AT_ONCE, count) // max(count, 1))

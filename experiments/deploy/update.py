@@ -35,6 +35,7 @@ from knobwise.common.progress import say
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
+from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import Tracker
 
 REQUESTS = 500
@@ -136,7 +137,7 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
     if current is not None and _read(current).digest != digest:
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
-            f"give checkpoint={Path(config.out) / CURRENT}, or another folder"
+            f"give {typed('checkpoint', Path(config.out) / CURRENT)}, or another folder"
         )
 
 

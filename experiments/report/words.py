@@ -13,7 +13,7 @@ import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decoded, is_deeper
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
@@ -156,6 +156,12 @@ def difference_cell(row: Row) -> str:
 # -- results.json ----------------------------------------------------------------------------------
 
 
+MOST_BYTES = 100_000_000
+"""The longest `results.json` that is read."""
+DEEPEST = 40
+"""The most levels of lists and objects in it."""
+
+
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
     written before."""
@@ -176,12 +182,17 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     """Read `results.json` in the folder of a run.
 
     Raises:
-        InputError: it is missing, or does not hold the results of a run.
+        InputError: it is missing, does not hold the results of a run, or is larger or deeper than
+            these are.
         Damaged: it does not match its checksum.
     """
     path = Path(run_folder) / "results.json"
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
         results: dict[str, Any] = decoded(path.read_bytes())
+        if is_deeper(results, DEEPEST):
+            raise ValueError("nested too deeply")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
     except OSError as error:

@@ -10,19 +10,18 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from filelock import lock_descriptor
-from omegaconf import OmegaConf
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
+from knobwise.experiments.settings.config_file import NAME as CONFIG
+from knobwise.experiments.settings.config_file import settings_text
 
-CONFIG = "config.yaml"
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
 VERSION = "controller.pt"
@@ -70,7 +69,7 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
     experiment = latest.with_name(config.experiment)
-    settings = OmegaConf.to_yaml(asdict(config))
+    settings = settings_text(config)
     try:
         with locked(experiment):
             for folder in _candidates(config, overrides):
@@ -164,7 +163,7 @@ def command_of(overrides: list[str]) -> str:
 def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
     """Return the finished run of these settings on the data with this digest, None if there is
     none."""
-    settings = OmegaConf.to_yaml(asdict(config)).encode()
+    settings = settings_text(config).encode()
     for folder in itertools.takewhile(Path.exists, _candidates(config, overrides)):
         results = folder / "results.json"
         if (folder / UNFINISHED).exists() or not results.exists():

@@ -12,6 +12,8 @@ from omegaconf import MISSING, OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
+from knobwise.experiments.settings.config_file import read_settings_file
+from knobwise.experiments.settings.words import escaped
 
 # readers import torch, which the command line does without until there is something to read
 if TYPE_CHECKING:
@@ -176,8 +178,8 @@ class SimulatedProfile(SimulatedConfig):
 
 
 def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) -> Any:
-    """Return what a run was trained on, from its `config.yaml`: its profile, beams or encoder; None
-    where that names none.
+    """Return what a run was trained on, from its `config.yaml`: its profile, beams or encoder, as a
+    config of its dataclass; None where that names none.
 
     Args:
         checkpoint: the folder of the run, or a file in it.
@@ -191,8 +193,11 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
     if section is None:
         return None
     try:
-        schema = OmegaConf.structured(choices[section.format])
-        return OmegaConf.to_object(OmegaConf.merge(schema, section))
+        schema = OmegaConf.structured(choices[section["format"]])
+        config = OmegaConf.merge(schema, _escaped(section))
+        # the dataclass may refuse values
+        OmegaConf.to_object(config)
+        return config
     except Exception as error:  # whatever another version or a damaged file makes of it
         reader = of_run(checkpoint, f"{group}.format")
         raise InputError(
@@ -200,13 +205,29 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         ) from error
 
 
+def _escaped(values: Any) -> Any:
+    """Return plain values whose text OmegaConf reads as it is, without interpolations."""
+    if isinstance(values, dict):
+        return {key: _escaped(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_escaped(value) for value in values]
+    return escaped(values) if isinstance(values, str) else values
+
+
 def of_run(checkpoint: str, key: str) -> Any:
     """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to;
-    None without one."""
-    try:
-        return OmegaConf.select(OmegaConf.load(_config_of(checkpoint)), key)
-    except Exception:  # whatever a damaged file makes of it
+    None without one.
+
+    Raises:
+        InputError: see `read_settings_file`.
+    """
+    path = _config_of(checkpoint)
+    if not path.is_file():
         return None
+    value: Any = read_settings_file(path)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _config_of(checkpoint: str) -> Path:
@@ -323,6 +344,11 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     features = settings["features"]
     if isinstance(features, (bool, int, float, dict)):
         raise InputError(f"profile.features={features}: must be a file, auto, or names of columns")
+    if isinstance(features, str) and features != "auto" and not Path(features).is_file():
+        raise InputError(
+            f"profile.features={features}: no such file; give one, auto, or names of columns, as "
+            "in [a,b]"
+        )
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     of_columns = ["group", "time", "right", "wide", "wide_latency"]

@@ -126,7 +126,7 @@ def knobwise(*words: str) -> list[str]:
     if done.returncode in (130, 143):
         raise KeyboardInterrupt
     if done.returncode:
-        return [f"knobwise {' '.join(words)}: failed with status {done.returncode}"]
+        return [f"knobwise {shlex.join(words)}: failed with status {done.returncode}"]
     return []
 
 

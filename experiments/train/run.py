@@ -28,6 +28,7 @@ from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import claim, command_of, finished_run
 from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
 from knobwise.experiments.tracking.workspace import save_once
@@ -107,11 +108,15 @@ class Experiment(ABC):
         print(f"report: {report}")
         if mode == "offline":
             print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-        following = f"compare {shlex.quote(str(folder.parent))}"
-        if (folder / "controller.npz").exists():
-            following = f"export {shlex.quote(f'checkpoint={folder}')}"
-        print(f"next:   knobwise {following}")
+        print(f"next:   {next_command(folder)}")
         return folder
+
+
+def next_command(folder: Path) -> str:
+    """Return the command that usually follows a run, as a shell takes it."""
+    if (folder / "controller.npz").exists():
+        return f"knobwise export {typed('checkpoint', folder)}"
+    return f"knobwise compare {shlex.quote(str(folder.parent))}"
 
 
 def set_up_torch(threads: int = 1) -> None:

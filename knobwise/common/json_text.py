@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
+from knobwise.common.text_files import text_of
 
 
 class RepeatedKeyError(ValueError):
@@ -32,21 +34,35 @@ def decoded(text: bytes | str) -> Any:
     """Decode JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
-        ValueError: not JSON in UTF-8, nested too deeply, or (`RepeatedKeyError`) a key twice in one
-            object; the message is one line.
+        ValueError: not JSON in UTF-8, or in UTF-16 with its mark; nested too deeply, or
+            (`RepeatedKeyError`) a key twice in one object; the message is one line.
     """
     collecting = gc.isenabled()
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
         if isinstance(text, bytes):
-            # some programs put a mark at the beginning
-            text = text.decode("utf-8-sig")
+            text = text_of(text)
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     finally:
         if collecting:
             gc.enable()
+
+
+def is_deeper(content: Any, levels: int) -> bool:
+    """Return True if decoded JSON has lists and objects inside each other on more than so many
+    levels."""
+    inside = _containers([content])
+    for _ in range(levels):
+        inside = list(itertools.chain.from_iterable(map(_containers, inside)))
+    return bool(inside)
+
+
+def _containers(content: Any) -> list[Any]:
+    """Return the lists and objects directly inside of a list or an object."""
+    values = content.values() if isinstance(content, dict) else content
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def encoded(content: Any, source: object) -> str:

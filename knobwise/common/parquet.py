@@ -80,8 +80,8 @@ def _read_quietly(path: Path) -> pl.DataFrame:
 
 def _read(path: Path) -> pl.DataFrame:
     try:
-        # a path is the name of one file, not a pattern
-        return pl.read_parquet(path, glob=False)
+        # a path is the name of one file, not a pattern, and ~ in front is no home
+        return pl.read_parquet(path.absolute(), glob=False)
     except pl.exceptions.PanicException as error:
         raise ValueError(f"damaged: {error}") from None
 

@@ -312,3 +312,22 @@ def test_mistakes_leave_nothing_behind(words, field, capsys):
         Path(name).write_bytes(b"\xff\xfe\x00")
     given = "" if "checkpoint=" in words else f"checkpoint={RUN}"
     assert field in refused(words_of("decide", given, words), capsys)
+
+
+def test_requests_are_read_in_every_form_of_text(capsys):
+    write_requests("r.csv")
+    wanted, _ = decided("requests=r.csv checkpoint=" + RUN, capsys)
+    text = Path("r.csv").read_text()
+    Path("s.csv").write_bytes(text.replace(",", ";").replace(".", ",").encode("utf-16"))
+    rows, err = decided("requests=s.csv checkpoint=" + RUN, capsys)
+    assert rows == wanted
+    assert any("sharpness" in line for line in err)
+    Path("n.csv").write_text("sep=\t\n" + text.replace(",", "\t"))
+    rows, _ = decided("requests=n.csv checkpoint=" + RUN, capsys)
+    assert [int(row.pop("line")) for row in rows] == [3, 4, 5]
+    lines = [*map(json.dumps, REQUESTS), "{", "[1]"]
+    Path("r.jsonl").write_text("\n".join(lines))
+    rows, err = decided("requests=r.jsonl checkpoint=" + RUN, capsys, status=3)
+    assert [row["line"] for row in rows] == ["1", "2", "3"]
+    assert [row["mode"] for row in rows] == [row["mode"] for row in wanted]
+    assert [line.split(":")[1] for line in err if "not a JSON object" in line] == ["4", "5"]

@@ -1,0 +1,67 @@
+"""`config.yaml`, the resolved settings in the folder of a run: plain values, which may come from
+elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from knobwise.common.errors import InputError
+
+NAME = "config.yaml"
+MOST_BYTES = 200_000
+"""The longest file that is read; those of runs have some 5,000 bytes."""
+FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Numbers that PyYAML alone takes for text, and others do not."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # aliases of aliases of lists make gigabytes of a few lines
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("has YAML aliases, which knobwise never writes")
+        return super().compose_node(parent, index)
+
+
+for _kind in (_Dumper, _Loader):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+
+
+def settings_text(config: Any) -> str:
+    """Return an instance of a settings dataclass as YAML; `${` in it is only text."""
+    plain = asdict(config)
+    return yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """Read a `config.yaml` as plain values. Nothing in it is resolved or executed, so that a file
+    from elsewhere cannot read the environment.
+
+    Raises:
+        InputError: it cannot be read, is not YAML of plain values, holds no settings, or is larger
+            than settings are.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"has more than {MOST_BYTES:,} bytes, so it holds no settings")
+        content = yaml.load(text, Loader=_Loader)
+        # bytes, sets and the like are no settings
+        json.dumps(content)
+    except (yaml.YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no settings")
+    return content

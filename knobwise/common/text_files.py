@@ -1,0 +1,101 @@
+"""Text that spreadsheets and other programs write: its encoding, its separator, and decimal
+commas."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import re
+from collections.abc import Sequence
+
+import polars as pl
+
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    # before UTF-16, whose mark begins it
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""What text may begin with → its encoding."""
+SEPARATORS = ",;\t|"
+"""What may stand between the values of a row; of several that fit, the first."""
+NAMED = re.compile(r"\"?sep=(.)\"?[,;\t|]*", re.IGNORECASE)
+"""A first line that names the separator, as spreadsheets read it."""
+LOOKED_AT = 20
+"""The number of lines that show the separator."""
+COMMA = r"^\s*[-+]?\d*,\d+(?:[eE][-+]?\d+)?\s*$"
+POINT = r"^\s*[-+]?\d*\.\d+(?:[eE][-+]?\d+)?\s*$"
+NUMBER = r"(?i)^\s*(?:[-+]?(?:\d+|\d*,\d+)(?:e[-+]?\d+)?|nan|na|null|none|\?|)\s*$"
+"""A number that may have a decimal comma, or nothing."""
+THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"
+"""A number whose comma may also part thousands."""
+
+
+def encoding_of(begin: bytes) -> str:
+    """Return the encoding of text that begins so: UTF-8 unless a mark says otherwise."""
+    return next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8")
+
+
+def text_of(content: bytes) -> str:
+    """Decode text in UTF-8, or in what a mark at its beginning says.
+
+    Raises:
+        ValueError: it is in another encoding; the message says in which line that shows.
+    """
+    try:
+        return content.decode(encoding_of(content[:4]))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"line {line} is not {error.encoding.upper()} ({error.reason}); save it as UTF-8"
+        ) from error
+
+
+def form_of(lines: Sequence[str]) -> tuple[str, int]:
+    """Return the separator in the first lines of delimited text, and the number of lines before
+    the header: 1 if the first line only names the separator, as in `sep=;`."""
+    if lines and (named := NAMED.fullmatch(lines[0].strip("\r\n"))):
+        return named[1], 1
+    several = []
+    for separator in SEPARATORS:
+        try:
+            widths = [len(row) for row in csv.reader(lines, delimiter=separator) if row]
+        except csv.Error:  # such as a value that is too long
+            continue
+        if widths and widths[0] > 1:
+            several.append((len({*widths}) > 1, separator))
+    # one that gives rows of the same length, else any that parts the header
+    return min(several, key=lambda choice: choice[0], default=(True, ","))[1], 0
+
+
+def with_points(frame: pl.DataFrame, separator: str, notes: list[str]) -> pl.DataFrame:
+    """Return columns of text with a point for a decimal comma, where that is certain: another
+    character separates values, and no number has a point. Ids stay as they are.
+
+    Raises:
+        ValueError: the commas may as well part thousands.
+    """
+    if separator == ",":
+        return frame
+    columns = []
+    clear = False
+    for column in frame:
+        if column.name.endswith("_id") or column.dtype != pl.String:
+            continue
+        if column.str.contains(POINT).any():
+            return frame
+        commas = column.filter(column.str.contains(COMMA).fill_null(False))
+        if len(commas) and column.str.contains(NUMBER).all():
+            columns.append(column.name)
+            clear |= not commas.str.contains(THOUSANDS).all()
+    if not columns:
+        return frame
+    if not clear:
+        raise ValueError(
+            f"the commas in column {columns[0]!r} may be decimal commas or part thousands; write "
+            "a point for decimals, and nothing between thousands"
+        )
+    notes.append(f"decimal commas are read as points: {', '.join(columns)}")
+    return frame.with_columns(pl.col(columns).str.replace(",", ".", literal=True))

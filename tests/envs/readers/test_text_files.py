@@ -1,0 +1,168 @@
+"""Tables as spreadsheets and other programs write them: separators, encodings, decimal commas; and
+JSON whose rows stand elsewhere."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from helpers import input_error
+
+import knobwise
+from knobwise.common.text_files import form_of
+from knobwise.envs.readers.feature_files import read_features
+
+ROWS = [
+    {
+        "sample_id": f"q{10 + i}",
+        "mode": mode,
+        "accuracy": int(i % 3 == 0 or mode == "full"),
+        "ms": ms,
+    }
+    for i in range(12)
+    for mode, ms in (("fast", 12.5 + i), ("full", 60.5 + i))
+]
+HEAD = ",".join(ROWS[0])
+TEXT = "\n".join([HEAD, *(",".join(map(str, row.values())) for row in ROWS)]) + "\n"
+
+
+def read(path, **options):
+    return knobwise.read(path, latency="ms", **options)
+
+
+def check(table):
+    assert table.sample_ids == tuple(f"q{10 + i}" for i in range(12))
+    assert [knob.values for knob in table.knobs] == [("fast", "full")]
+    assert torch.equal(table.accuracy[:, 1], torch.ones(12))
+    assert table.latency_ms[3].tolist() == [15.5, 63.5]
+
+
+FORMS = {
+    "semicolons": TEXT.replace(",", ";"),
+    "tabs": TEXT.replace(",", "\t"),
+    "bars": TEXT.replace(",", "|"),
+    "named": "sep=;\r\n" + TEXT.replace(",", ";").replace("\n", "\r\n"),
+    "named in quotes": '"sep=|"\n' + TEXT.replace(",", "|"),
+    "old line ends": TEXT.replace("\n", "\r"),
+    "decimal commas": TEXT.replace(",", ";").replace(".", ","),
+    "decimal commas and tabs": TEXT.replace(",", "\t").replace(".", ","),
+    "quoted": TEXT.replace("fast", '"fast"').replace(",", ";"),
+}
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-be-with-mark"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_is_read_whatever_a_spreadsheet_made_of_it(form, encoding, tmp_path):
+    content = FORMS[form].encode(encoding.removesuffix("-with-mark"))
+    if encoding.endswith("mark"):
+        content = b"\xfe\xff" + content
+    (tmp_path / "t.csv").write_bytes(content)
+    table = read(tmp_path / "t.csv")
+    check(table)
+    noted = [note for note in table.notes if note.endswith("read as points: ms")]
+    assert len(noted) == form.startswith("decimal")
+    (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(content))
+    check(read(tmp_path / "t.tsv.gz"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "form"),
+    [
+        (["a,b", "1,2"], (",", 0)),
+        (["a;b", "1,5;2,5"], (";", 0)),
+        (["a,b;c", "1,2;3"], (",", 0)),  # of two that fit, the comma
+        (["a,b,c", "x;y,1,2"], (",", 0)),
+        (["a", "1"], (",", 0)),
+        (["a;b", "1;2;3"], (";", 0)),  # a row of another length, which the parser refuses
+        (['"x, y";b', "1,5;2"], (";", 0)),
+        (["SEP=\t", "a\tb"], ("\t", 1)),
+        ([], (",", 0)),
+    ],
+)
+def test_the_separator(lines, form):
+    assert form_of(lines) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (TEXT.replace(",", ";").replace(".5", ",500"), "'ms' may be decimal commas or part"),
+        (TEXT.replace("12.5", '"12,5"'), "'12,5'.*decimal comma"),
+        (TEXT.replace(",", ";").replace("12.5", "12,5"), "'12,5'.*decimal comma"),
+        (TEXT.replace("fast,1", "fast,nan"), "accuracy NaN.*q10"),
+        (TEXT.replace("fast,1", "fast,NaN"), "accuracy NaN.*q10"),
+        (TEXT.replace(",", " "), "parted by"),
+        (TEXT.replace("q10", "ä").encode("latin-1"), "line 2 is not UTF-8"),
+        (TEXT.encode("utf-16-le"), ""),  # without a mark
+    ],
+)
+def test_what_cannot_be_read_for_certain_is_refused_with_its_cause(text, fault, tmp_path):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "t.csv").write_bytes(content)
+    with input_error(f"t.csv: .*{fault}"):
+        read(tmp_path / "t.csv")
+
+
+def test_thousands_beside_clear_decimals_are_decimals(tmp_path):
+    text = TEXT.replace(",", ";").replace("12.5", "12,500").replace(".5", ",5")
+    (tmp_path / "t.csv").write_text(text)
+    check(read(tmp_path / "t.csv"))
+
+
+@pytest.mark.parametrize("missing", ["", "null", "None"])
+def test_a_cell_without_accuracy_is_not_profiled(missing, tmp_path):
+    (tmp_path / "t.csv").write_text(TEXT.replace("q10,fast,1", f"q10,fast,{missing}"))
+    table = read(tmp_path / "t.csv")
+    assert table.mask.sum() == 23
+    assert not table.mask[0, 0]
+
+
+DOCUMENTS = {
+    "t.json": "\n".join(map(json.dumps, ROWS)),
+    "rows.json": json.dumps(ROWS),
+    "indented.jsonl": json.dumps(ROWS, indent=1),
+    "array.jsonl": json.dumps(ROWS),
+    "wrapped.json": json.dumps({"model": "m", "steps": [1, 2], "results": ROWS}),
+    "deep.json": json.dumps({"run": {"seed": 1, "data": {"rows": ROWS}}}),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("encoding", ENCODINGS[:3])
+def test_rows_are_read_wherever_json_has_them(name, encoding, tmp_path):
+    (tmp_path / name).write_bytes(DOCUMENTS[name].encode(encoding))
+    table = read(tmp_path / name)
+    check(table)
+    key = {"wrapped.json": "'results'", "deep.json": "'run.data.rows'"}.get(name)
+    assert any(key in note for note in table.notes) if key else not table.notes
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (json.dumps({"train": ROWS, "test": ROWS}), "train, test"),
+        (json.dumps({"model": "m", "scores": [1, 2]}), "model, scores.*no list of rows"),
+        (json.dumps([{**ROWS[0], "accuracy": float("nan")}, *ROWS[1:]]), "accuracy NaN.*q10"),
+        (json.dumps([{**ROWS[0], "ms": "NaN"}, *ROWS[1:]]), "'ms'.*'NaN' in row 1.*60.5 in row 2"),
+        (json.dumps(ROWS)[:-9], ""),
+        ("\n".join([*map(json.dumps, ROWS), "{"]), ""),
+    ],
+)
+def test_json_that_cannot_be_read_is_refused_with_its_cause(content, fault, tmp_path):
+    (tmp_path / "t.json").write_text(content)
+    with input_error(f"t.json: .*{fault}"):
+        read(tmp_path / "t.json")
+
+
+def test_features_are_read_in_the_same_forms(tmp_path):
+    text = "sample_id;tokens;sharpness\n" + "".join(f"q{10 + i};{i};{i},25\n" for i in range(12))
+    (tmp_path / "f.csv").write_bytes(text.encode("utf-16"))
+    features = read_features(tmp_path / "f.csv")
+    assert features.blocks["features"][3].tolist() == [3, 3.25]
+    assert any("sharpness" in note for note in features.notes)
+    (tmp_path / "t.csv").write_text(TEXT)
+    assert read(tmp_path / "t.csv", features=tmp_path / "f.csv").features["features"].shape == (
+        12,
+        2,
+    )
