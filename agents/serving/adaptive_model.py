@@ -23,15 +23,16 @@ import torch
 
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
+from knobwise.agents.serving.inputs import blocks_of, limit_of, numbers
 from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.inputs import blocks_of, limit_of, numbers
 from knobwise.agents.serving.wrapper import Front, left_of
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import check_time
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     Answer,
@@ -330,9 +331,10 @@ class AdaptiveModel(Front, FirstStages):
             warm_up: how many are answered untimed before.
 
         Raises:
-            InputError: a table with other configurations than the controller's, or without any of
-                the samples.
+            InputError: a table of no times, with other configurations than the controller's, or
+                without any of the samples.
         """
+        check_time(f"runtime: profile {table.name!r}", table.unit)
         if configurations_of(table) != self.configurations:
             raise InputError(
                 f"runtime: profile {table.name!r} has other configurations than the controller"

@@ -309,8 +309,9 @@ def wrap(
 
     Raises:
         InputError: a policy of another kind, for mean budgets or for a cost that is no time, as
-            what is measured here is time; one that reads features that nothing computes, a `call` that does not take its knobs, the tracker of another policy,
-            a log that cannot be written.
+            what is measured here is time; one that reads features that nothing computes, a `call`
+            that does not take its knobs, the tracker of another policy, a log that cannot be
+            written.
 
     >>> policy = knobwise.fit("measured.csv", "features.npz")
     >>> serve = knobwise.wrap(call, policy, features=embed, log="requests")

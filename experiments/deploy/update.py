@@ -32,6 +32,7 @@ from knobwise.agents.serving.versions import (
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
+from knobwise.envs.tables.units import check_time
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -48,9 +49,9 @@ def run(config: UpdateRun) -> None:
     """Write a version, and let it serve where it is better.
 
     Raises:
-        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does
-            not serve, no version before the current one, too few requests; see also `read_log` and
-            `log_ratios`.
+        InputError: neither a log nor a profile, a controller that cannot learn or whose budgets are
+            no times, one that `out` does not serve, no version before the current one, too few
+            requests; see also `read_log` and `log_ratios`.
     """
     out = Path(config.out)
     if config.rollback:
@@ -112,6 +113,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
             "could move; train with policy=auto or policy=utility for deadlines"
         )
+    check_time("update", agent.decider.unit)
     digest = agent.decider.digest
     _check_serving(config, digest, serving(out))
     learn = _from_cells if config.log is None else _from_log

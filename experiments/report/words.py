@@ -14,6 +14,7 @@ import numpy as np
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
@@ -213,6 +214,11 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
 def unit_of(results: Results) -> str:
     """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
     return str(results.get("unit", "ms"))
+
+
+def said_of(results: Results, text: str) -> str:
+    """Return a text about latencies as one about what these results limit, such as a price."""
+    return in_words(text, unit_of(results))
 
 
 def place_words(results: Results, place: float) -> str:
