@@ -99,8 +99,8 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             raise ValueError(f"features: {name!r} is absent; give {names}, None where unknown")
         value = request[name]
         if isinstance(value, str):
-            value = value.strip()
-        number = math.nan if value is None or value == "" else as_number(value)
+            value = value.strip() or None
+        number = math.nan if value is None else as_number(value)
         if number is not None and math.isnan(number):
             if not gaps:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacked it")
@@ -148,16 +148,17 @@ def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
     """Return numbers as an array: lists, arrays, or tensors, with gradients or without. Raises a
     ValueError that begins with `what` if these are no numbers; truth values are 0 and 1 if
     `truths`, and else none."""
+    numbers = values
     if hasattr(values, "detach"):
-        values = values.detach().cpu()
+        numbers = values.detach().cpu()
         # NumPy has no bfloat16
-        values = (values.float() if values.is_floating_point() else values).numpy()
+        numbers = (numbers.float() if numbers.is_floating_point() else numbers).numpy()
     array: Any = None
     if isinstance(values, (list, tuple)) and not truths and bool in map(type, values):
         # NumPy would make a number of it
         raise ValueError(f"{what} must be numbers, not {short(values)}")
     with suppress(Exception):  # whatever makes no array
-        array = np.asarray(values)
+        array = np.asarray(numbers)
         if array.dtype == object and None not in map(as_number, array.ravel()):
             array = array.astype(np.float64)
     if array is None or array.dtype.kind not in ("biuf" if truths else "iuf"):

@@ -108,12 +108,12 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
     """Make a new version, and let it serve if it is better; return it, and facts about it."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
+    check_time("update", agent.controller.unit)
     if agent.sense != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
             "could move; train with policy=auto or policy=utility for deadlines"
         )
-    check_time("update", agent.decider.unit)
     digest = agent.decider.digest
     _check_serving(config, digest, serving(out))
     learn = _from_cells if config.log is None else _from_log

@@ -245,28 +245,33 @@ def dots(
     )
 
 
-def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
+def dots_of_policies(
+    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
+) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
         rows: policy, the metric and its interval, of each.
         metric: the key of the number.
         title: of the horizontal axis.
+        results: that the rows belong to, where their budgets may be no times.
     """
     drawn = [
-        [row["policy"], policy_name(row["policy"]), row[metric], *row[f"{metric}_ci95"]]
+        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
         for row in rows
     ]
     frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
     return dots(frame, title, colour_of(colours_of(frame["policy"].to_list())).legend(None))
 
 
-def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
+def by_dataset(results: Results) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
     figure = []
-    for dataset, rows in itertools.groupby(judged, key=operator.itemgetter("dataset")):
-        chart = dots_of_policies(rows, "utility", "utility (0 to 1)")
+    for dataset, rows in itertools.groupby(
+        results["by_dataset"], key=operator.itemgetter("dataset")
+    ):
+        chart = dots_of_policies(rows, "utility", "utility (0 to 1)", results)
         figure.append(chart.properties(title=dataset))
     return figure
 

@@ -195,7 +195,7 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
         "the best of each data set is listed, selected on these very samples."
     ]
     if problem_of(results) is DEADLINE:
-        drawn = charts.by_dataset(results["by_dataset"])
+        drawn = charts.by_dataset(results)
         blocks.append(Figure(drawn, "A dot is a mean utility, the line its 95% interval.", 2))
     return {"Data set by data set": [*blocks, Folded("The numbers", [tables.by_dataset(results)])]}
 

@@ -128,7 +128,7 @@ def _frame(
     """
     problem = problem_of(results)
     rows = [
-        numbers(problem, row, policy_name(row["policy"]), key)
+        numbers(problem, row, policy_name(row["policy"], results), key)
         for row in results["rows"]
         if row["policy"] in policies
     ]

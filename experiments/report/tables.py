@@ -103,11 +103,10 @@ def reworded(block: Any, unit: str) -> Any:
     if isinstance(block, list):
         return [reworded(part, unit) for part in block]
     # a `Folded`, a `Tile` or a `Figure`, whose charts say it themselves
-    if isinstance(block, tuple) and hasattr(block, "_replace"):
-        fields = {name: getattr(block, name) for name in block._fields}
-        words = {name: fields[name] for name in fields if isinstance(fields[name], str)}
-        parts = {name: fields[name] for name in fields if name == "blocks"}
-        return block._replace(**reworded(words | parts, unit))
+    if hasattr(block, "_asdict"):
+        parts = block._asdict().items()
+        words = {name: part for name, part in parts if name == "blocks" or isinstance(part, str)}
+        return block._replace(**reworded(words, unit))
     return block
 
 

@@ -40,9 +40,10 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 
 def policy_name(policy: str, results: Results | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
-    results."""
+    results, and others what their budgets limit."""
     if policy in POLICIES:
-        return POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
+        name = POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
+        return said_of(results or {}, name)
     return policy.replace("_", " ")
 
 
