@@ -249,15 +249,15 @@ def test_a_run_and_its_page(unit, capsys):
     # without data and scripts
     texts = [re.sub(r"(?s)<(script|style|pre).*?</\1>", "", page) for page in pages]
     titles = re.findall(r'"title":"([^"]*)"', "".join(pages))
-    said = "\n".join([printed.out, inspected, *texts, *titles])
-    of_times = re.findall(r"(?i)(?<![\w.=])(?:latency|latencies|on time|late|slower)\b", said)
+    spoken = "\n".join([printed.out, inspected, *texts, *titles])
+    of_times = re.findall(r"(?i)(?<![\w.=])(?:latency|latencies|on time|late|slower)\b", spoken)
     assert bool(of_times) == (unit == "s"), of_times
     assert f"({kept})" in "".join(titles)
-    assert bool(re.search(r"\d ms\b", said)) == (unit == "s")
+    assert bool(re.search(r"\d ms\b", spoken)) == (unit == "s")
 
 
 def test_words_about_times_become_words_about_costs():
-    said = {
+    spoken = {
         "mean latency": "mean cost",
         "Latency budget (J)": "Budget (J)",
         "0 for a late one": "0 for one above the limit",
@@ -266,7 +266,7 @@ def test_words_about_times_become_words_about_costs():
         # names of the profile stay
         "latency_ms, mode=late, latency=3, 'latency'": "latency_ms, mode=late, latency=3, 'latency'",
     }
-    for text, wanted in said.items():
+    for text, wanted in spoken.items():
         assert in_words(text, "J") == wanted
         for unit in ("ms", "s"):
             assert in_words(text, unit) == text
