@@ -11,7 +11,7 @@ import torch
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.stack.deployed import DeployedController
-from knobwise.common.errors import Damaged, InputError, Missing
+from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -125,8 +125,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
     Raises:
         Damaged: the file is not whole, or does not agree with its checksums.
-        InputError: no such file, not a checkpoint of knobwise, weights that are not finite, or a
-            model that the agent was trained along with is missing.
+        InputError: no such file, not a checkpoint of knobwise, one of an earlier version, weights
+            that are not finite, or a model that the agent was trained along with is missing.
     """
     try:
         # a damaged file is told from one of another program
@@ -148,7 +148,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
         _check_decides(agent)
         profile = content["profile"]
         return Loaded(agent, profile["name"], profile["digest"], content["extra"])
-    except Missing as error:
+    except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except Exception as error:
         problem = f"damaged, or written by another version of knobwise ({error})"
@@ -241,6 +241,6 @@ def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
         "knobs": plain["knobs"],
         "features": plain["features"],
         "columns": {column.name: column.labels for column in agent.normaliser.columns},
-        "the limit of a request": agent.limit_key,
+        "the limit of a request": (agent.limit_key, agent.unit),
         "the number of configurations and their checksum": (len(configurations), checksum),
     }

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
+from knobwise.envs.tables.units import MS
 
 
 class Controller(nn.Module):
@@ -34,6 +36,7 @@ class Controller(nn.Module):
         config: the network; `config.members_trained` is M, how many there are.
         sense: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
             `worth_ms`, the milliseconds that a right answer is worth, 1/λ.
+        unit: of the limits: ms, or that of a cost that is no time.
     """
 
     configurations: Tensor
@@ -46,10 +49,12 @@ class Controller(nn.Module):
         encoding: BudgetEncoding,
         config: PolicyConfig,
         sense: str = "deadline",
+        unit: str = MS,
     ) -> None:
         super().__init__()
         self.knobs = tuple(knobs)
         self.sense = sense
+        self.unit = unit
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
@@ -71,7 +76,8 @@ class Controller(nn.Module):
         rows = thinned(rows)
         encoding = BudgetEncoding(limits_seen(table, rows, sense), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
-        return cls(table.knobs, table.configurations, normaliser, encoding, config, sense)
+        parts = table.knobs, table.configurations, normaliser, encoding, config
+        return cls(*parts, sense, table.unit)
 
     @property
     def limit_key(self) -> str:
@@ -125,6 +131,7 @@ class Controller(nn.Module):
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
             "features": self.normaliser.sizes,
             "sense": self.sense,
+            "unit": self.unit,
             "datasets": self.normaliser.datasets,
             "columns": [list(column) for column in self.normaliser.columns],
             "state": self.state_dict(),
@@ -132,7 +139,16 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes, in eval mode."""
+        """Return the controller that `plain` describes, in eval mode.
+
+        Raises:
+            InputError: it does not say the unit of its limits.
+        """
+        if "unit" not in plain:
+            # budgets of a profile in s were seconds then
+            raise InputError(
+                "is of an earlier version, which did not keep the unit of budgets; train again"
+            )
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
@@ -140,6 +156,7 @@ class Controller(nn.Module):
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)
         normaliser = FeatureNormaliser.restored(plain)
         configurations = state["configurations"]
-        controller = cls(knobs, configurations, normaliser, encoding, config, plain["sense"])
+        parts = knobs, configurations, normaliser, encoding, config
+        controller = cls(*parts, plain["sense"], plain["unit"])
         controller.load_state_dict(state)
         return controller.eval()

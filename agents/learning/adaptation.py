@@ -138,8 +138,12 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         `old`), float64 [n].
 
     Raises:
-        InputError: ambiguous ids, too few such cells.
+        InputError: another unit, ambiguous ids, too few such cells.
     """
+    if old.unit != new.unit:
+        raise InputError(
+            f"profile {new.name!r}: is in {new.unit}, but {old.name!r} is in {old.unit}"
+        )
     # samples by id, and by data set if both tables name it
     ids: list[Any] = [old.sample_ids, new.sample_ids]
     if old.datasets and new.datasets:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,17 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
     """Read the arrays of an `.npz` without executing anything in it. Raises any Exception if it is
     damaged or is no `.npz`."""
     # opened here, since np.load leaves a damaged file open
-    with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+    with Path(path).open("rb") as opened:
+        # np.load would take anything else for a pickle
+        if not zipfile.is_zipfile(opened):
+            raise ValueError("is damaged, or no .npz; export it again, or restore a copy")
+        opened.seek(0)
+        return _members(np.load(opened, allow_pickle=False))
+
+
+def _members(archive: Any) -> dict[str, Array]:
+    """Return the arrays of an open `.npz`."""
+    with archive as file:
         # a small file may unpack to more than the memory
         if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
             raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
@@ -62,6 +74,11 @@ def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
     with suppress(KeyError, TypeError, ValueError):
         header = dict(json.loads(bytes(arrays["header"]).decode()))
     if header.get("format") != form:
+        name = form.partition("/")[0]
+        if str(header.get("format")).startswith(f"{name}/"):
+            raise ValueError(
+                f"is of another version (format {header['format']}, not {form}); export it again"
+            )
         raise ValueError(f"not an exported controller (expected format {form})")
     digest = digest_of(arrays)
     if bytes(arrays.get("digest", digest)) != digest:
@@ -84,22 +101,79 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             raise ValueError(f"features: {name!r} is absent; give {names}, None where unknown")
         value = request[name]
         if isinstance(value, str):
-            value = value.strip()
-        if value is None or value in ("", "?") or value != value:
+            value = value.strip() or None
+        if value == "?":
+            value = None
+        number = math.nan if value is None else as_number(value)
+        if number is not None and math.isnan(number):
             if not gaps:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacked it")
-            value = math.nan if texts is None else ""
+            value = ""
         if texts is None:
-            is_number = isinstance(value, (Real, np.bool_))
-            if not is_number or abs(value) > MOST:
-                raise ValueError(f"features: {name!r} must be a finite number, not {value!r}")
-            block.append(value)
+            if number is None or abs(number) > MOST:
+                raise ValueError(f"features: {name!r} must be a finite number, not {short(value)}")
+            block.append(number)
         else:
             if not isinstance(value, str):
-                raise ValueError(f"features: {name!r} must be text, not {value!r}")
+                raise ValueError(f"features: {name!r} must be text, not {short(value)}")
             block += [value == text for text in texts]
             block.append(value not in texts)
     return np.array(block, np.float32)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a single number as a float: of Python, NumPy or torch, with gradients or without. A
+    truth value is 0 or 1. Return None for anything else."""
+    if getattr(value, "shape", None) == () and not isinstance(value, np.generic):
+        # an array or a tensor without axes
+        value = value.item()
+    if not isinstance(value, (Real, Decimal, np.bool_)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def as_limit(value: Any) -> float:
+    """Return a budget as a float. Raises a ValueError if it is no single number; a truth value is
+    none."""
+    number = None
+    # of Python, NumPy or torch
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if not kind.endswith("bool"):
+        number = as_number(value)
+    if number is None:
+        raise ValueError(f"budget_ms must be a number, not {short(value)}")
+    return number
+
+
+def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
+    """Return numbers as an array: lists, arrays, or tensors, with gradients or without. Raises a
+    ValueError that begins with `what` if these are no numbers; truth values are 0 and 1 if
+    `truths`, and else none."""
+    numbers = values
+    if hasattr(values, "detach"):
+        numbers = values.detach().cpu()
+        # NumPy has no bfloat16
+        numbers = (numbers.float() if numbers.is_floating_point() else numbers).numpy()
+    array: Any = None
+    if isinstance(values, (list, tuple)) and not truths and bool in map(type, values):
+        # NumPy would make a number of it
+        raise ValueError(f"{what} must be numbers, not {short(values)}")
+    with suppress(Exception):  # whatever makes no array
+        array = np.asarray(numbers)
+        if array.dtype == object and None not in map(as_number, array.ravel()):
+            array = array.astype(np.float64)
+    if array is None or array.dtype.kind not in ("biuf" if truths else "iuf"):
+        raise ValueError(f"{what} must be numbers, not {short(values)}")
+    return array
+
+
+def short(value: Any) -> str:
+    """Return a value as a line for a message."""
+    line = " ".join(repr(value).split())
+    return line if len(line) < 80 else f"{line[:77]}…"
 
 
 def configurations_of(controller: Any) -> list[dict[str, Any]]:

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Array, Arrays, below, checked, encoded, read_arrays
+from .arrays import (
+    Array,
+    Arrays,
+    as_limit,
+    as_numbers,
+    below,
+    checked,
+    encoded,
+    read_arrays,
+    short,
+)
 from .calibrated import Guard, MeanBudgets, Static
 from .network import Heads, Normaliser, places_of
 
-FORMAT = "knobwise.NumpyController/3"
+FORMAT = "knobwise.NumpyController/4"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
 MOST_MS = 1e30
@@ -38,6 +49,7 @@ class NumpyController:
     Attributes:
         header: the content of the JSON.
         digest: of all arrays; controllers with the same digest decide alike.
+        unit: of budgets: ms, or that of a cost that is no time, such as USD.
         knobs: the values of each knob, by name.
         configurations: int64 [C, K], for each configuration the index of each knob's value.
         feature_sizes: the widths of the feature blocks that it reads, by name.
@@ -54,6 +66,7 @@ class NumpyController:
 
     def __init__(self, arrays: Arrays) -> None:
         self.header, self.digest = checked(arrays, FORMAT)
+        self.unit: str = self.header["unit"]
         self.knobs = {name: tuple(values) for name, values in self.header["knobs"]}
         self.configurations = arrays["configurations"]
         self.feature_sizes: dict[str, int] = self.header["features"]
@@ -121,15 +134,18 @@ class NumpyController:
         return dict(self._named[index])
 
     def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> dict[str, Any]:
-        """Return knob values by name for one request: blocks [d] and a budget in ms. The values of
-        `columns` may be given by name instead of the block `features`, see `encoded`.
+        """Return knob values by name for one request: blocks [d] and a budget in ms, or in `unit`.
+        The values of `columns` may be given by name instead of the block `features`, see `encoded`.
 
-        Raises a ValueError if a block is missing or has another shape, the budget is not positive
-        and finite, or as a mean not calibrated, or the drift is not finite or not allowed."""
+        Raises a ValueError if a block is missing, no numbers or has another shape, the budget is no
+        number, not positive and finite, or as a mean not calibrated, or the drift is not finite or
+        not allowed."""
         return self.configuration(self.decide_index(features, budget_ms, drift))
 
     def decide_index(self, features: Arrays, budget_ms: float, drift: Drift = None) -> int:
         """Decide for one request, and return the index of a configuration; see `decide`."""
+        if not isinstance(features, dict):
+            features = self._blocks(features)
         if self.columns and "features" not in features:
             features = {**features, "features": encoded(self.columns, features)}
         fixed, limit = self._planned(budget_ms, drift)
@@ -177,8 +193,10 @@ class NumpyController:
     def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
         that the network reads: the part of a budget that is planned with, or a worth."""
+        if type(budget_ms) is not float:
+            budget_ms = as_limit(budget_ms)
         if not 0 < budget_ms < MOST_MS:
-            raise _refused(budget_ms)
+            raise self._refused(budget_ms)
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
             return None, limit
@@ -203,14 +221,21 @@ class NumpyController:
 
     def _joined(self, features: Arrays) -> Array:
         """Return the features of one request, float32 [d]."""
-        blocks = [features[name] for name in self.feature_sizes if name in features]
-        if tuple(map(len, blocks)) == self._widths:
-            raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
-            # a product is quick, and finite unless a number is infinite or missing
-            if raw.ndim == 1 and (math.isfinite(raw.dot(self._tiny)) or not np.isinf(raw).any()):
-                return raw
+        try:
+            blocks = [features[name] for name in self.feature_sizes if name in features]
+            if tuple(map(len, blocks)) == self._widths:
+                raw = np.concatenate(blocks or [self._even[:0]], dtype=np.float32)
+                # a product is quick, and finite unless a number is infinite or missing
+                finite = math.isfinite(raw.dot(self._tiny)) or not np.isinf(raw).any()
+                if raw.ndim == 1 and finite:
+                    return raw
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            # no arrays; tensors with gradients come here too
+            pass
         # a request that does not fit is refused in words, as one of many
-        many = {name: np.asarray(block)[None] for name, block in features.items()}
+        many = {}
+        for name, block in self._blocks(features).items():
+            many[name] = as_numbers(f"features: block {name!r}", block, True)[None]
         return self._checked(many, np.ones(1), None, None)[0][0]
 
     def choose(
@@ -220,7 +245,7 @@ class NumpyController:
 
         `mask`, bool [n, C], is what may be chosen; None for everything. Raises a ValueError, as in
         `decide`, also if the mask has another shape or leaves a request nothing."""
-        raw, limits, mask = self._checked(features, limits, mask, drift)
+        raw, limits, mask = self._checked(self._blocks(features), limits, mask, drift)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
@@ -265,21 +290,23 @@ class NumpyController:
     ) -> tuple[Array, Array, Array | None]:
         """Check a call, and return features float32 [n, d], limits float64 divided by the mean
         drift of the machine, and the mask. Raises a ValueError for impossible shapes and values."""
-        limits = np.asarray(limits, np.float64)
+        limits = as_numbers("budgets", limits).astype(np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")
         wrong = limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
-            raise _refused(wrong[0])
+            raise self._refused(wrong[0])
         n = len(limits)
         blocks = [np.zeros((n, 0), np.float32)]
         for name, width in self.feature_sizes.items():
-            values = np.asarray(features.get(name, np.nan))
-            block = values.real.astype(np.float32, copy=False)
-            if np.iscomplexobj(values) or np.isinf(block).any():
+            values = as_numbers(f"features: block {name!r}", features.get(name, np.nan), True)
+            # what is too large becomes infinite
+            with np.errstate(over="ignore"):
+                block = values.astype(np.float32, copy=False)
+            if np.isinf(block).any():
                 raise ValueError(
-                    f"features: block {name!r} holds complex or infinite numbers; write NaN for "
-                    "what is missing"
+                    f"features: block {name!r} holds infinite numbers; write NaN for what is "
+                    "missing"
                 )
             if block.shape != (n, width):
                 raise ValueError(
@@ -297,6 +324,15 @@ class NumpyController:
                 raise ValueError("the mask leaves a request without any configuration")
         return np.concatenate(blocks, 1), limits * self.factor(drift), mask
 
+    def _blocks(self, features: Any) -> Arrays:
+        """Return features as they are if they are named; None where it reads none."""
+        if features is None and not self.feature_sizes:
+            return {}
+        if isinstance(features, Mapping):
+            return features
+        raise ValueError(
+            f"features must be blocks by name, {self.feature_sizes}, not {short(features)}"
+        )
 
-def _refused(budget_ms: float) -> ValueError:
-    return ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
+    def _refused(self, budget_ms: float) -> ValueError:
+        return ValueError(f"a budget of {budget_ms}: must be positive and finite, in {self.unit}")

@@ -23,14 +23,16 @@ import torch
 
 from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
+from knobwise.agents.serving.inputs import blocks_of, limit_of, numbers
 from knobwise.agents.serving.request_log import RequestLog, Result
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.wrapper import Front, check_budget, left_of
+from knobwise.agents.serving.wrapper import Front, left_of
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import check_time
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     Answer,
@@ -85,7 +87,8 @@ class AdaptiveModel(Front, FirstStages):
             neither the controller nor the tracker has changed.
 
     Raises:
-        InputError: a controller for mean budgets, one whose configurations the model cannot run,
+        InputError: a controller for mean budgets or for a cost that is no time, one whose
+            configurations the model cannot run,
             the tracker of another controller, an unknown clock, a log that cannot be written.
     """
 
@@ -123,7 +126,8 @@ class AdaptiveModel(Front, FirstStages):
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
         """
-        return self.generate([request], budget_ms, None if arrived is None else [arrived])[0]
+        moments = None if arrived is None else [arrived]
+        return self.generate([request], limit_of(budget_ms), moments)[0]
 
     def generate(
         self,
@@ -148,7 +152,7 @@ class AdaptiveModel(Front, FirstStages):
                 differ.
         """
         n = len(requests)
-        budgets = np.asarray(budgets_ms, np.float64)
+        budgets = numbers("budgets_ms", budgets_ms, kind=np.float64)
         if not budgets.ndim:
             budgets = budgets.repeat(n)
         moments = [None] * n if arrived is None else arrived
@@ -161,13 +165,12 @@ class AdaptiveModel(Front, FirstStages):
             raise InputError(
                 "runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting"
             )
-        for budget in budgets:
-            check_budget(budget)
+        limits = list(map(limit_of, budgets))
         prepared = [self._prepared(request) for request in requests]
         with self._lock, self._clocked:
             self._follow()
             flights: list[Any] = []
-            for budget, moment in zip(budgets.tolist(), moments, strict=True):
+            for budget, moment in zip(limits, moments, strict=True):
                 flights.append(Staged(budget, *self._state(), arrived=moment))
             decision_ms = self._decisions(flights, requests, prepared)
             begun = self._now()
@@ -210,12 +213,18 @@ class AdaptiveModel(Front, FirstStages):
         start = now()
         for flight in flights:
             flight.features = flight.stage.features
+            if any(type(block) is not np.ndarray for block in flight.features.values()):
+                sizes = self.controller.feature_sizes
+                flight.features = flight.stage.features = blocks_of(flight.features, sizes)
             if flight.expected is None:
                 flight.overhead = self._decided
                 # as if it had come alone: it waited until its own first stage began
                 begun = start - flight.stage_ms / 1e3
                 flight.limit_ms = self._left(flight, flight.stage.extra_ms, begun)
-                flight.expected = self._decide(flight, alone)
+                try:
+                    flight.expected = self._decide(flight, alone)
+                except ValueError as error:
+                    raise InputError(f"runtime: {error}") from error
             self._settle(flight)
         return max(0.0, (took + now() - start) * 1e3)
 
@@ -322,9 +331,10 @@ class AdaptiveModel(Front, FirstStages):
             warm_up: how many are answered untimed before.
 
         Raises:
-            InputError: a table with other configurations than the controller's, or without any of
-                the samples.
+            InputError: a table of no times, with other configurations than the controller's, or
+                without any of the samples.
         """
+        check_time(f"runtime: profile {table.name!r}", table.unit)
         if configurations_of(table) != self.configurations:
             raise InputError(
                 f"runtime: profile {table.name!r} has other configurations than the controller"

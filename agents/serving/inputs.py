@@ -7,23 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from knobwise.agents.policy.arrays import Array, encoded
+from knobwise.agents.policy.arrays import Array, as_limit, as_numbers, encoded
+from knobwise.agents.policy.controller import MOST_MS
 from knobwise.common.errors import InputError
 
 
-def numbers(name: str, value: Any) -> Array:
-    """Return a copy as float32. Raises InputError if these are no numbers."""
+def numbers(name: str, value: Any, truths: bool = False, kind: Any = np.float32) -> Array:
+    """Return a copy, float32 or of another kind. Raises InputError if these are no numbers; truth
+    values are 0 and 1 if `truths`, and else none."""
     try:
-        # a tensor may be on a GPU, with gradients
-        if hasattr(value, "detach") and not value.is_complex():
-            value = value.detach().float().cpu().numpy()
-        if np.iscomplexobj(value):
-            raise TypeError("complex numbers")
         # what is too large becomes infinite, which the caller refuses by the name of the field
         with np.errstate(over="ignore"):
-            return np.array(value, np.float32)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{name}: not an array of numbers ({error})") from error
+            return as_numbers(f"{name}:", value, truths).astype(kind)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def limit_of(value: Any, unit: str = "ms") -> float:
+    """Return the budget of one request as a float. Raises InputError if it is no single number, not
+    positive, or too large to count in."""
+    try:
+        budget = as_limit(value)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if not 0 < budget < MOST_MS:
+        raise InputError(f"budget_ms={budget}: must be positive and finite, in {unit}")
+    return budget
 
 
 def blocks_of(
@@ -51,4 +60,4 @@ def blocks_of(
         except ValueError as error:
             raise InputError(str(error)) from error
     known = [name for name in sizes if name in features]
-    return {name: numbers(f"features: {name}", features[name]) for name in known}
+    return {name: numbers(f"features: {name}", features[name], True) for name in known}

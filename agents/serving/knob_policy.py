@@ -57,6 +57,8 @@ class KnobPolicy:
 
     Attributes:
         agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
+        unit: of budgets: ms, or that of a cost that is no time, such as USD. All that is called
+            `…_ms` below is in it.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
             budget only.
         columns: what the block `features` holds, if its columns have names. A request may then have
@@ -78,6 +80,7 @@ class KnobPolicy:
                 "the worths for mean budgets are not calibrated yet; let the training finish"
             )
         network = loaded.network
+        self.unit = network.unit
         self.features = network.normaliser.sizes
         self.columns = network.normaliser.columns
         self.datasets = network.normaliser.datasets
@@ -108,9 +111,9 @@ class KnobPolicy:
                 its name, one without features None. Instead of the block `features` the values of
                 its `columns` by name, for one input: numbers and text, None for what is missing.
                 Names that the policy does not read are ignored.
-            budget_ms: the time that an answer may take, in ms, for all inputs or [n]; of a
-                controller for mean budgets the mean over all inputs, one that it was calibrated
-                for.
+            budget_ms: the time that an answer may take, in ms, or what it may cost, in `unit`, for
+                all inputs or [n]; of a controller for mean budgets the mean over all inputs, one
+                that it was calibrated for.
             explain: give an `Explanation`.
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
             between_ms: where an explanation looks for flips; None for a tenth of each budget and
@@ -120,8 +123,9 @@ class KnobPolicy:
             The knob values by name, or an `Explanation`; a list of n if any argument is for n.
 
         Raises:
-            InputError: a block is missing, infinite or of another shape, a budget is not positive,
-                finite and calibrated, or the drift is that of another controller.
+            InputError: a block is missing, no numbers, infinite or of another shape, a budget is no
+                number, or not positive, finite and calibrated, or the drift is that of another
+                controller.
         """
         arrays = blocks_of(features, self.features, self.columns)
         budgets = numbers("budget_ms", budget_ms)

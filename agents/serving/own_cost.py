@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import MS
 
 ROUNDS = 3
 CALLS = 20
@@ -86,7 +87,7 @@ def _round(
     # features are charged only where the guard lets the policy read them
     took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
     reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
-    charged = (took / 1e3 + table.features_ms * reads) * (table.unit == "ms")
+    charged = (took / 1e3 + table.features_ms * reads) * (table.unit == MS)
     return torch.stack([took, charged])
 
 
@@ -99,6 +100,6 @@ def _transformer() -> nn.Module:
 
 def expected_cost_ms(table: ProfileTable) -> float:
     """Return the expected cost of a decision with its features, in ms."""
-    if table.unit == "ms":
+    if table.unit == MS:
         return EXPECTED_US / 1e3 + table.features_ms
     return 0.0

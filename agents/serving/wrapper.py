@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
-from knobwise.agents.policy.controller import MOST_MS, Drift, NumpyController
+from knobwise.agents.policy.controller import Drift, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
-from knobwise.agents.serving.inputs import blocks_of
+from knobwise.agents.serving.inputs import blocks_of, limit_of
 from knobwise.agents.serving.request_log import RequestLog, Result, row_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
+from knobwise.envs.tables.units import check_time
 
 
 class Front:
@@ -39,7 +40,8 @@ class Front:
         explore, explore_loss, seed: see `Exploration`.
 
     Raises:
-        InputError: a policy of another kind or for mean budgets, the tracker of another controller.
+        InputError: a policy of another kind, for mean budgets or for a cost that is no time; the
+            tracker of another controller.
     """
 
     _lock: threading.Lock
@@ -65,6 +67,7 @@ class Front:
                 "runtime: the controller is for a mean over requests (budget=mean), but every "
                 "request here has a deadline; train one with budget=quantiles"
             )
+        check_time("runtime", controller.unit)
         self.controller: NumpyController = controller
         self.configurations = configurations_of(controller)
         self.tracker = fresh = LatencyTracker(self.configurations, controller.digest)
@@ -171,7 +174,7 @@ class Steps(Front):
     def _begin(self, budget_ms: float) -> Timed:
         """Take a request in; decide where the guard falls back, which needs no features."""
         begun = time.perf_counter()
-        check_budget(budget_ms)
+        budget_ms = limit_of(budget_ms)
         with self._lock:
             self._follow()
             flight = Timed(budget_ms, *self._state(), begun=begun)
@@ -305,9 +308,10 @@ def wrap(
         is. `serve.watch(path)` follows `knobwise update`; `serve.tracker` is the tracker.
 
     Raises:
-        InputError: a policy of another kind or for mean budgets, one that reads features that
-            nothing computes, a `call` that does not take its knobs, the tracker of another policy,
-            a log that cannot be written.
+        InputError: a policy of another kind, for mean budgets or for a cost that is no time, as
+            what is measured here is time; one that reads features that nothing computes, a `call`
+            that does not take its knobs, the tracker of another policy, a log that cannot be
+            written.
 
     >>> policy = knobwise.fit("measured.csv", "features.npz")
     >>> serve = knobwise.wrap(call, policy, features=embed, log="requests")
@@ -318,12 +322,6 @@ def wrap(
         raise InputError("wrap: features is a coroutine function, but call is not; make both async")
     kind = AsyncServed if awaits else Served
     return kind(call, features, log, policy, tracker, explore, explore_loss, seed)
-
-
-def check_budget(budget_ms: float) -> None:
-    """Refuse a budget that is not positive, or too large to count in."""
-    if not 0 < budget_ms < MOST_MS:
-        raise InputError(f"budget_ms={budget_ms}: must be positive, in ms")
 
 
 def left_of(budget_ms: float, overhead: Overhead) -> float:

@@ -179,6 +179,7 @@ class DeployedController(nn.Module):
             "datasets": normaliser.datasets,
             "columns": normaliser.columns,
             "limit": limit,
+            "unit": controller.unit,
             "guard": bool(settled.guard and settled.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}

@@ -121,7 +121,7 @@ def few_budgets(budgets_ms: Tensor) -> list[str]:
 def judged_budgets(
     table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None
 ) -> Tensor:
-    """Return the budgets in the settings, in ms, float32 [B].
+    """Return the budgets in the settings, in ms or the unit of the table, float32 [B].
 
     The default is `default_budgets` of these rows, int64 [n], or of the whole table.
 
@@ -132,7 +132,7 @@ def judged_budgets(
         return default_budgets(table, rows)
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(
-            f"budgets_ms={list(budgets_ms)}: give at least one budget in ms, all positive"
+            f"budgets_ms={list(budgets_ms)}: give at least one budget in {table.unit}, all positive"
         )
     return torch.tensor(list(budgets_ms))
 

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.ImageDraw import ImageDraw as Draw
 
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.envs.tables.units import in_words
 
 SIZE = (900, 520)
 """Width and height of pictures. They are drawn twice as large and scaled down, so that edges are
@@ -74,6 +75,7 @@ class View:
             knobs = ", ".join(f"{k} = {v}" for k, v in self.info[f"{who}configuration"].items())
             gain = f"accuracy {self.info[f'{who}accuracy']:.2f}"
             latency = self._amount(f"{who}latency_ms")
+            verdict = in_words(verdict, self.unit)
             lines[f"{title}: {gain}, {latency}{verdict}, {knobs}"] = colour
         return lines | {f"Reward: {self.reward:+.3f}": _INK}
 

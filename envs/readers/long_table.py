@@ -30,10 +30,11 @@ from knobwise.envs.readers.frames import (
     number_column,
     read_frame,
 )
-from knobwise.envs.readers.outcome_columns import failures
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
+from knobwise.envs.readers.outcome_columns import failures
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.envs.tables.units import MS, kept_as
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
@@ -126,7 +127,7 @@ def table_from_frame(
     accuracy: str = "accuracy",
     accuracy_unit: str = "share",
     latency: str = "latency_ms",
-    unit: str = "ms",
+    unit: str = MS,
     features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
     group: str | None = None,
@@ -149,7 +150,9 @@ def table_from_frame(
         knobs: the columns that are knobs. By default every column that is neither a key nor a
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
-        latency, unit: the column that the budget limits, and its unit.
+        latency, unit: the column that the budget limits, and its unit. A unit of time, such as s or
+            min, is converted: the table and all budgets are in ms. Any other, such as USD, is kept,
+            and budgets are in it.
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
@@ -171,7 +174,12 @@ def table_from_frame(
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         _refuse_missing(needed, frame)
-        frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, notes)
+        kept, factor = kept_as(unit)
+        frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, kept == MS, notes)
+        if factor != 1:
+            # before they lose digits as float32, so that the table is that of a file in ms
+            rows = rows.with_columns(pl.col("latency") * factor)
+            notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
         if unused := [name for name in UNUSED if name in {*frame.columns} - described.names]:
             notes.append(f"keys that are not used: {', '.join(unused)}")
         other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
@@ -183,7 +191,7 @@ def table_from_frame(
             frame, keys, knobs, features, columns, other, latency, notes
         )
         fields = _dense_fields(frame, rows, knobs, group, notes)
-    table = ProfileTable(name=name, unit=unit, notes=tuple(notes), **fields)
+    table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)
@@ -307,9 +315,13 @@ def _profiled_rows(
     accuracy: str,
     accuracy_unit: str,
     latency: str,
+    timed: bool,
     notes: list[str],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have an accuracy and a latency, or raise InputError.
+
+    Args:
+        timed: whether that latency is a time.
 
     Returns:
         All columns of these rows as they were read; and their ids as text (`dataset`, if there is
@@ -325,23 +337,23 @@ def _profiled_rows(
         repeat = number_column(frame["repeat"], False).fill_null(0.0)
         measured = measured.with_columns(repeat=repeat)
     # a first look is a time, so it cannot be added to another cost
-    if latency == "latency_ms" and "first_look_ms" in frame.columns:
+    if timed and latency == "latency_ms" and "first_look_ms" in frame.columns:
         first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
     # what failed is late and wrong, not unmeasured
     failed = failures(frame, shares, measured["latency"], notes)
-    timed = measured["latency"].is_not_null()
-    wrong = pl.when(failed & timed).then(0.0).otherwise("accuracy")
+    has_time = measured["latency"].is_not_null()
+    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
     measured = measured.with_columns(accuracy=wrong)
     # a row that lacks one of the two says nothing
-    profiled = measured["accuracy"].is_not_null() & timed
+    profiled = measured["accuracy"].is_not_null() & has_time
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
-        if untimed := (failed & ~timed).sum():
+        if untimed := (failed & ~has_time).sum():
             notes.append(
                 f"{untimed} of them failed: give them the time after which they were given up"
             )
-        if unscored := (timed & ~profiled).sum():
+        if unscored := (has_time & ~profiled).sum():
             notes.append(
                 f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
                 f"late and wrong; give them {accuracy} 0"

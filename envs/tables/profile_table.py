@@ -23,6 +23,7 @@ from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
+from knobwise.envs.tables.units import MS, kept_as
 
 KnobValue = int | float | str
 
@@ -48,7 +49,8 @@ class ProfileTable:
     Raises:
         InputError: if shapes do not fit, a profiled cell is not finite, a latency is negative or
             not the median of its repeats, an accuracy is outside [0, 1], ids or configurations
-            occur twice, or a sample or a configuration has no profiled cell.
+            occur twice, a sample or a configuration has no profiled cell, or the unit is one of
+            time other than ms.
     """
 
     WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
@@ -98,9 +100,9 @@ class ProfileTable:
     """N kinds of question, or empty. Not an input of policies; training can draw them evenly."""
     notes: tuple[str, ...] = ()
     """What the reader skipped or could not join, with counts. Not part of the digest."""
-    unit: str = "ms"
-    """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part
-    of the digest."""
+    unit: str = MS
+    """ms, since times are kept in it; or the unit of another cost that stands for latency, such as
+    USD: `latency_ms`, `repeats_ms` and all budgets are then in it. Not part of the digest."""
     features_ms: float = 0.0
     """Time to compute a request's features, ms, which policies that read them are charged. Not part
     of the digest."""
@@ -118,6 +120,11 @@ class ProfileTable:
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"{name} is empty: {n} samples, {c} configurations")
+        if kept_as(self.unit)[0] != self.unit:
+            raise InputError(
+                f"{name}: is in {self.unit}, but times are kept in ms; read its file again with "
+                f"unit={self.unit}, which converts them"
+            )
         for what, count in self._count_problems().items():
             if count:
                 raise InputError(f"{name}: {count} × {what}")

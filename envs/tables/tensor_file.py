@@ -157,6 +157,11 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
             return tensors_of(path)
         if is_damaged(path):
             raise Damaged(path)
+        # np.load would take anything else for a pickle
+        begin = {".npz": b"PK", ".npy": b"\x93NUMPY"}.get(path.suffix, b"")
+        with path.open("rb") as file:
+            if file.read(len(begin)) != begin:
+                raise InputError(f"{path}: is damaged, or no {path.suffix}; write it again")
         # none of these runs code from the file
         if path.suffix == ".pt":
             content = torch.load(path, map_location="cpu", weights_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure, colours_of, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
+from knobwise.experiments.report.tables import reworded
 from knobwise.experiments.report.training_charts import logged_numbers
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name, shots_words
 from knobwise.experiments.results.problem import FEASIBLE
@@ -35,7 +37,8 @@ def comparison_charts(comparison: Comparison) -> Figures:
     if left_out := len(comparison.runs) - len(comparison.drawn):
         some = f" The first run and the best others; {left_out} more are in the tables."
     if problem.averaged:
-        chart = charts.by_budget(frame, metric.key, metric.name, unit=unit)
+        title = in_words(metric.name, unit)
+        chart = charts.by_budget(frame, metric.key, title, unit=unit)
         drawn[heading] = Figure(chart, f"Shaded: 95% intervals.{some}")
     elif len(comparison.places) > 1:
         shots = int(comparison.main or 0)
@@ -54,7 +57,7 @@ def comparison_charts(comparison: Comparison) -> Figures:
             "first seed ends. Dashed: where GRPO begins, if it follows a warm-up. The curves of "
             f"controllers are of the network alone, without experts or guard.{some}",
         )
-    return drawn
+    return reworded(drawn, unit)
 
 
 @unchecked

@@ -20,7 +20,7 @@ from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import find_runs
-from knobwise.experiments.report.tables import Folded
+from knobwise.experiments.report.tables import Folded, reworded
 from knobwise.experiments.report.words import SIGN_WORDS, read_results
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
@@ -98,7 +98,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         path,
         "knobwise comparison",
         f"{len(runs)} runs",
-        sections,
+        reworded(sections, comparison.unit),
         facts=[_facts(comparison)],
         lead=lead,
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.report.tables import Table, print_lines, print_table, table_of
+from knobwise.experiments.report.tables import Table, print_lines, print_table, reworded, table_of
 from knobwise.experiments.report.words import (
     COMPARED,
     SIGN_WORDS,
@@ -80,7 +80,8 @@ def method(comparison: Comparison) -> str:
     if not comparison.differences:
         return ""
     problem = comparison.problem
-    equal = " at equal mean latency (a ms more or less counts as much as it gains the static mix)"
+    gained = f"a {comparison.unit} more or less counts as much as it gains the static mix"
+    equal = f" at equal mean latency ({gained})"
     # "" where latencies may differ
     at_equal_latency = equal * problem.equal_latency
     # runs may share different numbers of samples with the first one
@@ -181,5 +182,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tables and the sentences; without colours and frames when this is no terminal."""
     if comparison.settings:
         print_table(console, settings_cells(comparison))
-    print_table(console, results_cells(comparison))
-    print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])
+    unit = comparison.unit
+    print_table(console, reworded(results_cells(comparison), unit))
+    sentences = [*verdict(comparison), method(comparison)]
+    print_lines(console, reworded(sentences, unit) + comparison.notes)

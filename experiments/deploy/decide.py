@@ -16,6 +16,7 @@ import polars as pl
 
 from knobwise.agents.policy.arrays import Array
 from knobwise.agents.policy.controller import MOST_MS, NumpyController
+from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.json_text import decoded
@@ -49,9 +50,9 @@ def run(config: DecideRun) -> int:
     out = Path(config.out)
     if out.suffix != ".csv" or out.resolve() == path.resolve():
         raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
-    if config.budget_ms is not None and not 0 < config.budget_ms < MOST_MS:
-        raise InputError(f"budget_ms={config.budget_ms}: must be a positive number of ms")
     controller = _controller_at(config.checkpoint)
+    if config.budget_ms is not None:
+        limit_of(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
     settings = pl.DataFrame(knobs, infer_schema_length=None)
     # the budgets that the controller was judged at, where it has a guard
@@ -80,8 +81,9 @@ def run(config: DecideRun) -> int:
     print(f"decided: {total - count} of {total} requests, in {out}")
     if untried:
         say(
-            f"{untried} budgets are outside {tried.min():.4g} to {tried.max():.4g} ms, where the "
-            "controller was judged; nothing is known about its decisions there"
+            f"{untried} budgets are outside {tried.min():.4g} to {tried.max():.4g} "
+            f"{controller.unit}, where the controller was judged; nothing is known about its "
+            "decisions there"
         )
     return SOME_REFUSED if count else 0
 

@@ -22,6 +22,7 @@ from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.units import check_time
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.results.controllers import gain_on_held_out, held_out_choices
 from knobwise.experiments.results.run_folder import checkpoint_at
@@ -68,6 +69,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
 def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """Serve a simulated stream of requests by the real model."""
+    check_time("live=true", loaded.controller.controller.unit)
     a_device(config.device, usable=True)
     from knobwise.experiments.deploy.live import run_live
     from knobwise.profiling.models import load_model, requests_of
@@ -107,16 +109,21 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     """Read the profile that a controller is to decide on.
 
     Raises:
-        InputError: its configurations or features are not those that the controller was trained
-            with, or the controller has no worths.
+        InputError: its configurations, features or unit are not those that the controller was
+            trained with, or the controller has no worths.
     """
     table = read_profile(config.profile, loaded)
     checkpoint = config.checkpoint
     agent = loaded.controller
     if agent.sense == "mean" and not agent.settled.mean:
         raise InputError(f"{checkpoint}: its worths were not calibrated yet; let its training end")
-    # the same knobs, values and order of configurations
     network = agent.controller
+    if table.unit != network.unit:
+        raise InputError(
+            f"{checkpoint}: was trained for budgets in {network.unit}; profile {table.name!r} is "
+            f"in {table.unit}"
+        )
+    # the same knobs, values and order of configurations
     if table.knobs != network.knobs or not torch.equal(
         table.configurations, network.configurations
     ):

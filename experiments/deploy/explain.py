@@ -20,6 +20,7 @@ from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import check_time, in_words
 from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.report.choice_sentences import decision, setting
 from knobwise.experiments.report.report import print_explanation
@@ -69,13 +70,13 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
 
 def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     """Explain why a controller decides as it does for one sample, and add what was measured."""
-    if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
-        raise InputError(
-            f"budget_ms={config.budget_ms}: say how long the answer may take, a positive number "
-            "of ms"
-        )
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     policy = KnobPolicy(loaded)
+    if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
+        raise InputError(
+            f"budget_ms={config.budget_ms}: say how long the answer may take, or what it may cost, "
+            f"a positive number of {policy.unit}"
+        )
     table = fitting_profile(config, loaded)
     row = _row_of(table, sample)
     drift = _drift(config.tracker, policy)
@@ -119,6 +120,7 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
     """Return the drift that a tracker had learned when its state was written as JSON, if any."""
     if path is None:
         return None
+    check_time("tracker", policy.unit)
     tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
     try:
         tracker.restore(decoded(Path(path).read_bytes()))
@@ -149,7 +151,8 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
                 text = number(value, ".3f")
                 if key.endswith("_ms"):
                     text = quantity(value, table.unit)
-                line[key.removesuffix("_ms").replace("_", " ")] = text
+                title = key.removesuffix("_ms").replace("_", " ")
+                line[in_words(title, table.unit)] = text
             lines.append(line)
     console = Console()
     print_table(console, table_of(lines, ["chosen"]))

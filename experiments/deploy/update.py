@@ -32,6 +32,7 @@ from knobwise.agents.serving.versions import (
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
+from knobwise.envs.tables.units import check_time
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -49,9 +50,9 @@ def run(config: UpdateRun) -> None:
     """Write a version, and let it serve where it is better.
 
     Raises:
-        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does
-            not serve, no version before the current one, too few requests; see also `read_log` and
-            `log_ratios`.
+        InputError: neither a log nor a profile, a controller that cannot learn or whose budgets are
+            no times, one that `out` does not serve, no version before the current one, too few
+            requests; see also `read_log` and `log_ratios`.
     """
     out = Path(config.out)
     if config.rollback:
@@ -108,6 +109,7 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
     """Make a new version, and let it serve if it is better; return it, and facts about it."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
+    check_time("update", agent.controller.unit)
     if agent.sense != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "

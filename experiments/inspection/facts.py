@@ -21,6 +21,7 @@ from knobwise.agents.judging.baselines import Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_moments
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
 from knobwise.experiments.results.attainable import attainable, oracle_of_halves
@@ -90,11 +91,12 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "clusters": len(set(table.clusters)) or None,
         "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
-        "faults": list(map(str, faults_of(whole))),
+        "faults": [in_words(str(fault), table.unit) for fault in faults_of(whole)],
         "examples": _examples(table),
         "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }
-    return facts | {"warnings": _warnings(facts) + few_budgets(budgets_ms)}
+    warnings = _warnings(facts) + few_budgets(budgets_ms)
+    return facts | {"warnings": [in_words(warning, table.unit) for warning in warnings]}
 
 
 def _log_spread(latency_ms: Tensor) -> float | None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import MS, in_words
 from knobwise.experiments.inspection import cell_checks, feature_checks, serving_checks
 from knobwise.experiments.inspection.measured import Fault, Faults, Measured
 
@@ -27,7 +28,11 @@ def faults_by_check(table: ProfileTable) -> dict[str, list[Fault]]:
     measured = Measured(table)
     # columns without any value have no mean
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-        return {check.__name__: list(check(measured)) for check in CHECKS}
+        seen = {}
+        for check in CHECKS:
+            applies = table.unit == MS or check not in OF_TIMES
+            seen[check.__name__] = list(check(measured)) if applies else []
+        return seen
 
 
 def faults_of(table: ProfileTable) -> list[Fault]:
@@ -45,7 +50,7 @@ def warnings_of(table: ProfileTable) -> list[str]:
     faults = faults_of(table)
     if faults and faults[0].refused:
         raise InputError(f"profile {table.name!r}: {faults[0]}")
-    return list(map(str, faults))
+    return [in_words(str(fault), table.unit) for fault in faults]
 
 
 CHECKS: tuple[Callable[[Measured], Faults], ...] = (
@@ -72,3 +77,10 @@ CHECKS: tuple[Callable[[Measured], Faults], ...] = (
     feature_checks.idle_features,
 )
 """What is looked for, in the order in which it is reported."""
+OF_TIMES = (
+    cell_checks.repeated_digits,
+    cell_checks.drift,
+    cell_checks.other_machine,
+    serving_checks.failed_requests,
+)
+"""What is about clocks and machines. Prices and tokens are often equal, and do not drift."""

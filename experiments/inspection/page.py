@@ -13,9 +13,16 @@ import polars as pl
 from markupsafe import Markup
 from rich.console import Console
 
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.report.sentences import learnable
-from knobwise.experiments.report.tables import Folded, print_lines, print_sections, table_of
+from knobwise.experiments.report.tables import (
+    Folded,
+    print_lines,
+    print_sections,
+    reworded,
+    table_of,
+)
 from knobwise.experiments.report.words import (
     listed,
     number,
@@ -94,7 +101,8 @@ def _sentences(facts: Facts) -> list[str]:
 
 def print_inspection(facts: Facts, console: Console) -> None:
     """Print the sentences and tables of the page; outside a terminal without colours and frames."""
-    print_lines(console, [f"{facts['name']}  {facts['digest']}", lead(facts)])
+    first = in_words(lead(facts), facts["unit"])
+    print_lines(console, [f"{facts['name']}  {facts['digest']}", first])
     print_sections(console, _sections(facts, {}))
 
 
@@ -136,7 +144,10 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
         "Coverage": None,
     }
     # a figure stands above its numbers
-    return {name: [*figures.get(name, []), block] for name, block in tables.items()}
+    sections = {name: [*figures.get(name, []), block] for name, block in tables.items()}
+    # notes name columns, whatever these are called
+    notes = "Faults, warnings and notes"
+    return reworded(sections, facts["unit"]) | {notes: sections[notes]}
 
 
 def _front(facts: Facts) -> list[Facts]:
@@ -154,7 +165,7 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
         facts["name"],
         _sections(facts, _figures(facts)),
         facts=[facts["digest"]],
-        lead=lead(facts),
+        lead=in_words(lead(facts), facts["unit"]),
     )
 
 
@@ -164,6 +175,7 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import Figure
 
+    unit = facts["unit"]
     names = {name: policy_name(name) for name in ("budget_aware_static", "oracle")}
     titles = list(names.values())
     headroom = pl.DataFrame(facts["headroom"]).rename(names | {"budgets_ms": "budget_ms"})
@@ -190,13 +202,13 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
             "Each dot is one configuration; no other beats those on the dashed line.",
         ),
         "Latency distributions": Figure(
-            charts.dots(pl.DataFrame(spread), f"latency ({facts['unit']})"),
+            charts.dots(pl.DataFrame(spread), in_words(f"latency ({unit})", unit)),
             "Of the configurations on the dashed line above, named by their "
             f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
             "fastest 5% to the slowest 5%.",
         ),
         "Effect of each knob": Figure(
-            charts.knob_effects(facts["knobs"]),
+            charts.knob_effects(facts["knobs"], unit),
             "Means over all profiled cells with this value.",
             columns=2,
         ),

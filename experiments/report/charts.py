@@ -20,6 +20,7 @@ import altair as alt
 import numpy as np
 import polars as pl
 
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report.page import HUES, colours_of
 from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.problem import Results, Row
@@ -112,7 +113,8 @@ def plane(
         y: "accuracy" or "utility".
     """
     rows = pl.DataFrame(configurations, schema=["label", y, "latency_ms"])
-    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE, axis=SPARSE)
+    title = in_words(f"mean latency ({unit})", unit)
+    x = alt.X("latency_ms:Q", title=title, scale=CLOSE, axis=SPARSE)
     # without padding, which could begin the axis below 0
     height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=alt.Scale(zero=False))
 
@@ -150,7 +152,8 @@ def by_budget(
     scale = CLOSE
     if 0 < 20 * min(budgets) < max(budgets):
         scale = alt.Scale(type="log")
-    x = alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=SPARSE)
+    limit = in_words(f"latency budget ({unit})", unit)
+    x = alt.X("budget_ms:Q", title=limit, scale=scale, axis=SPARSE)
     height = alt.Y(f"{y}:Q", title=title, scale=CLOSE)
     if percent:
         height = height.axis(format="%")
@@ -242,28 +245,33 @@ def dots(
     )
 
 
-def dots_of_policies(rows: Iterable[Row], metric: str, title: str) -> alt.LayerChart:
+def dots_of_policies(
+    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
+) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
         rows: policy, the metric and its interval, of each.
         metric: the key of the number.
         title: of the horizontal axis.
+        results: that the rows belong to, where their budgets may be no times.
     """
     drawn = [
-        [row["policy"], policy_name(row["policy"]), row[metric], *row[f"{metric}_ci95"]]
+        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
         for row in rows
     ]
     frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
     return dots(frame, title, colour_of(colours_of(frame["policy"].to_list())).legend(None))
 
 
-def by_dataset(judged: Sequence[Row]) -> list[alt.LayerChart]:
+def by_dataset(results: Results) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
     figure = []
-    for dataset, rows in itertools.groupby(judged, key=operator.itemgetter("dataset")):
-        chart = dots_of_policies(rows, "utility", "utility (0 to 1)")
+    for dataset, rows in itertools.groupby(
+        results["by_dataset"], key=operator.itemgetter("dataset")
+    ):
+        chart = dots_of_policies(rows, "utility", "utility (0 to 1)", results)
         figure.append(chart.properties(title=dataset))
     return figure
 
@@ -331,7 +339,7 @@ def knob_usage(runs: Sequence[tuple[str, str, Results]], unit: str = "ms") -> li
     axis = alt.Axis(labelAngle=0, format=".4~r")
     frame = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
     frame = frame.with_row_index("rank")  # values in their order, not as texts
-    x = alt.X("budget_ms:O", title=f"latency budget ({unit})", axis=axis)
+    x = alt.X("budget_ms:O", title=in_words(f"latency budget ({unit})", unit), axis=axis)
     y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"))
     for (knob, run), rows in frame.group_by("knob", "run", maintain_order=True):
         values = alt.Scale(
@@ -343,13 +351,17 @@ def knob_usage(runs: Sequence[tuple[str, str, Results]], unit: str = "ms") -> li
     return figure
 
 
-def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[alt.LayerChart]:
+def knob_effects(
+    knobs: Mapping[str, Mapping[str, Sequence[Any]]], unit: str = "ms"
+) -> list[alt.LayerChart]:
     """Draw mean accuracy, then latency, for each value of each knob.
 
     Args:
         knobs: name → values, and the mean accuracy and latency_ms of each.
+        unit: of the latencies.
     """
-    titles = {"accuracy": "mean accuracy", "latency_ms": "mean latency (ms)"}
+    latency = in_words(f"mean latency ({unit})", unit)
+    titles = {"accuracy": "mean accuracy", "latency_ms": latency}
     figure = []
     for name, knob in knobs.items():
         values = list(map(str, knob["values"]))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report.words import (
     LEARNED,
     number,
@@ -131,7 +132,7 @@ def decision(explained: Row, unit: str) -> list[str]:
         reason = guard["reason"] or ("deployed" if guard["deployed"] else "fell back")
         lines.append(
             f"The guard at {quantity(guard['budget_ms'], unit)}, its nearest calibrated budget: "
-            f"{reason}."
+            f"{in_words(reason, unit)}."
         )
     if without := explained["without_drift"]:
         lines.append(
@@ -150,6 +151,7 @@ def decision(explained: Row, unit: str) -> list[str]:
     late = "on time"
     if chosen["latency_ms"] > budget_ms:
         late = f"{quantity(chosen['latency_ms'] - budget_ms, unit)} late"
+    late = in_words(late, unit)
     return [
         *lines,
         f"What the profile measured: accuracy {number(chosen['accuracy'], '.2f')} in "

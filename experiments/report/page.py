@@ -27,6 +27,7 @@ from platformdirs import user_cache_path
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report.tables import Tile
 from knobwise.experiments.report.words import POLICIES
 
@@ -36,7 +37,7 @@ together may share a hue."""
 HUE_OF = {
     label: words["colour"]
     for policy, words in POLICIES.items()
-    for label in (policy, words["name"])
+    for label in (policy, words["name"], in_words(words["name"], ""))
 }
 """A policy, or its name → its hue."""
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from knobwise.common.progress import duration
+from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.report import charts, tables, words
 from knobwise.experiments.report.choice_sentences import (
     condition,
@@ -33,6 +34,7 @@ from knobwise.experiments.report.tables import (
     print_lines,
     print_sections,
     print_table,
+    reworded,
     table_of,
 )
 from knobwise.experiments.report.training_charts import training
@@ -76,13 +78,14 @@ def write_report(run_folder: str | Path) -> Path:
     sections |= {"Training": of_training, "Guarantees": _guarantees(results)}
     sections |= {"Warnings about the profile": [results.get("warnings") or []]}
     sections |= {"Tables": _tables(results), "How to reproduce": _how_to_reproduce(results, folder)}
+    unit = words.unit_of(results)
     return render_page(
         folder / "report.html",
         "knobwise run report",
         f"{folder.parent.name} / {folder.name}",
-        sections,
+        reworded(sections, unit),
         facts=[_when(results.get("run") or {}), _facts(results)],
-        tiles=_tiles(results),
+        tiles=reworded(_tiles(results), unit),
         lead=lead,
     )
 
@@ -192,7 +195,7 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
         "the best of each data set is listed, selected on these very samples."
     ]
     if problem_of(results) is DEADLINE:
-        drawn = charts.by_dataset(results["by_dataset"])
+        drawn = charts.by_dataset(results)
         blocks.append(Figure(drawn, "A dot is a mean utility, the line its 95% interval.", 2))
     return {"Data set by data set": [*blocks, Folded("The numbers", [tables.by_dataset(results)])]}
 
@@ -248,7 +251,7 @@ def explanation(results: Results) -> dict[str, list[Any]]:
 
 def print_explanation(results: Results, console: Console) -> None:
     """Print the sections on why the deployed policy sets the knobs as it does."""
-    print_sections(console, explanation(results))
+    print_sections(console, reworded(explanation(results), words.unit_of(results)))
 
 
 def _importance(results: Results) -> list[Any]:
@@ -356,12 +359,20 @@ GLOSSARY = {
     },
 }
 """Kind of problem → the terms of its tables and their meanings."""
+NOT_CHARGED = {
+    "utility": "the accuracy of an answer that is on time, 0 for one that is late; what policies "
+    "are judged on. No policy is charged for its decisions, which take time and have no price here"
+}
+"""The terms that have another meaning where budgets are no times."""
 
 
 def _glossary(results: Results) -> Folded:
     """Return the terms, and every policy in the tables."""
     problem = problem_of(results)
     terms = dict(GLOSSARY[problem.name])
+    if words.unit_of(results) not in TIMES:
+        terms |= NOT_CHARGED
+        terms.pop("if free", None)
     if "split_seeds" in results:
         terms["brackets"] += " and the splits; a sample that several splits test counts as one"
     # only policies of the project have a description

@@ -8,8 +8,10 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report import charts, page, words
 from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.tables import reworded
 from knobwise.experiments.report.words import (
     MIX,
     ORACLE,
@@ -47,9 +49,9 @@ KINDS = {
 
 def result_charts(results: Results) -> Figures:
     """Draw all figures that the results have numbers for, the one to be seen first in front."""
-    if problem_of(results).averaged:
-        return _over_budgets(results)
-    return _over_shots(results)
+    if not problem_of(results).averaged:
+        return _over_shots(results)
+    return reworded(_over_budgets(results), words.unit_of(results))
 
 
 @page.unchecked
@@ -79,7 +81,7 @@ def on_time(rows: pl.DataFrame, results: Results) -> Figure:
     chart = charts.by_budget(
         rows.drop("low", "high"),
         FEASIBLE.key,
-        "on time, of the feasible requests",
+        in_words("on time, of the feasible requests", words.unit_of(results)),
         percent=True,
         level=level,
         unit=words.unit_of(results),
@@ -110,7 +112,7 @@ def _over_budgets(results: Results) -> Figures:
             usage, "Share of the test requests that get each value of a knob, by budget.", 2
         )
     if bins := results.get("reliability"):
-        drawn["Reliability"] = reliability(bins)
+        drawn["Reliability"] = reliability(bins, words.unit_of(results))
     return drawn
 
 
@@ -126,7 +128,7 @@ def _frame(
     """
     problem = problem_of(results)
     rows = [
-        numbers(problem, row, policy_name(row["policy"]), key)
+        numbers(problem, row, policy_name(row["policy"], results), key)
         for row in results["rows"]
         if row["policy"] in policies
     ]
@@ -203,17 +205,18 @@ def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
     return drawn
 
 
-def reliability(bins: Sequence[Mapping[str, float]]) -> Figure:
+def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure:
     """Draw observed shares on time against predicted probabilities.
 
     Args:
         bins: expected_in_time, in_time and decisions of each.
+        unit: of the budgets.
     """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
     titles = ("predicted probability of being on time", "observed share on time")
     error = words.points(words.calibration_error(bins), ".1f")
     return Figure(
-        charts.predictions(rows, *titles),
+        charts.predictions(rows, *(in_words(title, unit) for title in titles)),
         "The probability of being on time that the controller's teacher predicted for its choices, "
         "and the share that was: a dot is a tenth of its decisions. On the dashed line the two are "
         f"equal; on average they differ by {error} points (expected calibration error). Below it "
@@ -237,9 +240,10 @@ def difficulty(explained: Row, unit: str) -> Figure:
         # static has no interval
         rows.append([policy_name(STATIC), group["difficulty_ms"], *[group["static_ms"]] * 3])
     columns = ["policy", "difficulty", "latency", "low", "high"]
-    title = f"difficulty: latency of the cheapest right configuration ({unit})"
+    title = in_words(f"difficulty: latency of the cheapest right configuration ({unit})", unit)
     x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
-    y = alt.Y("latency:Q", title=f"latency of the choice ({unit})", scale=charts.CLOSE)
+    title = in_words(f"latency of the choice ({unit})", unit)
+    y = alt.Y("latency:Q", title=title, scale=charts.CLOSE)
     # behind the lines
     samples = pl.DataFrame(explained["points"], schema=columns[1:3], orient="row")
     dots = alt.Chart(samples).mark_circle(color=charts.GREY, size=14, opacity=0.4).encode(x, y)

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.report.words import (
     COMPARED,
     LEARNED,
@@ -27,6 +28,7 @@ from knobwise.experiments.report.words import (
     quantity,
     ranked,
     rows_at,
+    said_of,
     shots_words,
     sign_of,
     span,
@@ -46,6 +48,11 @@ from knobwise.experiments.results.problem import (
 
 def verdict(results: Results) -> list[str]:
     """Say what the run shows, the most important first."""
+    return [said_of(results, line) for line in _verdict(results)]
+
+
+def _verdict(results: Results) -> list[str]:
+    """Return the lines of `verdict`, as they are said of times."""
     problem = problem_of(results)
     if problem is DEMONSTRATIONS:
         return _of_selectors(results)
@@ -76,11 +83,16 @@ def _under_deadlines(results: Results) -> list[str]:
             share = f"; the controller gained {number(learned['attained'], '.0%')} of that"
         lines.append(f"{learnable(estimate)}{share}.")
     free = learned.get("utility_free")
-    if known(free):
-        micros = learned.get("decision_us_p50")
-        share = ""
+    micros = learned.get("decision_us_p50")
+    if unit_of(results) not in TIMES:
         # costs that are no times cannot be compared with it
-        if known(micros) and unit_of(results) == "ms":
+        lines.append(
+            f"A decision takes {quantity(micros, 'µs')}; it is not charged, since budgets are in "
+            f"{unit_of(results)}, no time."
+        )
+    elif known(free):
+        share = ""
+        if known(micros):
             share = f", {micros / 1000 / learned['latency_ms_mean']:.1%} of the mean latency"
         lines.append(
             f"A decision takes {quantity(micros, 'µs')}{share}; if decisions were free, its "

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from knobwise.envs.tables.units import TIMES, in_words
 from knobwise.experiments.report import words
 from knobwise.experiments.report.sentences import promise
 from knobwise.experiments.report.words import (
@@ -79,6 +81,33 @@ def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
 
 MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
 """The columns that a terminal leaves out."""
+OURS = ("policy", "decision")
+"""The columns whose cells hold our words, and no names of the profile."""
+
+
+def reworded(block: Any, unit: str) -> Any:
+    """Return a block of a page, or several of them, with what is said of latencies said of costs in
+    this unit, see `knobwise.envs.tables.units.in_words`."""
+    if unit in TIMES or isinstance(block, Markup):
+        return block
+    if isinstance(block, str):
+        return in_words(block, unit)
+    if isinstance(block, dict):
+        return {in_words(key, unit): reworded(value, unit) for key, value in block.items()}
+    if isinstance(block, Table):
+        ours = [column for column, title in enumerate(block.header) if title in OURS]
+        rows = [list(row) for row in block.rows]
+        for row, column in itertools.product(rows, ours):
+            row[column] = in_words(row[column], unit)
+        return block._replace(header=reworded(block.header, unit), rows=rows)
+    if isinstance(block, list):
+        return [reworded(part, unit) for part in block]
+    # a `Folded`, a `Tile` or a `Figure`, whose charts say it themselves
+    if hasattr(block, "_asdict"):
+        parts = block._asdict().items()
+        words = {name: part for name, part in parts if name == "blocks" or isinstance(part, str)}
+        return block._replace(**reworded(words, unit))
+    return block
 
 
 def policies(results: Results) -> Table:
@@ -88,7 +117,7 @@ def policies(results: Results) -> Table:
         return by_place(results)
     rows = words.ranked(results)
     lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
-    return table_of(lines, _trained(results))
+    return reworded(table_of(lines, _trained(results)), words.unit_of(results))
 
 
 def by_dataset(results: Results) -> Table:
@@ -100,13 +129,16 @@ def by_dataset(results: Results) -> Table:
         line = {"data set": title, "policy": policy_name(row["policy"])} | _metrics(results, row)
         line.pop(DECISION.name)
         lines.append(line)
-    return table_of(lines, _trained(results))
+    return reworded(table_of(lines, _trained(results)), words.unit_of(results))
 
 
 def _metrics(results: Results, row: Row) -> dict[str, str]:
     """Return the cells of a row."""
     unit = words.unit_of(results)
-    return {metric.name: cell(row, metric, unit) for metric in problem_of(results).metrics}
+    metrics = problem_of(results).metrics
+    # what is no time is not charged for decisions, so that they are free in any case
+    metrics = tuple(metric for metric in metrics if metric is not FREE or unit in TIMES)
+    return {metric.name: cell(row, metric, unit) for metric in metrics}
 
 
 def _trained(results: Results) -> list[str]:
@@ -141,9 +173,10 @@ def by_place(results: Results, rows: str = "rows") -> Table:
             text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
             if words.known(row.get("price")):
                 text.append(f"λ = {row['price']:.3g} per {unit}")
+            text = [in_words(part, unit) for part in text]
             line[heading] = "\n".join([cell(row, metrics[0]), *text])
         lines.append(line)
-    return table_of(lines, _trained(results))
+    return reworded(table_of(lines, _trained(results)), unit)
 
 
 def _places(results: Results) -> dict[float, str]:
@@ -188,7 +221,7 @@ def guarantees(results: Results) -> Table:
             line["on time"] = number(words.mean_of(seeds, "satisfaction_deployed"), ".1%")
             line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
         lines.append(line)
-    return table_of(lines, wordy=[1, 4])
+    return reworded(table_of(lines, wordy=[1, 4]), words.unit_of(results))
 
 
 SETTINGS = {
@@ -226,9 +259,10 @@ def print_table(console: Console, table: Table) -> None:
         box=None, header_style="bold", pad_edge=False, collapse_padding=console.is_terminal
     )
     columns = list(range(len(table.header)))
+    minor = {*MINOR, *(in_words(title, "") for title in MINOR)}
     wide = Console(file=console.file, width=400)
     if console.is_terminal:
-        columns = [column for column in columns if table.header[column] not in MINOR]
+        columns = [column for column in columns if table.header[column] not in minor]
         wide = console
     for column in columns:
         title = table.header[column]
@@ -244,7 +278,7 @@ def print_table(console: Console, table: Table) -> None:
         visible = [text.replace("\n", " ") for text in cells]
         printed.add_row(*visible, style="bold" if i in table.strong else None)
     wide.print(printed, markup=False, highlight=False)
-    left_out = [title for title in table.header if title in MINOR]
+    left_out = [title for title in table.header if title in minor]
     if "\n" in "".join(itertools.chain(*table.rows)):
         left_out.append("intervals")
     if console.is_terminal and left_out:

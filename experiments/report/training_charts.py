@@ -11,6 +11,7 @@ import altair as alt
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report import charts, words
 from knobwise.experiments.report.page import HUES, Figure
 from knobwise.experiments.report.sentences import on_training
@@ -112,7 +113,8 @@ def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
     for name in frame.columns:
         if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric():
             *stage, number = name.split("/")[1:]
-            title = ": ".join([*stage, TITLES.get(number, number).format(unit=unit)])
+            title = in_words(TITLES.get(number, number).format(unit=unit), unit)
+            title = ": ".join([*stage, title])
             titles[name] = title.replace("_", " ")
             if stage and number in OF_STAGES and stage[0] not in CONTROLS:
                 stages.append(name)

@@ -14,6 +14,7 @@ import numpy as np
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded, is_deeper
+from knobwise.envs.tables.units import in_words
 from knobwise.experiments.results.decisions import FILE
 from knobwise.experiments.results.problem import (
     DEMONSTRATIONS,
@@ -39,9 +40,10 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 
 def policy_name(policy: str, results: Results | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
-    results."""
+    results, and others what their budgets limit."""
     if policy in POLICIES:
-        return POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
+        name = POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
+        return said_of(results or {}, name)
     return policy.replace("_", " ")
 
 
@@ -224,6 +226,11 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
 def unit_of(results: Results) -> str:
     """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
     return str(results.get("unit", "ms"))
+
+
+def said_of(results: Results, text: str) -> str:
+    """Return a text about latencies as one about what these results limit, such as a price."""
+    return in_words(text, unit_of(results))
 
 
 def place_words(results: Results, place: float) -> str:

@@ -89,9 +89,9 @@ class TrainRun(Training):
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
-    """Budgets to judge at, in ms; None for five quantiles of the table's latencies (under
-    budget=mean, of the configurations' mean latencies). Under budget=mean, worths are calibrated
-    for these budgets only."""
+    """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
+    quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
+    Under budget=mean, worths are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple policy; false compares with budget-aware static and the oracle
     only."""
@@ -235,7 +235,8 @@ class ExplainRun:
     sample: str | None = None
     """The id of a sample of the profile, or DATASET/ID."""
     budget_ms: float | None = None
-    """With `sample`: how long the answer may take, in ms."""
+    """With `sample`: how long the answer may take, in ms, or what it may cost, in the unit of the
+    profile."""
     tracker: str | None = None
     """With `sample`: what a tracker has learned in front of the model, `tracker.state()` written as
     JSON."""
@@ -314,7 +315,8 @@ class DecideRun:
     """The controller: a checkpoint, the folder of a run, which stands for the policy it deploys, or
     an exported controller.npz."""
     budget_ms: float | None = None
-    """How long an answer may take, in ms, where a request does not say it itself."""
+    """How long an answer may take, in ms, or what it may cost, in the unit of the profile, where a
+    request does not say it itself."""
     out: str = "decisions.csv"
     """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
     column for each knob."""

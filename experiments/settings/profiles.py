@@ -123,9 +123,10 @@ class LongTables:
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     latency: str = "latency_ms"
-    """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
+    """Column of the latency, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
-    """Unit of that column and of the budgets, for reports."""
+    """Unit of that column. Times in ns, us, s, min or h are converted: budgets, results and all
+    options are in ms. Any other unit, such as USD, is kept, and budgets are in it."""
     group: str | None = None
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
@@ -363,6 +364,11 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
             "names columns"
         )
     table = ProfileTable.load(path)
+    if settings["unit"] not in ("ms", table.unit):
+        raise InputError(
+            f"{path}: is in {table.unit}, as it was written; leave out profile.unit="
+            f"{settings['unit']}"
+        )
     if features is None:
         return table
     layout = Layout(**{name: settings[name] for name in of_files})

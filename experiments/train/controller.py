@@ -40,6 +40,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.units import MS, in_words
 from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.results.attainable import add_shares, attainable_by
 from knobwise.experiments.results.controllers import (
@@ -83,6 +84,11 @@ class ControllerExperiment(Experiment):
         if not number:
             self.warnings = warnings_of(table)
             self.notes += self.warnings
+            if table.unit != MS:
+                self.notes.append(
+                    f"budgets are in {table.unit}, no time: nothing is charged for decisions and "
+                    "features (profile.features_ms)"
+                )
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
@@ -100,7 +106,7 @@ class ControllerExperiment(Experiment):
             rows = budget_rows(table, self.split)
             self.budgets_ms = judged_budgets(table, config.budgets_ms, rows)
         if config.budgets_ms is None:
-            self.notes += few_budgets(self.budgets_ms)
+            self.notes += [in_words(note, table.unit) for note in few_budgets(self.budgets_ms)]
         # config.yaml says how wide the layers became
         policy = replace(config.policy, hidden=config.policy.hidden or self._width())
         self.config = replace(self.config, policy=policy)
@@ -169,7 +175,7 @@ class ControllerExperiment(Experiment):
         inputs = FeatureNormaliser.fit(table, self.fitted, self.config.policy.project).width
         # without budgets in ms the widest layers will do
         budget_us = float("inf")
-        if table.unit == "ms" and len(self.budgets_ms):
+        if table.unit == MS and len(self.budgets_ms):
             budget_us = 1e3 * float(self.budgets_ms.min())
         utility_head = self.config.policy.utility_head
         return hidden_for(inputs, table.num_configurations, utility_head, budget_us)

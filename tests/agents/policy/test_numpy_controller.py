@@ -187,6 +187,7 @@ def arrays_by_hand(**header):
         "sharpness": 40.0,
         "datasets": [],
         "limit": "budget_ms",
+        "unit": "ms",
         "guard": False,
         **header,
     }

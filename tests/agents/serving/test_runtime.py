@@ -58,6 +58,7 @@ class ByFeatures:
     knobs = KNOBS
     digest = "by features"
     header = {"limit": "budget_ms"}
+    unit = "ms"
     configurations = GRID
 
     def __init__(self):

@@ -441,5 +441,6 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder, words):
     assert max(results["budgets_ms"] + [row["latency_ms_mean"] for row in rows.values()]) < 1e-4
     assert rows["controller", None]["latency_ms_mean"] > 0
     page = Path("runs/latest/report.html").read_text()
-    assert "mean latency (USD)" in page
+    assert "mean cost (USD)" in page
+    assert "latency (USD)" not in page
     assert "0 ms" not in page

@@ -1,0 +1,104 @@
+"""Units of what a budget limits.
+
+Times are kept in ms, whatever the unit of their file. Any other cost, such as a price, tokens or
+energy, keeps its unit: it is no time, so nothing that reads a clock can be compared with it. This
+module imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+
+from knobwise.common.errors import InputError
+
+MS = "ms"
+TIMES = {
+    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
+    # of the two letters for micro, `casefold` leaves the Greek one
+    **dict.fromkeys(("us", "usec", "μs", "microsecond", "microseconds"), 1e-3),
+    **dict.fromkeys((MS, "msec", "millisecond", "milliseconds"), 1.0),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1e3),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), 6e4),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3.6e6),
+}
+"""Spelling of a unit of time → its length in ms."""
+
+
+def kept_as(unit: str) -> tuple[str, float]:
+    """Return the unit in which costs are kept, and the factor that they are multiplied by: `ms` and
+    the length of a unit of time in ms, or any other unit and 1.
+
+    Raises:
+        InputError: no text, or an empty one.
+    """
+    name = unit.strip() if isinstance(unit, str) else ""
+    if not name:
+        raise InputError(f"unit={unit!r}: must be text, such as ms, s or USD")
+    factor = TIMES.get(name.casefold())
+    return (name, 1.0) if factor is None else (MS, factor)
+
+
+def check_time(user: str, unit: str) -> None:
+    """Refuse a cost that is no time.
+
+    Args:
+        user: what measures time, for the message.
+        unit: of the budgets.
+
+    Raises:
+        InputError: the unit is not ms.
+    """
+    if unit != MS:
+        raise InputError(
+            f"{user}: measures time, but the budgets of this controller are in {unit}; "
+            "decide(features, budget_ms=…) takes them in this unit"
+        )
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+OF_COSTS = {
+    "latency budget": "budget",
+    "latency": "cost",
+    "latencies": "costs",
+    "on time": "within the limit",
+    "a late one": "one above the limit",
+    "a late answer": "an answer above the limit",
+    "late answers": "answers above the limit",
+    "late": "above the limit",
+    "deadline": "limit",
+    "deadlines": "limits",
+    "time that is left over": "what is left over",
+    "save time": "save cost",
+    "determines the time": "determines the cost",
+    "take the same time": "cost the same",
+    "take about as long": "cost about as much",
+    "the usual time": "the usual cost",
+    "the whole time": "the whole cost",
+    "time-outs": "capped answers",
+    "faster": "cheaper",
+    "fastest": "cheapest",
+    "slower": "costlier",
+    "slowest": "costliest",
+    "slow under": "costly under",
+    "slow configurations": "costly configurations",
+    "deployed, charged the time of its decisions": "deployed",
+}
+"""Words about times → what is said of other costs. The longest that fits is taken."""
+_ANY = "|".join(sorted(map(re.escape, OF_COSTS), key=len, reverse=True))
+# names of columns, keys and values of knobs stay as they are
+_PHRASE = re.compile(rf"(?<![\w=/.'])(?:{_ANY})(?![\w=/'])", re.IGNORECASE)
+_AS_LONG = re.compile(r"take ([\d.,]+) times as long")
+
+
+def in_words(text: str, unit: str) -> str:
+    """Return a text about latencies as one about costs in this unit; about times it stays as it
+    is."""
+    if unit.casefold() in TIMES:
+        return text
+
+    def of_cost(match: re.Match[str]) -> str:
+        words = OF_COSTS[match[0].lower()]
+        return words[:1].upper() + words[1:] if match[0][0].isupper() else words
+
+    return _PHRASE.sub(of_cost, _AS_LONG.sub(r"cost \1 times as much", text))
