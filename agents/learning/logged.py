@@ -30,8 +30,8 @@ LARGEST = sys.float_info.max
 ROUNDED = 0.005
 """The relative difference between times that programs which round them may cause."""
 MOST_BESIDE = 100.0
-"""The most times that a request may take as long as its answer, without what was taken off its budget
-before. Only for rows that do not say it themselves."""
+"""A request may take this many times as long as its answer, not counting what was taken off its
+budget before. Only for rows that do not say what the rest took."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -202,7 +202,7 @@ def _as_sent(lines: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]
     """Return labels, each with the name of its file, in the order in which they were sent.
 
     Those that one machine wrote between two starts are in the order of its time since the start;
-    those of one file that do not say it, such as those of other programs, in the order of the lines.
+    those of one file that do not say it, such as by another program, in the order of the lines.
     Only between such sequences does the time of day decide, which may be set back.
     """
     sequences: dict[tuple[bool, str], list[tuple[float, dict[str, Any]]]] = {}
