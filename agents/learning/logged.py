@@ -28,7 +28,9 @@ from knobwise.common.errors import InputError
 
 LARGEST = sys.float_info.max
 ROUNDED = 0.005
-"""The relative difference between times that programs which round them may cause."""
+"""The relative difference that rounding may make between a time and a sum of others."""
+AT_LIMIT = 1e-4
+"""The relative difference between time and budget within which rounding may decide what is late."""
 MOST_BESIDE = 100.0
 """A request may take this many times as long as its answer, not counting what was taken off its
 budget before. Only for rows that do not say what the rest took."""
@@ -259,7 +261,7 @@ def _faults(
     if not _times_agree(row):
         yield "times that contradict each other"
     on_time = row["total_ms"] <= row["budget_ms"]
-    if row["met"] != on_time and not _alike(row["total_ms"], row["budget_ms"]):
+    if row["met"] != on_time and not _alike(row["total_ms"], row["budget_ms"], AT_LIMIT):
         yield "on time by `met` and late by its times, or the other way round"
 
     # the arrays that the decision was made from
@@ -291,9 +293,9 @@ def _times_agree(row: Mapping[str, Any]) -> bool:
     return limit <= LEAST_MS or total - (budget - limit) <= MOST_BESIDE * answer
 
 
-def _alike(first: float, second: float) -> bool:
+def _alike(first: float, second: float, within: float = ROUNDED) -> bool:
     """Return True for times that are the same, apart from rounding."""
-    return math.isclose(first, second, rel_tol=ROUNDED)
+    return math.isclose(first, second, rel_tol=within)
 
 
 def _moment(row: Mapping[str, Any]) -> float:
