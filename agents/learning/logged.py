@@ -209,10 +209,10 @@ def _as_sent(lines: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]
     """
     sequences: dict[tuple[bool, str], list[tuple[float, dict[str, Any]]]] = {}
     for name, row in lines:
-        boot = row.get("boot")
-        since = row.get("since_boot_s")
+        boot: Any = row.get("boot")
+        since: Any = row.get("since_boot_s")
         if isinstance(boot, str) and boot and _is_number(since):
-            sequences.setdefault((True, boot), []).append((float(since), row))
+            sequences.setdefault((True, boot), []).append((since, row))
         else:
             sequences.setdefault((False, name), []).append((0.0, row))
     timed = []
