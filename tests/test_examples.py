@@ -249,15 +249,21 @@ def test_serve_http_goes_on_when_clients_leave(served):
     ask, _, log = served
     before = len(read_log(log).rows)
     content = json.dumps(FORM | {"budget_ms": 77}).encode()
-    head = (
-        f"POST /answer HTTP/1.1\r\nHost: localhost:{ask.port}\r\nContent-Type: application/json\r\n"
-    )
+    head = [
+        "POST /answer HTTP/1.1",
+        f"Host: localhost:{ask.port}",
+        f"Content-Length: {len(content)}",
+    ]
+    head += ["Content-Type: application/json", "Expect: 100-continue", "", ""]
     for sent in (b"", content[:9], content):
         for reset in (False, True):
             with socket.create_connection(("127.0.0.1", ask.port)) as client:
                 if reset:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + sent)
+                client.sendall("\r\n".join(head).encode())
+                # the server is reading
+                assert client.recv(100).startswith(b"HTTP/1.1 100")
+                client.sendall(sent)
     # an answer that nobody waits for is logged all the same
     wait_for(lambda: len(read_log(log).rows) >= before + 1)
     assert ask("/decide", FORM)[0] == 200

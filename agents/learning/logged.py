@@ -124,6 +124,7 @@ def read_log(
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
+    unused: set[str] = set()
     labels = []
     for _, row in _lines(folder, REQUESTS, aside):
         try:
@@ -134,6 +135,7 @@ def read_log(
             reason = "a second row of the same request"
         if reason:
             aside[reason] += 1
+            unused.add(str(row.get("id")))
         else:
             rows[row["id"]] = row | {"accuracy": None}
             if row.get("accuracy") is not None:
@@ -146,11 +148,13 @@ def read_log(
         labels = []
     for label in labels:
         # a program that writes labels itself may write an id as a number
-        request = rows.get(str(label.get("id")))
+        name = str(label.get("id"))
+        request = rows.get(name)
         if not _is_number(label.get("accuracy"), 0):
             aside["a label outside [0, 1]"] += 1
         elif request is None:
-            aside["a label of an unknown request"] += 1
+            what = "a request that was set aside" if name in unused else "an unknown request"
+            aside[f"a label of {what}"] += 1
         else:
             request["accuracy"] = label["accuracy"]
     # several processes may have written at once

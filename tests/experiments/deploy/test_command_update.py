@@ -192,6 +192,12 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     for result in serve_requests(model, table, 1200):
         if result.choice == 0:
             model.log.label(result.request_id, 1.0)
+    # some rows deny their own times; nothing is learned from them
+    (path,) = (tmp_path / "log").glob("requests-*")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:40]:
+        row["met"] = not row["met"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launch(words)
     printed = " ".join(capsys.readouterr().out.split())
     assert str(table.configuration(0)) in printed
@@ -199,6 +205,10 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     current = tmp_path / "out/current"
     assert current.resolve().name == "0000"
     waiting = facts_in(tmp_path / "out/versions/0001")
+    assert waiting["requests"] == 1160
+    # all of them had labels, and one had two
+    assert sorted(waiting["set_aside"].values()) == [40, 41]
+    assert "40 set aside" in printed
     assert (waiting["better"], waiting["accepted"]) == (False, False)
     launch(words, "accept=true")
     assert current.resolve().name == "0002"
