@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import torch
@@ -157,8 +158,33 @@ def serve_requests(model, table, count, label=True, seed=0):
     return results
 
 
+class Clock:
+    """A clock, in s, that stands still but where it is told to go on, and by a step at each reading;
+    so nothing else on the machine counts."""
+
+    def __init__(self, step=1e-6):
+        self.now, self.step = 100.0, step
+        self.lock = threading.Lock()
+
+    def __call__(self):
+        return self.go_on(self.step)
+
+    def go_on(self, seconds):
+        with self.lock:
+            self.now += seconds
+            return self.now
+
+
+def timed_by(clock, served):
+    """What serves requests, timed by this clock."""
+    served._now = clock
+    return served
+
+
 def logging_model(folder, agent, table, slower=lambda values: 1.0, **options):
-    return AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)
+    """A model that answers from a table, with a log, timed by a `Clock`."""
+    model = AdaptiveModel(ReplayedModel(table, slower), agent, log=folder, **options)
+    return timed_by(Clock(), model)
 
 
 def logged_outcomes(choice, propensity, reward):

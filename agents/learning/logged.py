@@ -6,11 +6,14 @@ counted by reason.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +21,19 @@ import numpy as np
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
+from knobwise.agents.policy.arrays import LEAST_MS
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 
 LARGEST = sys.float_info.max
+ROUNDED = 0.005
+"""The relative difference that rounding may make between a time and a sum of others."""
+AT_LIMIT = 1e-4
+"""The relative difference between time and budget within which rounding may decide what is late."""
+MOST_BESIDE = 100.0
+"""A request may take this many times as long as its answer, not counting what was taken off its
+budget before. Only for rows that do not say what the rest took."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -113,8 +124,9 @@ def read_log(
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
+    unused: set[str] = set()
     labels = []
-    for row in _lines(folder, REQUESTS, aside):
+    for _, row in _lines(folder, REQUESTS, aside):
         try:
             reason = next(_faults(row, controller, versions), "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -123,24 +135,26 @@ def read_log(
             reason = "a second row of the same request"
         if reason:
             aside[reason] += 1
+            unused.add(str(row.get("id")))
         else:
             rows[row["id"]] = row | {"accuracy": None}
             if row.get("accuracy") is not None:
                 labels.append(row)
-    # a label comes after its request; of several, which other processes may have written, the
-    # latest counts; labels of other programs may have no time
-    labels += sorted(_lines(folder, LABELS, aside), key=_moment)
+    # a label comes after its request; of several the one sent last counts
+    labels += _as_sent(_lines(folder, LABELS, aside))
     # of labels from 0 to 100, only those of wrong answers would count
     if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
         aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)
         labels = []
     for label in labels:
         # a program that writes labels itself may write an id as a number
-        request = rows.get(str(label.get("id")))
+        name = str(label.get("id"))
+        request = rows.get(name)
         if not _is_number(label.get("accuracy"), 0):
             aside["a label outside [0, 1]"] += 1
         elif request is None:
-            aside["a label of an unknown request"] += 1
+            what = "a request that was set aside" if name in unused else "an unknown request"
+            aside[f"a label of {what}"] += 1
         else:
             request["accuracy"] = label["accuracy"]
     # several processes may have written at once
@@ -172,8 +186,9 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     return Logged(TensorDict(features, [n]), **columns, batch_size=[n])
 
 
-def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all files of a kind. Count in `aside` the lines that are no rows."""
+def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of all files of a kind, each with the name of its file. Count in `aside` the
+    lines that are no rows."""
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
         *whole, last = path.read_bytes().split(b"\n")
         if last:
@@ -186,7 +201,31 @@ def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[dict[str, A
             except (LookupError, RecursionError, TypeError, ValueError):
                 aside["no row of a log"] += 1
             else:
-                yield row
+                yield path.name, row
+
+
+def _as_sent(lines: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return labels, each with the name of its file, in the order in which they were sent.
+
+    Those that one machine wrote between two starts are in the order of its time since the start;
+    those of one file that do not say it, such as by another program, in the order of the lines.
+    Only between such sequences does the time of day decide, which may be set back.
+    """
+    sequences: dict[tuple[bool, str], list[tuple[float, dict[str, Any]]]] = {}
+    for name, row in lines:
+        boot: Any = row.get("boot")
+        since: Any = row.get("since_boot_s")
+        if isinstance(boot, str) and boot and _is_number(since):
+            sequences.setdefault((True, boot), []).append((since, row))
+        else:
+            sequences.setdefault((False, name), []).append((0.0, row))
+    timed = []
+    for sequence in sequences.values():
+        sequence.sort(key=itemgetter(0))
+        rows = [row for _, row in sequence]
+        # the time of day may not go back within a sequence
+        timed.append([*zip(accumulate(map(_moment, rows), max), rows, strict=True)])
+    return [row for _, row in heapq.merge(*timed, key=itemgetter(0))]
 
 
 def _faults(
@@ -221,8 +260,13 @@ def _faults(
     if not all(isinstance(row[name], kind) for name, kind in kinds.items()):
         yield "a damaged row"
     timed = all(_is_positive(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms"))
-    if not (timed and _is_number(row["log_latency"])):
+    if not (timed and _is_number(row["log_latency"]) and _is_number(row["total_ms"], 0)):
         yield "times that are not positive and finite"
+    if not _times_agree(row):
+        yield "times that contradict each other"
+    on_time = row["total_ms"] <= row["budget_ms"]
+    if row["met"] != on_time and not _alike(row["total_ms"], row["budget_ms"], AT_LIMIT):
+        yield "on time by `met` and late by its times, or the other way round"
 
     # the arrays that the decision was made from
     sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
@@ -234,6 +278,28 @@ def _faults(
         shaped = count in (math.inf, len(offset)) and np.isfinite(offset).all()
         if not (shaped and _is_positive(scale)):
             yield "a drift of another shape"
+
+
+def _times_agree(row: Mapping[str, Any]) -> bool:
+    """Return whether the times of a row, in ms and all finite, can belong to one request."""
+    budget, limit, answer, total = (
+        float(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms", "total_ms")
+    )
+    # what is left of a budget is no more than the budget
+    if limit > LEAST_MS and limit > budget and not _alike(limit, budget):
+        return False
+    if "beside_ms" in row:
+        return _is_number(row["beside_ms"]) and _alike(answer, total - row["beside_ms"])
+    # earlier rows do not say what the rest took: the answer is a part of the whole, and no small
+    # part of what was left for it; a budget that was spent before says nothing
+    if answer > total and not _alike(answer, total):
+        return False
+    return limit <= LEAST_MS or total - (budget - limit) <= MOST_BESIDE * answer
+
+
+def _alike(first: float, second: float, within: float = ROUNDED) -> bool:
+    """Return True for times that are the same, apart from rounding."""
+    return math.isclose(first, second, rel_tol=within)
 
 
 def _moment(row: Mapping[str, Any]) -> float:

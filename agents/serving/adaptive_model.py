@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ class AdaptiveModel(Front, FirstStages):
         Front.__init__(self, controller, tracker, explore, explore_loss, seed)
         self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
-        self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
+        if clock == "cpu":
+            self._now = time.thread_time
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
         self._open(log)

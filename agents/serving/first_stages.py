@@ -7,9 +7,8 @@ import hashlib
 import pickle
 import statistics
 import threading
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from knobwise.agents.policy.controller import Expected, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
-from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request, clock_ms
+from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request
 
 DECISIONS_KEPT = 64
 """Number of the latest decisions whose median time, knobs included, the next one is charged."""
@@ -102,6 +101,7 @@ class FirstStages:
 
     clock: str
     controller: NumpyController
+    _now: Callable[[], float]
 
     def __init__(self, model: AdaptiveVLM, cache: int) -> None:
         self.model = model
@@ -132,10 +132,10 @@ class FirstStages:
         """Run the first stage; the model leaves out features that are kept of an equal request."""
         if not (self.cached_features.size and features):
             return Prepared(self._first_stage(request, features), None)
-        start = clock_ms()
+        start = self._now()
         content = content_of(request)
         kept = self.cached_features.get(content)
-        took_ms = clock_ms() - start
+        took_ms = (self._now() - start) * 1e3
         stage = self._first_stage(request, kept is None)
         # the look-up is charged like the features that it stands for
         stage.extra_ms += took_ms
@@ -155,7 +155,7 @@ class FirstStages:
         content = flight.prepared.content
         if content is None or not alone:
             return controller.decide_expected(flight.features, limit, drift)
-        start = clock_ms()
+        start = self._now()
         # everything that the decision follows from
         key = content, flight.budget_ms, controller.digest
         before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
@@ -166,7 +166,7 @@ class FirstStages:
             before = limit
             expected = controller.decide_expected(flight.features, limit, drift)
         kept = before, drift, expected
-        self.cached_decisions.keep(key, kept, hit, clock_ms() - start)
+        self.cached_decisions.keep(key, kept, hit, (self._now() - start) * 1e3)
         return expected
 
     def prefetch(self, request: Request) -> None:
@@ -200,9 +200,9 @@ class FirstStages:
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None
-        start = time.perf_counter()
+        start = self._now()
         prepared = future.result()
-        waited_ms = (time.perf_counter() - start) * 1e3
+        waited_ms = (self._now() - start) * 1e3
         total_ms = prepared.stage.total_ms
         return prepared._replace(before_ms=total_ms, ahead_ms=max(total_ms - waited_ms, 0.0))
 

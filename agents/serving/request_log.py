@@ -36,6 +36,8 @@ from knobwise.common.forks import FORKED
 FORMAT = "knobwise.RequestLog/1"
 REQUESTS = "requests"
 LABELS = "labels"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""On Linux, what tells one start of this machine from another."""
 
 
 @dataclass(slots=True)
@@ -131,6 +133,7 @@ class RequestLog:
         """Begin without files, under a name that no other process has."""
         self.close()
         self._lock = threading.Lock()
+        self._boot = BOOT.read_text().strip() if BOOT.exists() else ""
         self._process = os.urandom(8).hex()
         self._requests = itertools.count()
         self._rows: Counter[str] = Counter()
@@ -147,10 +150,12 @@ class RequestLog:
     def label(self, request_id: str, accuracy: float) -> None:
         """Write the accuracy of an answer, 0 to 1, once it is known.
 
-        The latest label of a request counts. Raises InputError for any other accuracy."""
+        Of several labels of a request the one sent last counts, also if the clock was set back
+        between them. Raises InputError for any other accuracy."""
         share("label: accuracy", accuracy)
-        row = {"time": time.time(), "id": request_id, "accuracy": float(accuracy)}
-        self._write(LABELS, row)
+        # all processes of a machine share the time since its start, which nobody can set
+        sent = {"time": time.time(), "boot": self._boot, "since_boot_s": time.monotonic()}
+        self._write(LABELS, {**sent, "id": request_id, "accuracy": float(accuracy)})
 
     def close(self) -> None:
         """Close the files; nothing can be written any more."""
@@ -199,6 +204,10 @@ class RequestLog:
 def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
     """Return a row of the log in plain values.
 
+    `beside_ms` is the time of all but the answer, by which a reader sees whether the other two
+    times of a row still belong together. It is negative where a first stage that the answer counts
+    was prepared before the request came.
+
     Args:
         result: the request and its answer.
         chances: configuration → probability, for all that could have been drawn.
@@ -220,6 +229,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         "log_latency": result.expected[1],
         "drift": drift,
         "answer_ms": result.answer_ms,
+        "beside_ms": result.total_ms - result.answer_ms,
         "total_ms": result.total_ms,
         "met": bool(result.met),
     }

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from knobwise.agents.policy.controller import NumpyController
 from knobwise.common.errors import InputError
@@ -43,7 +44,7 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         temporary.chmod(0o755)
-        latest = max((int(path.name) for path in versions.glob("[0-9]*")), default=-1)
+        latest = max((int(path.name) for path in versions_in(folder)), default=-1)
         # the version is there at once, and whole
         version = temporary.rename(versions / f"{latest + 1:04d}")
         sync(versions)
@@ -58,11 +59,39 @@ def serve(folder: Path, version: Path) -> None:
 
 
 def serving(folder: Path) -> Path | None:
-    """Return the version that serves; None before the first."""
+    """Return the version that serves; None before the first.
+
+    Raises:
+        InputError: something else stands where the link belongs, or the version is not there.
+    """
     link = folder / CURRENT
     if link.is_symlink():
-        return folder / VERSIONS / link.readlink().name
+        version = folder / VERSIONS / link.readlink().name
+        if not version.is_dir():
+            raise InputError(f"{link}: leads to {version}, which is gone; {other_version(folder)}")
+        return version
+    if link.exists():
+        raise InputError(
+            f"{link}: is no link to a version; move it away, then `{_linking(folder)}`"
+        )
     return None
+
+
+def versions_in(folder: Path) -> list[Path]:
+    """Return the versions in order; copies that somebody made beside them are none."""
+    whole = [path for path in (folder / VERSIONS).glob("[0-9]*") if path.name.isdecimal()]
+    return sorted(whole, key=lambda path: int(path.name))
+
+
+def other_version(folder: Path) -> str:
+    """Return advice on how to let any version serve by hand."""
+    names = ", ".join(path.name for path in versions_in(folder)) or "none"
+    return f"restore a copy, or {_linking(folder)}, where NUMBER is any of {names}"
+
+
+def _linking(folder: Path) -> str:
+    """Return advice with the command that lets a version serve."""
+    return f"choose a version by `ln -sfn {VERSIONS}/NUMBER {quote(str(folder / CURRENT))}`"
 
 
 class Watched:

@@ -78,6 +78,8 @@ class Front:
                 "runtime: the tracker belongs to another controller; start with tracker=True"
             )
         self._tracks = tracker is not False
+        # the clock of all times, in s
+        self._now: Callable[[], float] = time.perf_counter
         self._exploration = Exploration(explore, explore_loss, seed)
         self._watched: Watched | None = None
         self._decided = Overhead()
@@ -133,7 +135,7 @@ class Front:
 
 @dataclass(slots=True)
 class Timed(Result):
-    """A request with its moments, which are readings of `perf_counter`."""
+    """A request with its moments, which are readings of the clock."""
 
     begun: float = 0.0
     before_ms: float = 0.0
@@ -173,7 +175,7 @@ class Steps(Front):
 
     def _begin(self, budget_ms: float) -> Timed:
         """Take a request in; decide where the guard falls back, which needs no features."""
-        begun = time.perf_counter()
+        begun = self._now()
         budget_ms = limit_of(budget_ms)
         with self._lock:
             self._follow()
@@ -189,7 +191,7 @@ class Steps(Front):
         try:
             if looks:
                 flight.features = blocks_of(features, controller.feature_sizes, controller.columns)
-            start = time.perf_counter()
+            start = self._now()
             flight.before_ms = (start - flight.begun) * 1e3
             if looks:
                 flight.overhead = self._decided
@@ -201,7 +203,7 @@ class Steps(Front):
             raise InputError(f"wrap: {error}") from error
         self._settle(flight)
         knobs = flight.configuration
-        flight.call_began = time.perf_counter()
+        flight.call_began = self._now()
         flight.decision_us = (flight.call_began - start) * 1e6
         return knobs
 
@@ -212,7 +214,7 @@ class Steps(Front):
 
     def _finish(self, flight: Timed, answer: Any) -> Result:
         """Learn from the time of an answer, and log the request."""
-        flight.answer_ms = (time.perf_counter() - flight.call_began) * 1e3
+        flight.answer_ms = (self._now() - flight.call_began) * 1e3
         _check_answer(answer)
         flight.answer = answer
         decision_ms = flight.decision_us / 1e3
@@ -220,7 +222,7 @@ class Steps(Front):
             if self._tracks:
                 choice, log_latency, spread = flight.expected
                 self.tracker.update(choice, log_latency, spread, flight.answer_ms)
-            flight.total_ms = (time.perf_counter() - flight.begun) * 1e3
+            flight.total_ms = (self._now() - flight.begun) * 1e3
             flight.overhead_ms = flight.total_ms - flight.answer_ms
             beyond_ms = flight.overhead_ms - flight.before_ms - decision_ms
             flight.overhead.add(decision_ms, beyond_ms)

@@ -26,8 +26,10 @@ from knobwise.agents.serving.versions import (
     CURRENT,
     VERSIONS,
     add_version,
+    other_version,
     serve,
     serving,
+    versions_in,
 )
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
@@ -71,7 +73,7 @@ def run(config: UpdateRun) -> None:
 def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoReturn:
     """Update whenever the log has grown by `every` requests, until interrupted."""
     # the number of a version is its step in the log of updates
-    last = max((int(path.name) for path in (out / VERSIONS).glob("[0-9]*")), default=0)
+    last = max((int(path.name) for path in versions_in(out)), default=0)
     tracker = Tracker(
         out,
         name=f"update-{out.name}",
@@ -136,19 +138,40 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
 
 def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
     """Refuse to go on from another controller than the one that serves."""
-    if current is not None and _read(current).digest != digest:
+    advice = "restore a copy, or give rollback=true"
+    if current is not None and _read(current, advice).digest != digest:
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
             f"give {typed('checkpoint', Path(config.out) / CURRENT)}, or another folder"
         )
 
 
-def _read(version: Path) -> NumpyController:
-    """Read the controller of a version. Raises InputError if it is damaged."""
+def _read(version: Path, advice: str) -> NumpyController:
+    """Read the controller of a version. Raises InputError with this advice if it is damaged."""
     try:
         return NumpyController.load(version / CONTROLLER)
     except (OSError, ValueError) as error:
-        raise InputError(f"{error}; restore a copy, or give rollback=true") from error
+        raise InputError(f"{error}; {advice}") from error
+
+
+def _before(out: Path, current: Path) -> Path | None:
+    """Return the version that served before the current one; None for the first.
+
+    Raises:
+        InputError: the facts about the current version do not name one that is there.
+    """
+    path = current / UPDATE
+    try:
+        name = json.loads(path.read_bytes())["before"]
+        version = None if name is None else out / VERSIONS / name
+        others = [each for each in versions_in(out) if each != current]
+        if version not in (None, *others):
+            raise ValueError(name)
+    except (LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: does not say which version served before; {other_version(out)}"
+        ) from error
+    return version
 
 
 def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
@@ -159,10 +182,12 @@ def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
     """
     # equal facts mean an equal version
     text = json.dumps(facts, indent=1)
-    for version in (out / VERSIONS).glob("[0-9]*"):
-        if not (version / UPDATE).exists() or (version / UPDATE).read_text() != text:
+    for version in versions_in(out):
+        path = version / UPDATE
+        if not path.is_file() or path.read_bytes() != text.encode():
             continue
-        damaged = [version / name for name in (VERSION, CONTROLLER) if is_damaged(version / name)]
+        files = [version / name for name in (VERSION, CONTROLLER)]
+        damaged = [file for file in files if not file.is_file() or is_damaged(file)]
         if not damaged:
             return version
         say(f"{damaged[0]}: is damaged; the version is made again")
@@ -179,11 +204,10 @@ def _roll_back(out: Path) -> None:
     """Let the version before the current one serve again. Raises InputError if there is none, or it
     is damaged."""
     current = serving(out)
-    before = current and json.loads((current / UPDATE).read_text())["before"]
-    if before is None:
+    version = current and _before(out, current)
+    if version is None:
         raise InputError(f"out={out}: there is no version before the one that serves")
-    version = out / VERSIONS / before
-    _read(version)
+    _read(version, other_version(out))
     with locked(out):
         serve(out, version)
     print(f"{version}: serves again")

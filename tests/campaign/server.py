@@ -106,7 +106,7 @@ class Clients:
     def _ask(self, connection, path, body, expected=200):
         """Return the answer; None if the connection broke, or the answer is another status."""
         try:
-            connection.request("POST", path, body)
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             content = response.read()
         except (http.client.HTTPException, OSError) as error:

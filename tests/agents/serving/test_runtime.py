@@ -3,7 +3,6 @@
 import math
 import statistics
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 from helpers import arrays, input_error, small_table, table_of
 from PIL import Image
-from replayed import untrained
+from replayed import Clock, timed_by, untrained
 from torch.utils.data import default_collate
 
 from knobwise.agents import AdaptiveModel, PolicyConfig
@@ -82,11 +81,15 @@ class ByFeatures:
 
 
 class Slow(ByFeatures):
-    """Its first decision takes long."""
+    """A decision takes 2 ms longer than the next, by a clock; the first takes 20 ms, the tenth and
+    later ones 2."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
 
     def choose(self, features, limit):
-        if len(self.limits) == 1:
-            time.sleep(0.02)
+        self.clock.go_on(max(0.002, 0.022 - 0.002 * len(self.limits)))
         return 0
 
 
@@ -101,7 +104,7 @@ class Noting:
     """An adaptive model that notes what it was asked to do.
 
     Args:
-        sleeps_s: how long a first stage, and setting the knobs, truly take.
+        takes_s: how long a first stage, and setting the knobs, take by its clock.
         answer_ms: how long an answer takes by the model's own account.
         stage: what is different about its first stages.
     """
@@ -109,8 +112,9 @@ class Noting:
     name = "noting"
     knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
 
-    def __init__(self, sleeps_s=(0.0, 0.001), answer_ms=3.0, **stage):
-        self.sleeps_s, self.answer_ms, self.stage = sleeps_s, answer_ms, stage
+    def __init__(self, takes_s=(0.0, 0.001), answer_ms=3.0, **stage):
+        self.takes_s, self.answer_ms, self.stage = takes_s, answer_ms, stage
+        self.clock = Clock()
         self.running = []
         self.groups = []
 
@@ -124,7 +128,7 @@ class Noting:
             self.running.pop()
 
     def first_stage(self, request, features=True):
-        time.sleep(self.sleeps_s[0])
+        self.clock.go_on(self.takes_s[0])
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32)}
@@ -135,12 +139,17 @@ class Noting:
         with self.set_knobs(configuration):
             questions = [stage.request.question for stage in stages]
             self.groups.append((dict(configuration), questions))
-            time.sleep(self.sleeps_s[1])
+            self.clock.go_on(self.takes_s[1])
             return [Answer(f"to {a}", self.answer_ms, 2.0, 1.0, 1, 1, 1) for a in questions]
 
 
+def adaptive(model, controller, **options):
+    """A controller in front of a `Noting` model, timed by the model's clock."""
+    return timed_by(model.clock, AdaptiveModel(model, controller, **options))
+
+
 def by_limit(model, **options):
-    return AdaptiveModel(model, ByLimit(), **options)
+    return adaptive(model, ByLimit(), **options)
 
 
 def requests_of(*questions):
@@ -175,13 +184,14 @@ def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_ord
 
 
 def test_what_a_decision_costs_is_charged_to_the_budget():
-    controller = Slow()
-    model = AdaptiveModel(Noting(), controller)
+    noting = Noting()
+    controller = Slow(noting.clock)
+    model = adaptive(noting, controller)
     first, second, late = (model.answer(requests_of("a")[0], ms) for ms in (50.0, 50.0, 3.5))
     # the features first; before the first decision none was measured yet
     assert first.limit_ms == pytest.approx(49.0)
-    assert first.decision_us >= 20e3
-    assert first.overhead_ms >= 1.0 + first.decision_us / 1e3
+    assert first.decision_us == pytest.approx(20e3, abs=10)
+    assert first.overhead_ms == pytest.approx(21.0, abs=0.1)
     assert first.total_ms == pytest.approx(first.overhead_ms + 3.0)
     assert first.met
     assert second.limit_ms == pytest.approx(50.0 - first.overhead_ms)
@@ -192,16 +202,17 @@ def test_what_a_decision_costs_is_charged_to_the_budget():
 
 
 def test_the_model_is_charged_for_nothing_that_the_controller_took():
-    # beside what it says that it took
-    model = by_limit(Noting((0.5, 0.001)))
+    # 500 and 1 ms pass, of which it says that the answer took 3
+    noting = Noting((0.5, 0.001))
+    model = by_limit(noting)
     result = model.answer(requests_of("a")[0], 60_000.0)
-    assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
+    assert result.overhead_ms == pytest.approx(500 + 1 - 3, abs=0.1)
     assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
     later = model.answer(requests_of("b")[0], 60_000.0)
     assert later.limit_ms == pytest.approx(60_000 - result.overhead_ms)
-    arrived = model.answer(requests_of("c")[0], 60_000.0, time.perf_counter())
-    assert arrived.waited_ms < 400  # not a second time
-    assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
+    arrived = model.answer(requests_of("c")[0], 60_000.0, noting.clock.now)
+    assert arrived.waited_ms == pytest.approx(0, abs=0.1)  # not a second time
+    assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=2)
 
 
 def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
@@ -211,24 +222,24 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
         def fall_back(self, limit, drift):
             return (0, math.log(3), 0.05) if limit < 10 else None
 
-    model = AdaptiveModel(Noting(), FallingBack())
+    model = adaptive(Noting(), FallingBack())
     (request,) = requests_of("a")
     # 1 ms for features, which only a decision by features takes off its budget
     cheap = model.answer(request, 9.0)
     dear = model.answer(request, 90.0)
     assert (cheap.choice, dear.choice) == (0, 7)
     assert (cheap.limit_ms, dear.limit_ms) == pytest.approx((9.0, 89.0))
-    cheap_ms = min(model.answer(request, 9.0).overhead_ms for _ in range(3))
-    assert cheap_ms < 1.0 < dear.overhead_ms
+    assert model.answer(request, 9.0).overhead_ms < 1.0 < dear.overhead_ms
 
 
 def test_waiting_counts_from_the_arrival_on():
-    model = by_limit(Noting())
-    now = time.perf_counter()
+    noting = Noting()
+    model = by_limit(noting)
+    now = noting.clock.now
     waited, fresh = model.generate(requests_of("a", "b"), 60_000.0, arrived=[now - 59, now])
-    assert waited.waited_ms > 58_900
-    assert waited.limit_ms < 1_100
-    assert fresh.limit_ms > 2_000
+    assert waited.waited_ms == pytest.approx(59_000, abs=3)
+    assert waited.limit_ms == pytest.approx(999, abs=0.1)
+    assert fresh.limit_ms == pytest.approx(59_999, abs=0.1)
     assert waited.total_ms == pytest.approx(waited.waited_ms + waited.overhead_ms + 3.0)
     assert model.generate(requests_of("c"), 10.0)[0].waited_ms == 0
 
@@ -271,27 +282,28 @@ def test_a_budget_may_be_any_kind_of_number(budget):
 
 
 def test_the_median_of_the_latest_decisions_is_charged():
-    model = AdaptiveModel(Noting(), Slow())
+    noting = Noting()
+    model = adaptive(noting, Slow(noting.clock))
     took_us = [model.answer(request, 50.0).decision_us for request in requests_of(*"abcdefg")]
     assert model._decided.decision_ms * 1e3 == pytest.approx(statistics.median(took_us))
-    # the first slept; the median is not the mean nor the most
-    assert model._decided.decision_ms * 1e3 < took_us[0]
+    # the first is the longest; the median is neither the mean nor the most
+    assert model._decided.decision_ms * 1e3 == pytest.approx(14e3, abs=10)
     took_us += [model.answer(request, 50.0).decision_us for request in requests_of(*["h"] * 121)]
     assert model._decided.decision_ms * 1e3 == pytest.approx(statistics.median(took_us[64:]))
 
 
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice():
-    model = by_limit(Noting((0.4, 0.02), 402.0, total_ms=400.0))
-    arrived = [time.perf_counter()] * 2
+    noting = Noting((0.4, 0.02), 402.0, total_ms=400.0)
+    model = by_limit(noting)
+    arrived = [noting.clock.now] * 2
     for result in model.generate(requests_of("a", "b"), 60_000.0, arrived):
-        assert result.overhead_ms > 15
+        # 20 ms for knobs, of which each answer counts 2, and 1 ms for features
+        assert result.overhead_ms == pytest.approx(20 - 2 * 2, abs=1.1)
         # 1 ms for features, and the first stage of the other request, but not its own
-        assert 59_250 < result.limit_ms < 59_600
+        assert result.limit_ms == pytest.approx(60_000 - 1 - 400, abs=0.1)
 
 
-def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(
-    vlm,
-):
+def test_each_request_gets_what_the_controller_decides_for_it_in_every_form(vlm):
     stages = [vlm.first_stage(request) for request in REQUESTS]
     accuracy, latency = torch.rand(2, len(REQUESTS), 8)
     latency = (1 + GRID.sum(1)) * (1 + latency)
@@ -318,7 +330,7 @@ def test_a_controller_whose_knobs_the_model_cannot_set_is_refused(vlm):
 
 
 def test_wrong_budgets_and_arrivals_are_refused():
-    model = AdaptiveModel(Noting(), ByFeatures())
+    model = adaptive(Noting(), ByFeatures())
     for wrong in ([[1.0]], [1.0, [0.0]]):
         with input_error("2 requests"):
             model.generate(REQUESTS[:2], *wrong)
@@ -340,15 +352,15 @@ def counts(recent):
 def test_equal_requests_share_features_and_decisions(vlm):
     """And get the same answers, see `test_k14_…` of the contract."""
     controller = ByFeatures()
-    model = AdaptiveModel(vlm, controller, tracker=False, cache=3)
+    model = timed_by(Clock(), AdaptiveModel(vlm, controller, tracker=False, cache=3))
     copies = [Request(request.image.clone(), request.question.clone()) for request in REQUESTS[:3]]
     for request in (*REQUESTS[:3], *copies):
-        model.answer(request, 9e3)
+        model.answer(request, 9e6)
     assert len(controller.limits) == 3
     for recent in (model.cached_features, model.cached_decisions):
         assert counts(recent) == (3, 3)
-        assert 0 < recent.summary()["miss_us"] < 1e5
-    model.answer(REQUESTS[0], 8e3)  # another budget
+        assert recent.summary()["miss_us"] > 0
+    model.answer(REQUESTS[0], 8e6)  # another budget
     assert len(controller.limits) == 4
     assert counts(model.cached_features) == (4, 3)
 
@@ -363,13 +375,14 @@ def test_the_least_recently_used_leaves_first(vlm):
 
 def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed():
     controller = ByFeatures()
-    model = AdaptiveModel(Noting(), controller, cache=4)
+    model = adaptive(Noting(), controller, cache=4)
     (request,) = requests_of("a")
     asked = request, 9e3
     for _ in range(3):  # the tracker learns from each answer
         model.answer(*asked)
     assert (len(controller.limits), counts(model.cached_features)) == (3, (2, 1))
-    still = AdaptiveModel(Noting(), controller, tracker=False, cache=4)
+    noting = Noting()
+    still = adaptive(noting, controller, tracker=False, cache=4)
     still.answer(*asked)
     still.answer(*asked)
     assert len(controller.limits) == 4
@@ -377,16 +390,17 @@ def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed():
     still.answer(*asked)
     controller.digest = "a new controller"
     still.answer(*asked)
-    still.answer(*asked, time.perf_counter() - 0.5)  # 8.5 s are left instead of 9 s
+    still.answer(*asked, noting.clock.now - 0.5)  # 8.5 s are left instead of 9 s
     assert len(controller.limits) == 7
 
 
 def test_kept_features_cost_less_than_those_that_are_computed():
     model = by_limit(Noting(total_ms=21.0, extra_ms=20.0), tracker=False, cache=4)
     first, again = (model.answer(requests_of("a")[0], 90.0) for _ in range(2))
-    assert first.overhead_ms > 20
-    assert again.overhead_ms < 20
-    assert first.limit_ms < 70 < again.limit_ms
+    assert first.overhead_ms == pytest.approx(20, abs=0.1)
+    assert again.overhead_ms < 0.1
+    assert first.limit_ms == pytest.approx(70, abs=0.1)
+    assert again.limit_ms == pytest.approx(90, abs=0.1)
     # the kept features serve batches too
     kept, computed = model.generate(requests_of("a", "b"), 90.0)
     assert kept.overhead_ms + 15 < computed.overhead_ms
@@ -411,19 +425,34 @@ def test_content_tells_requests_apart():
 # -- first stages in the background -----------------------------------------------------------------------------
 
 
+WAIT_S = 60
+"""The most time that a thread waits for another."""
+
+
 class Stepping(Noting):
-    """Notes when first stages begin and end; they take 30 ms. Fails on request."""
+    """Its first stages say that they take 30 ms. Answers of the first request wait for the stage of
+    another, if both may run at once. Fails on request."""
 
     def __init__(self, overlaps):
-        super().__init__((0.03, 0.06), total_ms=30.0)
+        super().__init__((0.0, 0.0), total_ms=30.0)
         self.first_stage_overlaps, self.beside = overlaps, False
+        self.answers, self.staged, self.prefetched = (threading.Event() for _ in range(3))
 
     def first_stage(self, request, features=True):
+        if request.question != "a":
+            self.beside |= bool(self.running)
+            self.staged.set()
         if request.question == "no picture":
             raise InputError("no picture")
-        stage = super().first_stage(request, features)
-        self.beside |= bool(self.running)
-        return stage
+        return super().first_stage(request, features)
+
+    def answer(self, stages, configuration):
+        if stages[0].request.question == "a":
+            with self.set_knobs(configuration):
+                self.answers.set()
+                assert self.prefetched.wait(WAIT_S)
+                assert not self.first_stage_overlaps or self.staged.wait(WAIT_S)
+        return super().answer(stages, configuration)
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -433,24 +462,26 @@ def test_a_stage_is_prepared_beside_an_answer_only_if_the_model_allows_it(overla
     with by_limit(noting, tracker=False) as model:
         answering = threading.Thread(target=model.answer, args=(first, 900.0))
         answering.start()
-        while not noting.running:
-            time.sleep(0.001)
+        assert noting.answers.wait(WAIT_S)
         model.prefetch(second)
+        noting.prefetched.set()
         answering.join()
-        time.sleep(0.05)
+        assert noting.staged.wait(WAIT_S)
         result = model.answer(second, 900.0)
     assert noting.beside == overlaps
-    assert result.prepared_ms == pytest.approx(30, abs=20)
+    assert result.prepared_ms == pytest.approx(30, abs=0.1)
     assert result.total_ms == pytest.approx(result.overhead_ms + 3 - result.prepared_ms)
     assert result.answer.text == "to b"
 
 
 def test_a_mistake_in_the_background_is_raised_by_the_answer_and_close_ends_the_thread():
-    model = by_limit(Stepping(True))
+    noting = Stepping(True)
+    model = by_limit(noting)
+    noting.prefetched.set()
     wrong, right = requests_of("no picture", "a")
     with model:
         model.prefetch(wrong)
-        time.sleep(0.01)
+        assert noting.staged.wait(WAIT_S)
         with input_error("no picture"):
             model.answer(wrong, 90.0)
         assert model.answer(right, 90.0).prepared_ms == 0

@@ -11,7 +11,7 @@ import pytest
 from helpers import arrays, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import ReplayedModel, serve_requests, small_stack
+from replayed import Clock, ReplayedModel, serve_requests, small_stack, timed_by
 
 from knobwise.agents import AdaptiveModel
 from knobwise.agents.policy.arrays import configurations_of
@@ -240,8 +240,8 @@ class Failing(ReplayedModel):
 def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not():
     agent, table = small_stack()
     slower = Failing()
-    model = AdaptiveModel(slower, agent)
-    frozen = AdaptiveModel(slower, agent, tracker=False)
+    model = timed_by(Clock(), AdaptiveModel(slower, agent))
+    frozen = timed_by(Clock(), AdaptiveModel(slower, agent, tracker=False))
     assert model.answer(Request(0, ""), 6.0).drift is None
     slower.factor = 1.5
     assert serve_requests(frozen, table, 40)[-1].drift is None
@@ -250,7 +250,7 @@ def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
     assert model.tracker.factors()["level"] == pytest.approx(1.5, rel=0.1)
     # another goes on with its tracker; a batch is decided under one drift
     drift = model.tracker.drift
-    again = AdaptiveModel(slower, agent, tracker=model.tracker)
+    again = timed_by(Clock(), AdaptiveModel(slower, agent, tracker=model.tracker))
     batch = again.generate([Request(row, "") for row in range(16)], 20.0)
     assert all(result.drift is drift for result in batch)
     assert again.tracker.answers == 57
@@ -263,7 +263,7 @@ def test_answers_that_fail_are_counted_and_the_stream_goes_on(caplog):
     """Those that take no time too, see `test_real_servers.py`."""
     agent, _ = small_stack()
     failing = Failing()
-    model = AdaptiveModel(failing, agent)
+    model = timed_by(Clock(), AdaptiveModel(failing, agent))
     asked = Request(0, ""), 600.0
     failing.factor = 0.0
     for _ in range(2):

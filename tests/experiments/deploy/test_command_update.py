@@ -192,6 +192,12 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     for result in serve_requests(model, table, 1200):
         if result.choice == 0:
             model.log.label(result.request_id, 1.0)
+    # some rows deny their own times; nothing is learned from them
+    (path,) = (tmp_path / "log").glob("requests-*")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:40]:
+        row["met"] = not row["met"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launch(words)
     printed = " ".join(capsys.readouterr().out.split())
     assert str(table.configuration(0)) in printed
@@ -199,6 +205,10 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     current = tmp_path / "out/current"
     assert current.resolve().name == "0000"
     waiting = facts_in(tmp_path / "out/versions/0001")
+    assert waiting["requests"] == 1160
+    # all of them had labels, and one had two
+    assert sorted(waiting["set_aside"].values()) == [40, 41]
+    assert "40 set aside" in printed
     assert (waiting["better"], waiting["accepted"]) == (False, False)
     launch(words, "accept=true")
     assert current.resolve().name == "0002"
@@ -210,23 +220,86 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
 def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
     agent, tmp_path, capsys
 ):
-    def write(folder):
-        agent.export(folder / "controller.npz")
-        before = serving(tmp_path)
-        (folder / "update.json").write_text(json.dumps({"before": before and before.name}))
-
     for _ in range(2):
-        serve(tmp_path, add_version(tmp_path, write))
+        published(tmp_path, agent)
     back = words_of("update rollback=true", f"out={tmp_path}")
     exported = tmp_path / "versions/0000/controller.npz"
     whole = exported.read_bytes()
     for damage in (whole[:999], b"", whole[:-1]):
         exported.write_bytes(damage)
-        assert str(exported) in mistake(back, capsys)
+        line = mistake(back, capsys)
+        assert str(exported) in line
+        assert "rollback=true" not in line
         assert serving(tmp_path).name == "0001"
     exported.write_bytes(whole)
     launch(back)
     assert serving(tmp_path).name == "0000"
+
+
+def published(folder, agent):
+    """Publish a version that serves."""
+
+    def write(version):
+        agent.export(version / "controller.npz")
+        before = serving(folder)
+        text = json.dumps({"before": before and before.name})
+        (version / "update.json").write_text(text)
+
+    serve(folder, add_version(folder, write))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            None,
+            b"",
+            b"{",
+            b"\xff\xfe",
+            b"\0" * 40,
+            b"[" * 100_000,
+            b"[]",
+            b"{}",
+            b"3",
+            b'"before"',
+        ),
+        *(json.dumps({"before": b}).encode() for b in (3, True, [], "", "0007", "../..", "0001")),
+    ],
+)
+def test_a_rollback_by_damaged_facts_is_refused_with_what_can_be_done(
+    agent, tmp_path, capsys, content
+):
+    out = tmp_path / "served here"
+    for _ in range(2):
+        published(out, agent)
+    facts = out / "versions/0001/update.json"
+    facts.unlink()
+    if content is not None:
+        facts.write_bytes(content)
+    # a copy that somebody keeps beside them is no version
+    (out / "versions/0000.bak").mkdir()
+    line = mistake(["update", "rollback=true", f"out={out}"], capsys)
+    assert str(facts) in line
+    assert "rollback=true" not in line
+    assert serving(out).name == "0001"
+    # the command that it names
+    command = line.split("`")[1].replace("NUMBER", "0000")
+    subprocess.run(command, shell=True, check=True)
+    assert serving(out).name == "0000"
+
+
+@pytest.mark.parametrize("rest", ["rollback=true", "log=a checkpoint=runs/latest"])
+def test_a_link_that_leads_nowhere_or_is_none_is_refused(agent, tmp_path, capsys, rest):
+    for _ in range(2):
+        published(tmp_path, agent)
+    words = words_of("update", rest, f"out={tmp_path}")
+    link = tmp_path / "current"
+    serve(tmp_path, tmp_path / "versions/0005")
+    assert str(link) in mistake(words, capsys)
+    link.unlink()
+    link.mkdir()
+    assert str(link) in mistake(words, capsys)
+    assert len([*(tmp_path / "versions").iterdir()]) == 2
 
 
 def test_updates_go_on_while_the_log_grows(table, agent, words, tmp_path, monkeypatch):

@@ -229,11 +229,11 @@ def test_an_answer_says_what_it_cost(tiny):
     assert (answer.vision_tokens, answer.language_tokens) == (10 + 2 * 9, 6)
     assert 1 <= answer.output_tokens <= 9
     # a first stage that was kept costs nothing, and a fresh one all that it took
-    long = replace(stage, total_ms=1000.0, extra_ms=1.0)
+    long = replace(stage, total_ms=1e9, extra_ms=1.0)
     (fresh,), (kept,) = (tiny.answer([stage], {}) for stage in (long, replace(long, total_ms=1.0)))
     for took in (fresh.total_ms, fresh.prefill_ms, fresh.vision_ms):
-        assert 999 < took < 1999
-    assert kept.total_ms < 999
+        assert took > 0.9e9
+    assert kept.total_ms < 0.9e9
 
 
 def test_knobs_are_restored_whatever_happens(tiny):

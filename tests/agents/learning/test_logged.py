@@ -1,0 +1,271 @@
+"""Which rows of a log can be learned from, and which label of a request counts."""
+
+import asyncio
+import json
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import table_of
+from replayed import ReplayedModel, logging_model, serve_requests, small_stack, untrained
+from tiny_models import tiny_llama
+
+import knobwise
+from knobwise.agents import AdaptiveModel, Selector, SelectorConfig
+from knobwise.agents.learning.logged import read_log
+from knobwise.agents.serving import request_log
+from knobwise.agents.serving.demonstrated_model import DemonstratedModel
+from knobwise.agents.serving.request_log import RequestLog
+from knobwise.envs.tables.profile_table import Knob
+from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.profiling.measuring.questions import VQAItem
+
+BUDGETS = (1e-12, 1e-3, 5.0, 12.0, 900.0)
+"""Of which the first are spent before anything is decided."""
+
+
+# -- what every writer writes ----------------------------------------------------------------------
+
+
+def by_threads(folder):
+    """A callable that answers in threads; a part of the requests is explored, and for a part the
+    guard falls back."""
+    agent, table = small_stack(falls_back=True)
+    serve = knobwise.wrap(lambda row, **knobs: row, agent, features=table.blocks, log=folder)
+    serve._exploration.share = 0.4
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(lambda row: serve(row, BUDGETS[row % 5]), range(40))]
+    return agent.decider
+
+
+def by_coroutines(folder):
+    agent, table = small_stack()
+
+    async def call(row, **knobs):
+        await asyncio.sleep(0)
+
+    async def all_of_them():
+        await asyncio.gather(*(serve(row, BUDGETS[row % 5]) for row in range(40)))
+
+    serve = knobwise.wrap(call, agent, features=table.blocks, log=folder, explore=0.3)
+    asyncio.run(all_of_them())
+    return agent.decider
+
+
+def by_a_model(folder):
+    agent, table = small_stack()
+    model = AdaptiveModel(ReplayedModel(table), agent, log=folder, explore=0.3, cache=4)
+    for row in range(40):
+        model.answer(Request(row % 8, ""), BUDGETS[row % 5])
+    return agent.decider
+
+
+def by_batches(folder):
+    """Some requests wait for others, or came long ago."""
+    agent, table = small_stack()
+    model = AdaptiveModel(ReplayedModel(table), agent, log=folder, explore=0.3)
+    requests = [Request(row, "") for row in range(40)]
+    now = time.perf_counter()
+    model.generate(requests, BUDGETS * 8, [now - row / 10 for row in range(40)])
+    model.generate(requests, BUDGETS * 8)
+    return agent.decider
+
+
+class Prepared(ReplayedModel):
+    """A first stage takes 500 ms, which an answer counts."""
+
+    first_stage_overlaps = True
+
+    def first_stage(self, request, features=True):
+        return replace(super().first_stage(request, features), total_ms=500.0)
+
+    def answer(self, stages, configuration):
+        answers = super().answer(stages, configuration)
+        return [replace(answer, total_ms=answer.total_ms + 500.0) for answer in answers]
+
+
+def in_the_background(folder):
+    """An answer counts more time than its request takes."""
+    agent, table = small_stack()
+    with AdaptiveModel(Prepared(table), agent, log=folder) as model:
+        for row in range(20):
+            request = Request(row, "")
+            model.prefetch(request)
+            model.answer(request, BUDGETS[row % 5])
+    rows = read_log(folder).rows
+    # where the stage was not begun in time, the answer runs it
+    assert any(row["answer_ms"] > row["total_ms"] + 400 for row in rows)
+    return agent.decider
+
+
+def with_demonstrations(folder):
+    torch.manual_seed(0)
+    items = [VQAItem(str(n), None, f"What is {n} plus 1?", (str(n + 1),)) for n in range(12)]
+    selector = Selector(SelectorConfig(version="v1", width=8), 14)
+    model = DemonstratedModel(*tiny_llama(), items, selector, max_new_tokens=2)
+    blocks = model.first_stage(Request(None, items[0].question)).features
+    features = {name: torch.as_tensor(block).repeat(2, 1) for name, block in blocks.items()}
+    knobs = (Knob("shots", (1, 2)),)
+    controller = untrained(table_of([[0.0, 1.0]] * 2, [[5.0, 9.0]] * 2, features, knobs=knobs))
+    served = AdaptiveModel(model, controller, log=folder, explore=0.3)
+    for row in range(10):
+        served.answer(Request(None, items[row].question), BUDGETS[row % 5])
+    return controller.decider
+
+
+@pytest.mark.parametrize(
+    "write",
+    [by_threads, by_coroutines, by_a_model, by_batches, in_the_background, with_demonstrations],
+)
+def test_no_row_that_a_server_wrote_is_set_aside(write, tmp_path):
+    """By true clocks, whatever they say."""
+    controller = write(tmp_path)
+    log = read_log(tmp_path, controller)
+    assert not log.aside
+    assert len(log.rows) in (10, 20, 40, 80)
+
+
+# -- rows that contradict themselves ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The rows of a log of 60 requests, of which some are late."""
+    folder = tmp_path_factory.mktemp("rows")
+    agent, table = small_stack()
+    model = logging_model(folder, agent, table, lambda values: 1.6, tracker=False)
+    serve_requests(model, table, 60, label=False)
+    rows = read_log(folder).rows
+    assert 5 < sum(row["met"] for row in rows) < 55
+    return rows
+
+
+def read(folder, rows):
+    """A log with these rows as its controller reads it."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "requests-0.jsonl").write_text(text)
+    return read_log(folder, small_stack()[0].decider)
+
+
+def met_inverted(row):
+    return {"met": not row["met"]}
+
+
+def times(factor, *names):
+    return lambda row: {name: row[name] * factor for name in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (met_inverted, "on time"),
+        (lambda row: {"met": True, "total_ms": row["budget_ms"] * 3}, "times"),
+        (lambda row: {"budget_ms": row["total_ms"] * (0.5 if row["met"] else 2)}, "time"),
+        (times(1e-3, "answer_ms"), "times"),
+        (times(1e3, "answer_ms"), "times"),
+        (times(0.5, "answer_ms"), "times"),
+        (times(1e-3, "total_ms"), "times"),
+        (times(1e-3, "answer_ms", "total_ms"), "times"),
+        (times(1e3, "limit_ms"), "times"),
+        (times(1e-3, "budget_ms"), "times"),
+        *((lambda row, wrong=wrong: {"total_ms": wrong}, "times") for wrong in (-1, math.nan, "5")),
+        (lambda row: {"total_ms": None}, "times"),
+        (lambda row: {"beside_ms": math.inf}, "times"),
+        (lambda row: {"beside_ms": "0"}, "times"),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_rows_that_contradict_themselves_are_set_aside_and_counted(
+    rows, tmp_path, change, reason, every
+):
+    changed = [row | change(row) if not n % every else row for n, row in enumerate(rows)]
+    log = read(tmp_path, changed)
+    assert log.aside.total() == 60 // every
+    assert all(reason in each for each in log.aside)
+    assert [row["id"] for row in log.rows] == [r["id"] for n, r in enumerate(rows) if n % every]
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (dict, 0),
+        (met_inverted, 60),
+        (times(1e-3, "answer_ms"), 60),
+        (times(1e3, "answer_ms"), 60),
+        (times(1e-3, "total_ms"), 60),
+    ],
+)
+def test_rows_of_earlier_versions_that_do_not_say_what_the_rest_took(rows, tmp_path, change, count):
+    earlier = []
+    for row in rows:
+        known = {name: value for name, value in row.items() if name != "beside_ms"}
+        earlier.append(known | change(row))
+    assert read(tmp_path, earlier).aside.total() == count
+
+
+def test_times_that_were_rounded_are_no_contradiction(rows, tmp_path):
+    rounded = []
+    for row in rows:
+        rounded.append({k: round(v, 2) if k.endswith("_ms") else v for k, v in row.items()})
+    # on the limit itself, rounding decides
+    total = rounded[0]["total_ms"]
+    for met in (True, False):
+        rounded[0] |= {"met": met, "budget_ms": total, "limit_ms": total}
+        assert not read(tmp_path, rounded).aside
+
+
+# -- labels ----------------------------------------------------------------------------------------
+
+
+class Day:
+    """A time of day that is set back, as `time.time` and `time.time_ns` read it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1e9
+        monkeypatch.setattr(request_log.time, "time", lambda: self.now)
+        monkeypatch.setattr(request_log.time, "time_ns", lambda: round(self.now * 1e9))
+
+    def set_back(self):
+        self.now -= 3600
+
+
+def test_of_two_labels_the_one_sent_later_counts_though_the_clock_was_set_back(
+    rows, tmp_path, monkeypatch
+):
+    day = Day(monkeypatch)
+    read(tmp_path, rows)
+    first, second, third = (row["id"] for row in rows[:3])
+    logs = [RequestLog(tmp_path), RequestLog(tmp_path)]
+    # one process, two that take turns, and one that begins later
+    for turn, accuracy in enumerate((0.0, 0.25, 0.5, 0.75)):
+        logs[0].label(first, accuracy)
+        logs[turn % 2].label(second, accuracy)
+        day.set_back()
+    logs.append(RequestLog(tmp_path))
+    logs[0].label(third, 0.0)
+    logs[2].label(third, 1.0)
+    accuracies = {row["id"]: row["accuracy"] for row in read_log(tmp_path).rows}
+    assert [accuracies[name] for name in (first, second, third)] == [0.75, 0.75, 1.0]
+
+
+def test_labels_of_other_programs_count_by_their_order_in_a_file_and_between_files_by_time(
+    rows, tmp_path
+):
+    read(tmp_path, rows)
+    first, second = (row["id"] for row in rows[:2])
+    written = {
+        "b": [(first, 0.0, 300), (first, 0.5, 100)],
+        "a": [(second, 1.0, 500)],
+        "c": [(second, 0.0, 400)],
+    }
+    for file, labels in written.items():
+        lines = []
+        for name, accuracy, moment in labels:
+            about = {"format": request_log.FORMAT, "time": moment, "id": name, "boot": None}
+            lines.append(json.dumps(about | {"accuracy": accuracy}) + "\n")
+        (tmp_path / f"labels-{file}.jsonl").write_text("".join(lines))
+    accuracies = {row["id"]: row["accuracy"] for row in read_log(tmp_path).rows}
+    assert (accuracies[first], accuracies[second]) == (0.5, 1.0)
