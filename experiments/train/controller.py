@@ -107,6 +107,11 @@ class ControllerExperiment(Experiment):
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
         self.trainers = [self._trainer(seed) for seed in config.seeds]
+        if config.policy.augment and not self.trainers[0].augment:
+            self.notes.append(
+                f"policy.augment={config.policy.augment} has no effect: profile {table.name!r} has "
+                "no features, or too many cells to copy"
+            )
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []
         if not number:
