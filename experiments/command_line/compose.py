@@ -235,8 +235,10 @@ def run_hydra(
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    # `hydra.main` reads the words of this process
-    sys.argv = ["knobwise", *with_variants(arguments)]
+    # `hydra.main` reads the words of this process, flags first: it refuses one among the others
+    flags = [word for word in arguments if word in FLAGS]
+    others = [word for word in arguments if word not in FLAGS]
+    sys.argv = ["knobwise", *flags, *with_variants(others)]
     common = {word.lower() for word in sys.argv}
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()

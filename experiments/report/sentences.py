@@ -232,12 +232,27 @@ def on_training(results: Results) -> list[str]:
         score = "reward" if results.get("sense") else "utility"
         # the test samples, where they are known, decide what it shows
         lines.append(f"{method} {CHANGED[signs[0]]} in {score}: {', '.join(gains)}.")
+    lines += _on_patience(results.get("training") or {}, method)
     if early:
         lines.append(
             f"{method} improves nothing{in_seeds(early, seeds)}: the checkpoint from before "
             f"{method} is kept."
         )
     return lines
+
+
+def _on_patience(training: Row, method: str) -> list[str]:
+    """Say where training stopped before its last iteration, and why."""
+    total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
+    ended = training.get("ended_at", [])
+    stopped = [f"{iteration:,}" for iteration in ended if iteration < total]
+    if not stopped:
+        return []
+    return [
+        f"Training stopped early{in_seeds(len(stopped), len(ended))}, at iteration "
+        f"{listed(stopped)} of {total:,}: {method} was no better on validation for "
+        f"{training['patience']:,} iterations (optimiser.patience)."
+    ]
 
 
 # -- selectors -------------------------------------------------------------------------------------
