@@ -1,8 +1,9 @@
 """Copies of samples for training: on machines that drift, and with noise on their features.
 
-On a machine that drifts some knob values are slower than in the profile. A slowdown that all configurations share, the level, is taken off the budget before a policy
-decides. This module draws what differs between configurations. A policy can then learn to use what
-a tracker of latencies knows about these differences.
+On a machine that drifts some knob values are slower than in the profile. A slowdown that all
+configurations share, the level, is taken off the budget before a policy decides. This module draws
+what differs between configurations. A policy can then learn to use what a tracker of latencies
+knows about these differences.
 """
 
 from __future__ import annotations

@@ -30,6 +30,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
+from knobwise.experiments.command_line.flags import (
+    DASHES,
+    FLAGS,
+    in_our_words,
+    meaning_of,
+    refuse_flags,
+)
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, group_of_run, of_run
 from knobwise.experiments.settings.selector_options import (
@@ -55,8 +62,6 @@ TABLES = (".csv", ".parquet", ".jsonl", ".gz")
 """How the names of files end that are meant as a profile."""
 OF_RUN = "of_run"
 """The choice of such a group that is what the run of a checkpoint was trained on."""
-FLAGS = ("-m", "--multirun", "-sc")
-"""The flags of Hydra that are passed on; others read settings from elsewhere, or a pickle."""
 OF_HYDRA = re.compile(
     r"hydra/(launcher|sweeper)=\w+"
     r"|\+*hydra\.(launcher(\.ray\.(init|remote))?|sweep)\.[a-z]\w*=[^${[]*"
@@ -217,9 +222,6 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
-    for word in arguments:
-        if word.startswith("-") and word not in FLAGS:
-            raise InputError(f"{word}: of Hydra's flags only {', '.join(FLAGS)} are taken")
     from joblib.parallel import LokyBackend, register_parallel_backend
 
     # the workers of joblib's launcher end with this process; Ray sees to its own
@@ -265,6 +267,17 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
 # -- mistakes --------------------------------------------------------------------------------------
 
 
+def check_flags(verb: str, arguments: Sequence[str]) -> None:
+    """Refuse words with dashes, and name the options that stand for them.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    if any(word.startswith(tuple(DASHES)) for word in arguments):
+        options = options_in(VERBS[verb](), groups_of(verb))
+        refuse_flags(verb, arguments, [option.key for option in options])
+
+
 @contextmanager
 def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
     """Raise InputError, with a suggestion, where Hydra refuses the arguments of a verb, or one of
@@ -303,6 +316,9 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             close = [f"{key}={FILES[key]} {key}.path={value}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
+        elif key not in names.values() and (words := in_our_words(verb, key, value)):
+            # a name of the original's scripts
+            return f"; did you mean {words}{meaning_of(words)}?"
         else:
             close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
         if close and argument not in close and "," not in value:

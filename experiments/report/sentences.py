@@ -144,10 +144,11 @@ def _on_rivals(results: Results, score: str) -> list[str]:
 
 
 def _on_time(learned: Row, level: float | None) -> str:
-    share = round(learned["satisfaction_feasible"], 3)
-    line = f"The controller is on time for {number(share, '.1%')} of the feasible requests"
+    share = number(learned["satisfaction_feasible"], ".1%")
+    line = f"The controller is on time for {share} of the feasible requests"
     if level is not None:
-        meets = "meets" if share >= level else "falls short of"
+        # as printed: 95.0 % does not fall short of 95 %
+        meets = "meets" if float(share.rstrip("%")) >= 100 * level - 1e-9 else "falls short of"
         line += f", which {meets} the {number(level, '.0%')} asked for"
     infeasible = number(learned.get("infeasible"), ".1%")
     return f"{line} ({infeasible} of all requests are infeasible)."
