@@ -76,8 +76,8 @@ def run(config: DecideRun) -> int:
     print(f"decided: {total - count} of {total} requests, in {out}")
     if untried:
         say(
-            f"{untried} of the budgets are outside {tried.min():.4g} to {tried.max():.4g} ms, where "
-            "the controller was judged; nothing is known about its decisions there"
+            f"{untried} of the budgets are outside {tried.min():.4g} to {tried.max():.4g} ms, "
+            "where the controller was judged; nothing is known about its decisions there"
         )
     return SOME_REFUSED if count else 0
 

@@ -93,7 +93,8 @@ def verdict(results: Results) -> list[str]:
         f"{number(best['utility'], '.3f')}. {number(learned['satisfaction'], '.1%')} of the "
         f"controller's answers were on time, with accuracy {number(learned['accuracy'], '.3f')}.",
         f"Served: {counted(results['requests'], 'request')}, one after the other, under budgets of "
-        f"{budgets} ms, drawn at random. Model and answers are real, the clock is {clock}; {number(results['infeasible'], '.1%')} of the requests are infeasible (–: the "
+        f"{budgets} ms, drawn at random. Model and answers are real, the clock is {clock}; "
+        f"{number(results['infeasible'], '.1%')} of the requests are infeasible (–: the "
         "profile does not hold these samples).",
         f"The controller added {number(overhead['share'], '.1%')} to the model's mean inference "
         f"time of {number(overhead['inference_ms'], '.2f')} ms: "
