@@ -89,10 +89,10 @@ def interval(ci95: Any, how: str) -> str:
     """
     if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
         return ""
-    return "\n" + ends(ci95, how)
+    return "\n" + bracketed(ci95, how)
 
 
-def ends(ci95: Sequence[float], how: str) -> str:
+def bracketed(ci95: Sequence[float], how: str) -> str:
     """Write an interval in brackets, so that it excludes 0 wherever `sign_of` says so: an end that
     would be rounded to 0 gets more digits."""
     written = [number(end, how) for end in ci95]
@@ -100,7 +100,7 @@ def ends(ci95: Sequence[float], how: str) -> str:
     # an end without a digit other than 0
     vanished = not all(re.search("[1-9]", end) for end in written)
     if digits and vanished and sign_of(ci95):
-        return ends(ci95, how.replace(digits[0], f".{int(digits[1]) + 1}"))
+        return bracketed(ci95, how.replace(digits[0], f".{int(digits[1]) + 1}"))
     return f"[{', '.join(written)}]"
 
 
@@ -130,7 +130,7 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
         return ""
     if not how:
         ci95 = [100 * end for end in ci95]
-    return f" {ends(ci95, how or '.1f')}"
+    return f" {bracketed(ci95, how or '.1f')}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -180,7 +180,7 @@ def difference_cell(row: Row) -> str:
     cell = points(row.get("difference"))
     ci95 = row.get("ci95")
     if ci95 and all(map(known, ci95)):
-        cell += "\n" + ends([100 * end for end in ci95], "+.1f")
+        cell += "\n" + bracketed([100 * end for end in ci95], "+.1f")
     return cell
 
 
