@@ -23,6 +23,7 @@ Trained = TypeVar("Trained", Controller, Selector)
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Selector)}
 
 OUTSIDE_THE_NETWORK = (
+    "augment",
     "dropout",
     "guard",
     "level",

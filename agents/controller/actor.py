@@ -63,6 +63,10 @@ class _FromBlocks(nn.Module):
 class _FromRows(nn.Module):
     """Reads row numbers of a table and a limit; features are normalised once, for all rows.
 
+    Rows beyond the table are copies of its samples: row i + k·N is one of sample i. In training
+    `offsets` [rows, C] say how the machines of copies drift, and `noise` [*, width] is added to
+    their features, the same for a row at every visit.
+
     With `members` contexts [*] belong to the networks in turn, in a flat batch number i to network
     i mod M, as in training; without, all are for the network that is deployed.
     """
@@ -70,6 +74,7 @@ class _FromRows(nn.Module):
     all_features: Tensor
     mask: Tensor
     by_value: Tensor | None
+    noise: Tensor | None
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class _FromRows(nn.Module):
         table: ProfileTable,
         members: bool,
         offsets: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
@@ -90,12 +96,24 @@ class _FromRows(nn.Module):
         blocks = {name: block.to(device) for name, block in table.features.items()}
         features = controller.normaliser(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
+        if noise is not None:
+            noise = noise.to(device)
+        self.register_buffer("noise", noise, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Return log-probs [*, C]."""
         return self.of_controllers([self.controller], row, limit)[0]
+
+    def features_of(self, row: Tensor) -> Tensor:
+        """Return the normalised features of rows, [*, width], with noise where they are copies."""
+        count = len(self.all_features)
+        x = nn.functional.embedding(row % count, self.all_features)
+        if self.noise is None:
+            return x
+        of_copy = nn.functional.embedding(row % len(self.noise), self.noise)
+        return x + of_copy * (row >= count).unsqueeze(-1)
 
     def of_controllers(
         self, controllers: Collection[Controller], row: Tensor, limit: Tensor
@@ -106,10 +124,9 @@ class _FromRows(nn.Module):
         if self.members:
             # every M-th context for the same network; rows are smaller than what they stand for
             row, limit = (x.reshape(-1, self.members).T.contiguous() for x in (row, limit))
-        sample = row % len(self.all_features)  # of a drifted copy of the table
         # [*] → [*, width]
-        x = nn.functional.embedding(sample, self.all_features)
-        mask = None if self.complete else self.mask[sample]
+        x = self.features_of(row)
+        mask = None if self.complete else self.mask[row % len(self.mask)]
         # the network that is deployed
         if not self.members:
             return [controller(x, limit, mask) for controller in controllers]
@@ -203,9 +220,11 @@ class Behaviour(TensorDictModuleBase):
         return self.critic(tensordict)
 
 
-def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule:
-    """Return a value network that reads `row` and the limit, as the actor does, and writes
-    `state_value` [*, 1].
+def make_critic(
+    controller: Controller, table: ProfileTable, noise: Tensor | None = None
+) -> TensorDictModule:
+    """Return a value network that reads `row` and the limit, as the actor does, with the same
+    noise, and writes `state_value` [*, 1].
 
     It has layers of its own, which begin as a copy of the controller's.
     """
@@ -214,7 +233,8 @@ def make_critic(controller: Controller, table: ProfileTable) -> TensorDictModule
     config = controller.config
     critic.network.head = ValueHead(config.members_trained, config.hidden)
     critic.network.utility = None
-    rows = _FromRows(critic.to(controller.configurations.device), table, members=True)
+    critic.to(controller.configurations.device)
+    rows = _FromRows(critic, table, members=True, noise=noise)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -228,6 +248,7 @@ def make_actor(
     separate: bool = False,
     members: bool = False,
     offsets: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Actor:
     """Return a controller as a TensorDict policy that writes `log_probs`, `action` and
     `action_log_prob`.
@@ -256,6 +277,7 @@ def make_actor(
             Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate` is on here and where
             it draws, there is their sum too, `action_log_prob`.
         members: contexts belong to the networks in turn, as in training.
+        offsets, noise: of copies of the samples, in training.
 
     Raises:
         InputError: an agent that is not a controller, `separate` where an action is a
@@ -271,7 +293,7 @@ def make_actor(
         encoder: nn.Module = _FromBlocks(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
-        encoder = _FromRows(controller, table, members, offsets)
+        encoder = _FromRows(controller, table, members, offsets, noise)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])

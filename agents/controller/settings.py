@@ -46,6 +46,11 @@ class PolicyConfig:
     drift: float = 0.0
     """The largest typical drift of a knob value's ln ms that heads are trained under, so that they
     decide by what a tracker knows; 0 for heads that know nothing but the level."""
+    augment: float = 0.0
+    """Standard deviation of the noise on standardised features in copies of the samples, from which
+    networks learn as well; 0 for no copies. Draws, log-probs and rewards of a copy are all of the
+    same noise. Experts, validation, test and decisions never see it; without features it has no
+    effect."""
     utility_head: bool = False
     """Whether there is a head for whole configurations beside the heads of the knobs. It expects
     their accuracy and latency, and the utility that follows under the budget raises their logits.
@@ -94,6 +99,8 @@ class PolicyConfig:
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):
             at_least(f"policy.{name}", getattr(self, name), 0)
+        if not 0 <= self.augment < float("inf"):
+            raise InputError(f"policy.augment={self.augment}: must be 0 or a positive number")
         for name in ("dropout", "teacher_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be in [0, 1)")

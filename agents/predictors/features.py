@@ -176,5 +176,15 @@ class FeatureNormaliser(nn.Module):
         normal = ((drawn_in - self.mean) / self.scale).clamp(-self.clip, self.clip)
         return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)
 
+    def noise(self, size: float, count: int, generator: torch.Generator) -> Tensor:
+        """Draw noise for what this returns, float [count, width], of standard deviation `size`; 0
+        for what never varies, and for what tells that a value is missing."""
+        drawn = size * torch.randn((count, self.width), generator=generator)
+        if self.projection is None:
+            varies = torch.zeros(self.width)
+            varies[: len(self.scale)] = self.scale.isfinite().to(varies)
+            drawn *= varies
+        return drawn
+
     def _drawn_in(self, values: Tensor) -> Tensor:
         return torch.where(self.heavy, values.sign() * (values.abs() / self.unit).log1p(), values)

@@ -39,7 +39,7 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments
-from knobwise.envs.configurations.drift import drifted_copies, rows_of_copies
+from knobwise.envs.configurations.drift import copies_of, rows_of_copies
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -70,6 +70,9 @@ TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
 TEACHER_PATIENCE = 6
+
+MOST_NOISE = 1 << 24
+"""Numbers that are drawn for `policy.augment`; in larger tables copies share them."""
 
 STORED = ("row", "configuration", "state_value", ("next", "reward"))
 """Collected keys that go into the buffer, with those that the losses read."""
@@ -175,13 +178,13 @@ class ControllerTrainer(JudgedTrainer):
     ) -> ConfigBandit:
         """Return the environment: contexts for all networks in turn, each of its own rows."""
         return ConfigBandit(
-            self.drifted,
+            self.copied,
             batch_size=self.settings.contexts * self.networks,
             group_size=self._group_size,
             budget=budget,
             reward=reward,
             balance=(balance or BalanceConfig()).by,
-            rows=[rows_of_copies(rows, self.table, self.drifted) for rows in self.network_rows],
+            rows=[rows_of_copies(rows, self.table, self.copied) for rows in self.network_rows],
             seed=self.seed,
             unprofiled="error",
             action="configuration",
@@ -224,17 +227,26 @@ class ControllerTrainer(JudgedTrainer):
     def _build_policies(self, controller: Controller) -> Controller:
         """Build the actor, the behaviour policy and, for PPO, a critic; return the reference."""
         reference = copy.deepcopy(controller).requires_grad_(False)
-        # under drift, networks also learn from copies of the samples on slower or faster machines
+        # networks also learn from copies of the samples: on slower or faster machines
         self.drift = 0.0
         if not self.priced and len(controller.network.values):
             self.drift = self.policy.drift
-        self.drifted, offsets = drifted_copies(self.table, self.drift, self.seed)
+        noisy = self.policy.augment > 0 and controller.normaliser.width > 0
+        self.copied, offsets = copies_of(self.table, self.drift, noisy, self.seed)
+        # and from features with noise
+        self.augment = 0.0
+        noise = None
+        if noisy and self.copied is not self.table:
+            self.augment = self.policy.augment
+            count = min(self.copied.num_samples, MOST_NOISE // controller.normaliser.width)
+            generator = torch.Generator().manual_seed(self.seed)
+            noise = controller.normaliser.noise(self.augment, max(count, 1), generator)
         self.actor = make_actor(
-            controller, self.table, self._group_size, members=True, offsets=offsets
+            controller, self.table, self._group_size, members=True, offsets=offsets, noise=noise
         ).to(self.device)
         self.critic = None
         if self.loss.objective == "ppo":
-            self.critic = make_critic(controller, self.table)
+            self.critic = make_critic(controller, self.table, noise)
         self.behaviour = Behaviour(self.actor, reference, self.loss.objective, self.critic)
         return reference
 
@@ -410,8 +422,8 @@ class ControllerTrainer(JudgedTrainer):
         """Return the regression's loss on the measurements of the drawn samples."""
         rewards = self.env.rewards
         row = minibatch["row"][:, : self.agent.teacher.members].T  # [M, n]
-        row = row % self.table.num_samples  # row i + k·N is a drifted copy of sample i
-        predicted = self.agent.teacher.network(functional.embedding(row, self.all_features))
+        predicted = self.agent.teacher.network(self.actor.module[0].module.features_of(row))
+        row = row % self.table.num_samples  # row i + k·N is a copy of sample i
         measured = (rewards.accuracy, self.log_latency, self.variance)
         cells = [functional.embedding(row, values) for values in measured]
         wrong, off = regression_losses(predicted, *cells)
@@ -487,6 +499,5 @@ class ControllerTrainer(JudgedTrainer):
         settings = self.settings
         draws = settings.warmup_iterations * settings.epochs * settings.contexts
         values = self.agent.controller.network.values.cpu()
-        return lessons_of(
-            self.taught_by, self.table, self.limits, draws, self.seed, self.drift, values
-        )
+        about = self.taught_by, self.table, self.limits, draws, self.seed
+        return lessons_of(*about, self.drift, values, self.augment)

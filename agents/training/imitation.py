@@ -37,6 +37,7 @@ def lessons_of(
     seed: int,
     drift: float,
     values: Tensor,
+    augment: float = 0.0,
 ) -> TensorDict:
     """Return what the teachers of M networks expect for R requests each, under V limits each.
 
@@ -48,6 +49,8 @@ def lessons_of(
         seed: the seed of requests, limits and drift.
         drift: the largest size of drift, in ln ms; 0 for none.
         values: float [values, C], see `drift_values`.
+        augment: the standard deviation of the noise on the features of every other request; 0 for
+            none. The teacher is asked about the features with noise.
 
     Returns:
         float [M, R, V, …]. `x`: the normalised features, the same under all limits of a request.
@@ -68,6 +71,8 @@ def lessons_of(
     with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
         for finished, (teacher, rows) in enumerate(teachers, 1):
             x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
+            if augment:
+                x[::2] += fitted.teacher.normaliser.noise(augment, len(x[::2]), generator)
             limits = drawn_limits(judged, (count, LIMITS), generator)
             offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
             lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}

@@ -217,6 +217,12 @@ class JudgedTrainer(Trainer):
             metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
         return metrics
 
+    @property
+    def patience(self) -> int:
+        """Iterations of the last stage without a better score after which it ends; 0 for all of
+        them."""
+        return self.stages[-1].patience * self.settings.evaluate_every
+
     # -- checkpoints -------------------------------------------------------------------------------
 
     def provenance(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Log, Stage
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
-from knobwise.common.progress import progress
+from knobwise.common.progress import progress, say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -475,6 +475,8 @@ class Trainer(ABC):
             self.agent.load_state_dict(self.best["state"])
             save_checkpoint(best, self.trained, self.table, self.provenance())
             return self.resume(path)
+        if not self.finished:
+            say(f"{self.title}: goes on from iteration {self.iteration:,} of {self.total:,}")
         return True
 
 

@@ -1,8 +1,9 @@
-"""Drift: machines on which some knob values are slower than in the profile, simulated for training.
+"""Copies of samples for training: on machines that drift, and with noise on their features.
 
-A slowdown that all configurations share, the level, is taken off the budget before a policy
-decides. This module draws what differs between configurations. A policy can then learn to use what
-a tracker of latencies knows about these differences.
+On a machine that drifts some knob values are slower than in the profile. A slowdown that all
+configurations share, the level, is taken off the budget before a policy decides. This module draws
+what differs between configurations. A policy can then learn to use what a tracker of latencies
+knows about these differences.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from knobwise.envs.tables.profile_table import ProfileTable
 
 COPIES = 4
-"""Each sample has this many copies on other machines; fewer in large tables."""
+"""Each sample has this many copies; fewer in large tables."""
 MOST_CELLS = 1 << 24
 """The table and its copies together have at most this many cells."""
 RANGE = 3.0
@@ -62,23 +63,32 @@ def drawn_drift(
     return offset - offset.mean(-1, keepdim=True)
 
 
-def drifted_copies(
-    table: ProfileTable, size: float, seed: int
+def copies_of(
+    table: ProfileTable, drift: float, noisy: bool, seed: int
 ) -> tuple[ProfileTable, Tensor | None]:
-    """Return a table and copies of it on machines that drift, one after the other.
+    """Return a table and copies of it, one after the other.
+
+    Args:
+        table: the table.
+        drift: the largest size of drift, in ln ms; 0 for copies on the same machine.
+        noisy: whether there are copies without drift too, whose features will get noise.
+        seed: of the drift.
 
     Returns:
         the table with its copies, without features: row i + k·N is sample i in copy k; and the
-        offsets of latencies, in ln ms, float [N·(1 + copies), C]. Without drift the table itself
-        and None.
+        offsets of latencies, in ln ms, float [N·(1 + copies), C], None without drift. The table
+        itself if there are no copies: without drift and noise, or if it is too large.
     """
     count = min(COPIES, MOST_CELLS // table.latency_ms.numel() - 1)
-    if not size or count < 1:
+    if not (drift or noisy) or count < 1:
         return table, None
+    if not drift:
+        still = torch.ones(1, 1).expand((1 + count) * table.num_samples, table.num_configurations)
+        return _repeated(table, still, 1 + count), None
     generator = torch.Generator().manual_seed(seed)
     offset = torch.zeros(table.latency_ms.shape)  # the table itself does not drift
     for _ in range(count):
-        drawn = drawn_drift(table.configurations, size, (table.num_samples,), generator)
+        drawn = drawn_drift(table.configurations, drift, (table.num_samples,), generator)
         assert drawn is not None
         offset = torch.cat([offset, drawn])
     return _repeated(table, offset.exp(), 1 + count), offset
@@ -100,13 +110,13 @@ def _repeated(table: ProfileTable, factors: Tensor, copies: int) -> ProfileTable
     return replace(table, **changed | {"sample_ids": tuple(names)})
 
 
-def rows_of_copies(rows: Tensor, table: ProfileTable, drifted: ProfileTable) -> Tensor:
-    """Return the rows of these samples, int64 [n], in a table with drifted copies.
+def rows_of_copies(rows: Tensor, table: ProfileTable, copied: ProfileTable) -> Tensor:
+    """Return the rows of these samples, int64 [n], in a table with copies.
 
-    The rows without drift are repeated until they are as many as all copies, so that half of what
-    is drawn does not drift.
+    The samples themselves are repeated until they are as many as all copies, so that half of what
+    is drawn has neither drift nor noise.
     """
-    count = drifted.num_samples // table.num_samples - 1
+    count = copied.num_samples // table.num_samples - 1
     if count < 1:
         return rows
     copies = [rows + table.num_samples * k for k in range(1, 1 + count)]

@@ -30,6 +30,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
+from knobwise.experiments.command_line.flags import (
+    DASHES,
+    FLAGS,
+    in_our_words,
+    meaning_of,
+    refuse_flags,
+)
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, group_of_run, of_run
 from knobwise.experiments.settings.selector_options import (
@@ -56,8 +63,6 @@ TABLES = (".csv", ".parquet", ".jsonl", ".gz")
 """How the names of files end that are meant as a profile."""
 OF_RUN = "of_run"
 """The choice of such a group that is what the run of a checkpoint was trained on."""
-FLAGS = ("-m", "--multirun", "-sc")
-"""The flags of Hydra that are passed on; others read settings from elsewhere, or a pickle."""
 OF_HYDRA = re.compile(
     r"hydra/(launcher|sweeper)=\w+"
     r"|\+*hydra\.(launcher(\.ray\.(init|remote))?|sweep)\.[a-z]\w*=[^${[]*"
@@ -254,9 +259,6 @@ def run_hydra(
             are done, the mistake in one of them. Other errors of a job are raised then as well.
     """
 
-    for word in arguments:
-        if word.startswith("-") and word not in FLAGS:
-            raise InputError(f"{word}: of Hydra's flags only {', '.join(FLAGS)} are taken")
     from joblib.parallel import LokyBackend, register_parallel_backend
 
     # the workers of joblib's launcher end with this process; Ray sees to its own
@@ -272,8 +274,10 @@ def run_hydra(
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    # `hydra.main` reads the words of this process
-    sys.argv = ["knobwise", *with_variants(in_grammar(verb, arguments, sweep=True))]
+    # `hydra.main` reads the words of this process, flags first: it refuses one among the others
+    flags = [word for word in arguments if word in FLAGS]
+    others = [word for word in arguments if word not in FLAGS]
+    sys.argv = ["knobwise", *flags, *with_variants(in_grammar(verb, others, sweep=True))]
     common = {word.lower() for word in sys.argv}
     with explained(verb, arguments):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
@@ -298,6 +302,17 @@ def shell_completion(verbs: Iterable[str], arguments: Sequence[str]) -> None:
 
 
 # -- mistakes --------------------------------------------------------------------------------------
+
+
+def check_flags(verb: str, arguments: Sequence[str]) -> None:
+    """Refuse words with dashes, and name the options that stand for them.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    if any(word.startswith(tuple(DASHES)) for word in arguments):
+        options = options_in(VERBS[verb](), groups_of(verb))
+        refuse_flags(verb, arguments, [option.key for option in options])
 
 
 @contextmanager
@@ -338,6 +353,9 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             close = [f"{key}={FILES[key]} {typed(f'{key}.path', value)}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
+        elif key not in names.values() and (words := in_our_words(verb, key, value)):
+            # a name of the original's scripts
+            return f"; did you mean {words}{meaning_of(words)}?"
         else:
             close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
         if close and argument not in close and ("," not in value or os.path.isfile(value)):

@@ -151,6 +151,7 @@ def _run(arguments: list[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
         return 0
+    compose.check_flags(schema, arguments)
     if verb == "train" and not {"-m", "--multirun"}.isdisjoint(arguments):
         from knobwise.experiments.command_line.train import train
 

@@ -12,7 +12,14 @@ from knobwise.experiments.report.page import HUES, Figure, colours_of, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
 from knobwise.experiments.report.tables import reworded
 from knobwise.experiments.report.training_charts import logged_numbers
-from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name, shots_words
+from knobwise.experiments.report.words import (
+    LEANING_WORDS,
+    SIGN_WORDS,
+    grpo_begins,
+    policy_name,
+    shots_words,
+    shown_by,
+)
 from knobwise.experiments.results.problem import FEASIBLE
 
 
@@ -66,12 +73,13 @@ def forest(comparison: Comparison) -> Figure:
     rows = []
     for difference in comparison.differences:
         points = [100 * value for value in (difference.difference, *difference.ci95)]
-        rows.append([difference.run, *points, SIGN_WORDS[difference.sign]])
+        rows.append([difference.run, *points, shown_by(difference)])
     frame = pl.DataFrame(rows, schema=["name", "value", "low", "high", "shown"], orient="row")
     reference = comparison.reference.label
     title = f"difference in {comparison.problem.score} to {reference}, in points"
-    hues = (HUES["blue"], HUES["orange"], HUES["grey"])
-    colour = charts.colour_of(dict(zip(SIGN_WORDS.values(), hues, strict=True)), "shown")
+    hues = dict(zip(SIGN_WORDS.values(), (HUES["blue"], HUES["orange"], HUES["grey"]), strict=True))
+    hues |= dict.fromkeys(LEANING_WORDS.values(), HUES["grey"])
+    colour = charts.colour_of(hues, "shown")
     return Figure(
         charts.dots(frame, title, colour, zero=True),
         f"A dot is the difference to {reference}, the line its 95% interval; grey: it may be "

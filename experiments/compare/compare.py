@@ -21,7 +21,7 @@ from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.report.tables import Folded, reworded
-from knobwise.experiments.report.words import SIGN_WORDS, read_results
+from knobwise.experiments.report.words import read_results, shown_by
 from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
@@ -163,4 +163,4 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
 
 
 def _plain(family: Sequence[Difference]) -> list[dict[str, Any]]:
-    return [asdict(difference) | {"shown": SIGN_WORDS[difference.sign]} for difference in family]
+    return [asdict(difference) | {"shown": shown_by(difference)} for difference in family]

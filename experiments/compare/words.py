@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 
 from rich.console import Console
@@ -10,13 +11,17 @@ from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.report.tables import Table, print_lines, print_table, reworded, table_of
 from knobwise.experiments.report.words import (
     COMPARED,
+    LEANING,
     SIGN_WORDS,
     cell,
+    counted,
     difference_cell,
     difference_words,
     number,
     place_words,
     policy_name,
+    shown_by,
+    sign_of,
 )
 from knobwise.experiments.results.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.results.statistics import CHANCE, Difference
@@ -25,7 +30,7 @@ from knobwise.experiments.results.statistics import CHANCE, Difference
 def place_name(comparison: Comparison, place: float | None) -> str:
     """Return a budget or a number of shots in words, or the mean over the budgets (None)."""
     if place is None:
-        return f"mean over {len(comparison.places)} budgets"
+        return f"mean over {counted(len(comparison.places), 'budget')}"
     return place_words(comparison.reference.results, place)
 
 
@@ -36,16 +41,27 @@ def verdict(comparison: Comparison) -> list[str]:
     """Say which runs differ from the first one, which of the comparable runs has the highest score,
     and where nothing differs in the settings."""
     reference = comparison.reference.label
-    signs = [difference.sign for difference in comparison.differences]
-    lines = [
-        f"Against {reference}, {len(signs)} runs were tested: {signs.count(1)} are better, "
-        f"{signs.count(-1)} worse, and {signs.count(0)} show no difference."
-    ]
-    if len(signs) == 1:
+    outcomes = Counter(map(shown_by, comparison.differences))
+    count = outcomes.total()
+    better, worse, nothing = (outcomes.pop(word, 0) for word in SIGN_WORDS.values())
+    line = (
+        f"Against {reference}, {count} runs were tested: {better} {_are(better)} better, {worse} "
+        f"worse, and {nothing} {'shows' if nothing == 1 else 'show'} no difference"
+    )
+    if unsure := outcomes.total():
+        line += f"; of {unsure} more the interval excludes 0, but p is not small enough"
+    lines = [f"{line}."]
+    if count == 1:
         (difference,) = comparison.differences
+        sign = sign_of(difference.ci95)
+        outcome = COMPARED[difference.sign]
+        doubt = ""
+        if sign and not difference.sign:
+            outcome = LEANING[sign]
+            doubt = ": the interval excludes 0, but p is not small enough"
         lines = [
-            f"{difference.run} {COMPARED[difference.sign]} {reference}: "
-            f"{difference_words(asdict(difference))}, p {p_words(difference)}."
+            f"{difference.run} {outcome} {reference}: "
+            f"{difference_words(asdict(difference))}, p {p_words(difference)}{doubt}."
         ]
     lines.append(_highest(comparison))
     if not comparison.settings and all(run.settings for run in comparison.runs):
@@ -53,6 +69,10 @@ def verdict(comparison: Comparison) -> list[str]:
             "The settings are the same: any difference comes from chance, the code or the machine."
         )
     return lines
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _highest(comparison: Comparison) -> str:
@@ -95,7 +115,8 @@ def method(comparison: Comparison) -> str:
         "much seeds differ. p is the larger of the p-values of a sign-flip test over the "
         f"{problem.samples} and, where seeds differ, of a t test with their spread, corrected for "
         f"the number of comparisons ({len(comparison.differences)}, Holm). A run is called better "
-        f"or worse where the interval excludes 0 and p is below {CHANCE:g}."
+        f"or worse where the interval excludes 0 and p is below {CHANCE:g}, and perhaps so where "
+        "only the interval says it."
     )
 
 
@@ -113,7 +134,7 @@ def _tested(difference: Difference | None) -> dict[str, str]:
     if difference is None:
         return {"gain, points": "–", "shown": "–"}
     cell = f"{difference_cell(asdict(difference))}\np {p_words(difference)}"
-    return {"gain, points": cell, "shown": SIGN_WORDS[difference.sign]}
+    return {"gain, points": cell, "shown": shown_by(difference)}
 
 
 def results_cells(comparison: Comparison) -> Table:

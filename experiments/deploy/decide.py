@@ -81,7 +81,7 @@ def run(config: DecideRun) -> int:
     print(f"decided: {total - count} of {total} requests, in {out}")
     if untried:
         say(
-            f"{untried} budgets are outside {tried.min():.4g} to {tried.max():.4g} "
+            f"{untried} of the budgets are outside {tried.min():.4g} to {tried.max():.4g} "
             f"{controller.unit}, where the controller was judged; nothing is known about its "
             "decisions there"
         )

@@ -35,6 +35,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.units import check_time
+from knobwise.experiments.report.words import counted
 from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -223,7 +224,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     # requests count if this controller or an earlier version of it decided them
     versions = loaded.extra.get("versions", [])
     log = read_log(str(config.log), agent.decider, versions)
-    print(f"{len(log.rows):,} requests of {config.log}", *log.lines(), sep="\n")
+    print(f"{counted(len(log.rows), 'request')} of {config.log}", *log.lines(), sep="\n")
     # each step learns on some folds of the requests and is judged on the others
     logged = logged_of(log.rows, agent.decider)
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))

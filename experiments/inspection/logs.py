@@ -12,7 +12,7 @@ from rich.console import Console
 from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.report.words import number
+from knobwise.experiments.report.words import counted, number
 
 Facts = Mapping[str, Any]
 """What `inspect_log` returns."""
@@ -55,13 +55,14 @@ def inspect_log(folder: str) -> dict[str, Any]:
 def print_log(facts: Facts, console: Console) -> None:
     """Print the facts in words."""
     total = facts["requests"]
+    controllers = counted(len(facts["controllers"]), "controller")
     lines = [
-        f"{facts['log']}: {total:,} requests by {len(facts['controllers'])} controllers",
+        f"{facts['log']}: {counted(total, 'request')} by {controllers}",
         f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
         f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
     ]
     for reason, count in sorted(facts["set_aside"].items()):
         lines.append(f"{count:,} set aside: {reason}")
     for label, count in facts["configurations"].items():
-        lines.append(f"{label}: {count:,} requests, {count / total:.1%}")
+        lines.append(f"{label}: {counted(count, 'request')}, {count / total:.1%}")
     print_lines(console, lines)

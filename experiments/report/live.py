@@ -21,6 +21,7 @@ from knobwise.experiments.report.words import (
     LEARNED,
     STATIC,
     cell,
+    counted,
     difference_words,
     interval,
     number,
@@ -91,9 +92,9 @@ def verdict(results: Results) -> list[str]:
         f"{difference_words(gap)}, utility {number(learned['utility'], '.3f')} against "
         f"{number(best['utility'], '.3f')}. {number(learned['satisfaction'], '.1%')} of the "
         f"controller's answers were on time, with accuracy {number(learned['accuracy'], '.3f')}.",
-        f"{results['requests']} requests were served, one after the other, "
-        f"under budgets of {budgets} ms, drawn at random. Model and answers are real, the clock is "
-        f"{clock}; {number(results['infeasible'], '.1%')} of the requests are infeasible (–: the "
+        f"Served: {counted(results['requests'], 'request')}, one after the other, under budgets of "
+        f"{budgets} ms, drawn at random. Model and answers are real, the clock is {clock}; "
+        f"{number(results['infeasible'], '.1%')} of the requests are infeasible (–: the "
         "profile does not hold these samples).",
         f"The controller added {number(overhead['share'], '.1%')} to the model's mean inference "
         f"time of {number(overhead['inference_ms'], '.2f')} ms: "

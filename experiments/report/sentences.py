@@ -156,10 +156,11 @@ def _on_rivals(results: Results, score: str) -> list[str]:
 
 
 def _on_time(learned: Row, level: float | None) -> str:
-    share = round(learned["satisfaction_feasible"], 3)
-    line = f"The controller is on time for {number(share, '.1%')} of the feasible requests"
+    share = number(learned["satisfaction_feasible"], ".1%")
+    line = f"The controller is on time for {share} of the feasible requests"
     if level is not None:
-        meets = "meets" if share >= level else "falls short of"
+        # as printed: 95.0 % does not fall short of 95 %
+        meets = "meets" if float(share.rstrip("%")) >= 100 * level - 1e-9 else "falls short of"
         line += f", which {meets} the {number(level, '.0%')} asked for"
     infeasible = number(learned.get("infeasible"), ".1%")
     return f"{line} ({infeasible} of all requests are infeasible)."
@@ -244,12 +245,27 @@ def on_training(results: Results) -> list[str]:
         score = "reward" if results.get("sense") else "utility"
         # the test samples, where they are known, decide what it shows
         lines.append(f"{method} {CHANGED[signs[0]]} in {score}: {', '.join(gains)}.")
+    lines += _on_patience(results.get("training") or {}, method)
     if early:
         lines.append(
             f"{method} improves nothing{in_seeds(early, seeds)}: the checkpoint from before "
             f"{method} is kept."
         )
     return lines
+
+
+def _on_patience(training: Row, method: str) -> list[str]:
+    """Say where training stopped before its last iteration, and why."""
+    total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
+    ended = training.get("ended_at", [])
+    stopped = [f"{iteration:,}" for iteration in ended if iteration < total]
+    if not stopped:
+        return []
+    return [
+        f"Training stopped early{in_seeds(len(stopped), len(ended))}, at iteration "
+        f"{listed(stopped)} of {total:,}: {method} was no better on validation for "
+        f"{training['patience']:,} iterations (optimiser.patience)."
+    ]
 
 
 # -- selectors -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -23,6 +24,7 @@ from knobwise.experiments.results.problem import (
     Row,
     problem_of,
 )
+from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.results.statistics import sign_of as sign_of
 
 LEARNED = "controller"
@@ -89,7 +91,19 @@ def interval(ci95: Any, how: str) -> str:
     """
     if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
         return ""
-    return f"\n[{number(ci95[0], how)}, {number(ci95[1], how)}]"
+    return "\n" + bracketed(ci95, how)
+
+
+def bracketed(ci95: Sequence[float], how: str) -> str:
+    """Write an interval in brackets, so that it excludes 0 wherever `sign_of` says so: an end that
+    would be rounded to 0 gets more digits."""
+    written = [number(end, how) for end in ci95]
+    digits = re.search(r"\.(\d)", how)
+    # an end without a digit other than 0
+    vanished = not all(re.search("[1-9]", end) for end in written)
+    if digits and vanished and sign_of(ci95):
+        return bracketed(ci95, how.replace(digits[0], f".{int(digits[1]) + 1}"))
+    return f"[{', '.join(written)}]"
 
 
 def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
@@ -118,8 +132,7 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
         return ""
     if not how:
         ci95 = [100 * end for end in ci95]
-    low, high = (number(end, how or ".1f") for end in ci95)
-    return f" [{low}, {high}]"
+    return f" {bracketed(ci95, how or '.1f')}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -129,8 +142,13 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words, such as `1 request` and `1,000 requests`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def shots_words(count: int) -> str:
-    return f"{count} shot{'s' * (count > 1)}"
+    return counted(count, "shot")
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -139,6 +157,18 @@ COMPARED = {1: "is better than", -1: "is worse than", 0: "shows no difference fr
 """`sign_of` a difference → what it shows, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
+LEANING = {1: "may be better than", -1: "may be worse than"}
+"""`sign_of` a difference whose interval excludes 0 while its p is not small → the same, in a
+sentence."""
+LEANING_WORDS = {1: "perhaps better", -1: "perhaps worse"}
+"""The same, in a table."""
+
+
+def shown_by(difference: Difference) -> str:
+    """Return what a tested difference shows, for a table: what interval and p say together."""
+    if not difference.sign and sign_of(difference.ci95):
+        return LEANING_WORDS[sign_of(difference.ci95)]
+    return SIGN_WORDS[difference.sign]
 
 
 def difference_words(row: Row) -> str:
@@ -150,8 +180,9 @@ def difference_cell(row: Row) -> str:
     """Return the cell of a difference, in points, with its interval; a dash where it is not
     known."""
     cell = points(row.get("difference"))
-    if ci95 := row.get("ci95"):
-        cell += f"\n[{points(ci95[0])}, {points(ci95[1])}]"
+    ci95 = row.get("ci95")
+    if ci95 and all(map(known, ci95)):
+        cell += "\n" + bracketed([100 * end for end in ci95], "+.1f")
     return cell
 
 

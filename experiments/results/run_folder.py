@@ -17,7 +17,7 @@ from filelock import lock_descriptor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, locked, replace_link, sync, write_text
+from knobwise.common.files import FULL, is_damaged, locked, replace_link, sync, write_text
 from knobwise.common.progress import say
 from knobwise.experiments.settings.config_file import NAME as CONFIG
 from knobwise.experiments.settings.config_file import settings_text
@@ -73,7 +73,11 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
     try:
         with locked(experiment):
             for folder in _candidates(config, overrides):
-                lock = _made(folder, settings) or _taken_up(folder, settings)
+                lock = _made(folder, settings)
+                if lock is not None:
+                    _say_kept(next(_candidates(config, overrides)), folder, settings)
+                    break
+                lock = _taken_up(folder, settings)
                 if lock is not None:
                     break
     except OSError as error:
@@ -105,6 +109,15 @@ def _candidates(config: Any, overrides: list[str]) -> Iterator[Path]:
     yield first
     for number in itertools.count(2):
         yield first.with_name(f"{first.name}-{number}")
+
+
+def _say_kept(first: Path, folder: Path, settings: str) -> None:
+    """Say why a new run does not have the first of its names, if it has another one."""
+    if folder != first:
+        reason = "is another run"
+        if _saved(first) == settings.encode():
+            reason = "is finished"
+        say(f"{first}: {reason} and is kept; this is a new run: {folder}")
 
 
 def _saved(folder: Path) -> bytes:
@@ -174,6 +187,23 @@ def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
             if _saved(folder) == settings and profile["digest"] == digest:
                 return folder
     return None
+
+
+def taken_up_if_damaged(folder: Path) -> bool:
+    """Look whether the checkpoints of a finished run are whole.
+
+    Where one is not, the run counts as unfinished again: `claim` then takes it up, and training
+    goes on from what is whole.
+
+    Returns:
+        True where one is damaged.
+    """
+    damaged = [path for path in sorted(folder.rglob("*.pt")) if is_damaged(path)]
+    for path in damaged:
+        say(f"{path}: is damaged; it is made again from what is whole of this run")
+    if damaged:
+        write_text(folder / UNFINISHED, _digest((folder / CONFIG).read_text(encoding="utf-8")))
+    return bool(damaged)
 
 
 def run_name(overrides: list[str]) -> str:

@@ -113,6 +113,11 @@ class ControllerExperiment(Experiment):
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
         self.trainers = [self._trainer(seed) for seed in config.seeds]
+        if config.policy.augment and not self.trainers[0].augment:
+            self.notes.append(
+                f"policy.augment={config.policy.augment} has no effect: profile {table.name!r} has "
+                "no features, or too many cells to copy"
+            )
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []
         if not number:
@@ -276,6 +281,9 @@ class ControllerExperiment(Experiment):
             "iterations": iterations,
             "method": first.stages[-1].name,
             "hidden": config.policy.hidden,
+            # the iterations without a better score after which it stops, and where each seed ended
+            "patience": first.patience,
+            "ended_at": [trainer.iteration for trainer in self.trainers],
         }
         results |= held_out_choices(best) | {
             "validation_utility": scores,
@@ -338,10 +346,16 @@ def best_of(trainer: ControllerTrainer) -> str:
         f"iteration {iteration} of {trainer.total}"
     )
     last = trainer.stages[-1]
-    if not last.iterations:
-        return line
-    when = "before" if iteration <= trainer.total - last.iterations else "during"
-    return f"{line} ({when} {last.name})"
+    if last.iterations:
+        when = "before" if iteration <= trainer.total - last.iterations else "during"
+        line += f" ({when} {last.name})"
+    if trainer.iteration < trainer.total:
+        line += (
+            f"; training stopped at iteration {trainer.iteration}, after "
+            f"{trainer.patience} iterations of {last.name} without a better one "
+            f"(optimiser.patience={trainer.settings.patience})"
+        )
+    return line
 
 
 def before_grpo(loaded: Loaded) -> Any:

@@ -25,7 +25,12 @@ from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import claim, command_of, finished_run
+from knobwise.experiments.results.run_folder import (
+    claim,
+    command_of,
+    finished_run,
+    taken_up_if_damaged,
+)
 from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.words import typed
@@ -80,7 +85,7 @@ class Experiment(ABC):
         for note in self.notes:
             say(note)
         finished = finished_run(self.config, named, self.table.digest) if once else None
-        if finished is not None:
+        if finished is not None and not taken_up_if_damaged(finished):
             say(f"finished before and not run again: {finished}")
             return finished
         # the folder stays locked until everything is written

@@ -12,7 +12,7 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training import imitation
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.drift import COPIES, drawn_drift, drifted_copies
+from knobwise.envs.configurations.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
@@ -44,7 +44,7 @@ def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
 def test_copies_are_the_samples_on_other_machines(several):
     table = small_table(30, holes=0.2)
     table = repeated(table) if several else table
-    drifted, offset = drifted_copies(table, 0.4, seed=0)
+    drifted, offset = copies_of(table, 0.4, noisy=False, seed=0)
     assert drifted.num_samples == len(offset) == 30 * (1 + COPIES)
     assert drifted.features == {}
     assert len(set(drifted.sample_ids)) == drifted.num_samples
@@ -55,7 +55,7 @@ def test_copies_are_the_samples_on_other_machines(several):
         close(drifted.latency_ms[rows], table.latency_ms * factors)
         close(drifted.measurements_ms[rows], table.measurements_ms * factors.unsqueeze(-1))
         assert torch.equal(drifted.mask[rows], table.mask)
-    assert drifted_copies(table, 0.0, seed=0) == (table, None)
+    assert copies_of(table, 0.0, noisy=False, seed=0) == (table, None)
 
 
 def test_what_heads_are_told_of_it_by_hand():
@@ -92,7 +92,7 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     # the latencies that it is rewarded for are those of the copy
     last = batches[-1]
     row, limits, chosen = last["row"], last["budget_ms"], last["configuration"]
-    offset = drifted_copies(table, student.drift, student.seed)[1][row]
+    offset = copies_of(table, student.drift, False, student.seed)[1][row]
     cell = row.unsqueeze(-1) % 60, chosen
     in_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
     close(last["next", "reward"], torch.where(in_time, table.accuracy[cell], -0.2))
@@ -152,7 +152,7 @@ def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
 def test_under_a_mean_budget_nothing_drifts():
     student = trainer(small_table(40), "mean")
     assert student.drift == 0
-    assert student.drifted is student.table
+    assert student.copied is student.table
 
 
 @pytest.mark.parametrize("features", [False, True])

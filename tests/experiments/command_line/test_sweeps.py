@@ -25,6 +25,7 @@ from commands import (
 )
 
 from knobwise.__main__ import main
+from knobwise.common.files import is_damaged
 from knobwise.experiments.command_line.compose import (
     choices_of,
     question_of,
@@ -138,6 +139,19 @@ def test_finished_jobs_are_named_and_not_run_again_unless_data_change(whole, cap
     launch(OBJECTIVE, "loss=exact")
     assert "finished before" not in capsys.readouterr().err
     assert len(runs_of("objective")) == 3
+
+
+def test_a_damaged_checkpoint_of_a_finished_job_is_made_again(whole, swept, capsys):
+    path = Path("runs/objective/loss-exact/checkpoints/seed0/last.pt")
+    path.write_bytes(path.read_bytes()[:1000])
+    launch(OBJECTIVE)
+    printed = capsys.readouterr().err
+    assert f"{path}: is damaged" in printed
+    assert "goes on from iteration" in printed
+    assert printed.count("finished before") == 1
+    assert not is_damaged(path)
+    assert runs_of("objective").keys() == {"loss-exact", "loss-sampled"}
+    assert numbers("runs") == numbers(swept / "runs")
 
 
 def test_a_job_that_fails_does_not_keep_the_others_from_running(folder, capsys):

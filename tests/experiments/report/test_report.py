@@ -160,6 +160,11 @@ def attainable(low, attained=None):
     return results({"attained": attained}) | {"attainable": estimate}
 
 
+def stopped_at(*ended):
+    steps = {"warmup_iterations": 200, "iterations": 400, "method": "GRPO", "patience": 120}
+    return results() | {"training": steps | {"ended_at": list(ended)}}
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -179,6 +184,13 @@ def attainable(low, attained=None):
         (at_level(0.99), "The controller is .*falls short of the 99%"),
         # as it is printed
         (at_level(0.95, {"satisfaction_feasible": 0.9496}), "The controller is .*95.0% .* meets"),
+        # rounded once: .8285 · 100 is a little below 82.85
+        (at_level(0.95, {"satisfaction_feasible": 0.8285}), f"The .*{0.8285:.1%} .* falls short"),
+        (
+            stopped_at(180, 600),
+            r"Training stopped early in 1 of 2 seeds, at .* 180 of 600: .* 120 ",
+        ),
+        (stopped_at(180, 200), r"Training stopped early, at iteration 180 and 200 of 600: "),
         # of with_guard the kept iterations are 40, 41, …
         (with_guard(PAIR, PAIR, **trained(40)), "GRPO improves nothing .*in 1 of 2 seeds"),
         (with_guard(PAIR, PAIR, **trained(41)), "GRPO improves nothing: the checkpoint"),
@@ -197,6 +209,7 @@ def test_the_verdict(content, line):
 
 def test_the_verdict_says_nothing_else():
     assert len(verdict(results())) == len(verdict(with_guard(PAIR))) == 3
+    assert verdict(stopped_at(600, 600)) == verdict(results())
     for silent in (trained(39), trained(40, 0), {}):
         assert not any("GRPO" in line for line in verdict(with_guard(PAIR, PAIR, **silent)))
 

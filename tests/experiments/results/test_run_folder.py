@@ -8,12 +8,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from filelock import lock_descriptor
 from helpers import input_error
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.results.run_folder import UNFINISHED, claim, run_name
+from knobwise.experiments.results.run_folder import (
+    UNFINISHED,
+    claim,
+    run_name,
+    taken_up_if_damaged,
+)
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.selector_options import BeamFiles, SelectorRun
 
@@ -80,6 +86,34 @@ def test_a_stopped_run_goes_on_with_the_same_settings_only(config):
     assert stopped(replace(config, seeds=[7])).name == "default-2"
     assert finished(config) == first
     assert finished(replace(config, seeds=[7])).name == "default-2"
+
+
+def test_a_new_run_beside_a_finished_one_names_both(config, capsys):
+    first = finished(config)
+    assert capsys.readouterr().err == ""
+    second = finished(config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert [str(first), str(second)] == [word.rstrip(":") for word in line.split() if "/" in word]
+    # a run that goes on is no new one
+    third = stopped(config)
+    capsys.readouterr()
+    assert finished(config) == third
+    assert capsys.readouterr().err == ""
+
+
+def test_a_finished_run_with_a_damaged_checkpoint_is_taken_up_again(config, capsys):
+    folder = finished(config)
+    (folder / "checkpoints").mkdir()
+    path = folder / "checkpoints/last.pt"
+    torch.save({"weights": torch.ones(9)}, path)
+    assert not taken_up_if_damaged(folder)
+    assert finished(config) != folder
+    path.write_bytes(path.read_bytes()[:200])
+    capsys.readouterr()
+    assert taken_up_if_damaged(folder)
+    assert str(path) in capsys.readouterr().err
+    assert finished(config) == folder
+    assert not (folder / UNFINISHED).exists()
 
 
 def test_a_run_has_one_process(config):

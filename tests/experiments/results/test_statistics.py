@@ -10,6 +10,7 @@ from scipy.stats import norm, permutation_test, t, ttest_1samp
 
 from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import read_runs
+from knobwise.experiments.report.words import counted, difference_cell, shown_by, span
 from knobwise.experiments.results import statistics
 from knobwise.experiments.results.decisions import read_decisions, write_decisions
 from knobwise.experiments.results.statistics import (
@@ -189,6 +190,37 @@ def test_better_is_said_only_where_interval_and_probability_agree():
         (0.001, (-0.2, -0.01), -1),
     ):
         assert holm([difference(p, ends)])[0].sign == sign
+
+
+def test_words_agree_with_interval_and_probability_also_at_the_borders():
+    for p, ends, word in (
+        (0.01, (0.05, 0.2), "better"),
+        (0.01, (-0.2, -0.05), "worse"),
+        (0.06, (0.05, 0.2), "perhaps better"),
+        (0.06, (-0.2, -0.05), "perhaps worse"),
+        (0.05, (1e-5, 0.2), "perhaps better"),
+        (0.049, (1e-5, 0.2), "better"),
+        (0.001, (0.0, 0.2), "no difference shown"),
+        (0.001, (-0.01, 0.2), "no difference shown"),
+    ):
+        assert shown_by(holm([difference(p, ends)])[0]) == word
+
+
+def test_an_interval_that_excludes_0_is_written_without_0():
+    assert span([0.0004, 0.021]) == " [0.04, 2.10]"
+    assert span([-0.021, -0.00002]) == " [-2.100, -0.002]"
+    assert span([0.0, 0.021]) == " [0.0, 2.1]"
+    assert span([-0.0001, 0.021]) == " [0.0, 2.1]"
+    assert span([0.03, 0.04], ".0%") == " [3%, 4%]"
+    row = {"difference": 0.01, "ci95": [0.0004, 0.021]}
+    assert difference_cell(row) == "+1.0\n[+0.04, +2.10]"
+    assert difference_cell({"difference": 0.01, "ci95": [None, None]}) == "+1.0"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_one_thing_is_singular(count):
+    words = {0: "0 requests", 1: "1 request", 2: "2 requests", 1000: "1,000 requests"}
+    assert counted(count, "request") == words[count]
 
 
 # -- differences of runs ---------------------------------------------------------------------------

@@ -1,0 +1,160 @@
+"""Flags and names of the original scripts, in our words.
+
+Options here are `key=value`; whoever writes a flag is told the words that do the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from knobwise.common.errors import InputError
+
+FLAGS = ("-m", "--multirun", "-sc")
+"""The flags that are passed on to Hydra; others read settings from elsewhere, or a pickle."""
+DASHES = "-–—"
+"""What a flag begins with; word processors make one long dash of two."""
+
+ITERATIONS = (
+    "an iteration is one batch of optimiser.contexts contexts, and an epoch as many of them as the "
+    "training samples fill"
+)
+CONTROLLERS = {
+    "exp5_dir": "profile=exp5_exp6 profile.exp5_dir={}",
+    "exp6_dir": "profile=exp5_exp6 profile.exp6_dir={}",
+    "dataset_name": "profile.dataset_name={}",
+    "model_path": "",
+    "output_data_path": "",
+    "force_recompute": "",
+    "output_dir": "runs={}",
+    "batch_size": "optimiser.contexts={} optimiser.minibatch={}",
+    "num_epochs": "optimiser.iterations={}",
+    "epochs": "optimiser.iterations={}",
+    "lr": "optimiser.lr={}",
+    "learning_rate": "optimiser.lr={}",
+    "group_size": "loss.group_size={}",
+    "train_split": "split.train={}",
+    "reward_alpha": "reward=shaped reward.alpha={}",
+    "reward_beta": "reward=shaped reward.beta={}",
+    "reward_gamma": "reward=shaped reward.gamma={}",
+    "reward_delta": "reward=shaped reward.delta={}",
+    "reward_epsilon": "reward=shaped reward.epsilon={}",
+    "seed": "seeds=[{}]",
+    "sft_ckpt": "init_from={}",
+}
+"""Flag → the words that do the same in the training of a controller; "" for one that is not needed:
+features are files of their own, and nothing is stored in between."""
+SELECTORS = {
+    "sft_ckpt": "init_from={}",
+    "beam_data": "beams.path={}",
+    "rce_epochs": "rce.epochs={}",
+    "grpo_epochs": "grpo.epochs={}",
+    "num_epochs": "grpo.epochs={}",
+    "epochs": "grpo.epochs={}",
+    "output_dir": "runs={}",
+    "batch_size": "grpo.queries={}",
+    "lr": "grpo.lr={}",
+    "kl_beta": "loss.kl_to_ref_coeff={}",
+    "reward_mode": "reward.mode={}",
+    "hard_weight": "reward.hard_weight={}",
+    "soft_weight": "reward.soft_weight={}",
+    "reward_alpha": "reward.alpha={}",
+    "reward_beta": "reward.beta={}",
+    "use_rank_advantage": "loss.advantage=rank",
+    "min_positive_ratio": "loss.min_positive={}",
+    "seed": "seeds=[{}]",
+}
+"""Flag, or variable of the environment, → the words that do the same in that of a selector."""
+OF_SELECTORS = ("beam_data", "rce_epochs", "grpo_epochs", "sft_ckpt", "reward_mode", "hard_weight")
+"""Flags that tell that a selector is meant, if no experiment is named."""
+
+
+def in_our_words(schema: str, name: str, value: str) -> str:
+    """Return the words that do what a name of the original does; "" if there are none.
+
+    Args:
+        schema: the key of the verb, `train` or `train_selector`.
+        name: without dashes before it.
+        value: of the name; "" for a placeholder.
+    """
+    known = {"train": CONTROLLERS, "train_selector": SELECTORS}.get(schema, {})
+    words = known.get(name.lower().replace("-", "_"), "")
+    return " ".join(shlex.quote(word.replace("{}", value or "…")) for word in words.split())
+
+
+def meaning_of(words: str) -> str:
+    """Return what must be known of words that do not mean quite the same, as ` (…)`, or ""."""
+    return f" ({ITERATIONS})" if "optimiser.iterations" in words else ""
+
+
+def refuse_flags(schema: str, arguments: Sequence[str], options: Sequence[str]) -> None:
+    """Refuse words with dashes, and say what to write instead of them.
+
+    Args:
+        schema: the key of the verb.
+        arguments: the words of the command behind the verb.
+        options: the keys of all options.
+
+    Raises:
+        InputError: there is a word with dashes that is no flag of ours.
+    """
+    flagged = _flagged(arguments)
+    if not flagged:
+        if not schema.startswith("train"):
+            raise InputError("-m: sweeps are for knobwise train")
+        return
+    if schema == "train" and {name.replace("-", "_") for name, _ in flagged} & {*OF_SELECTORS}:
+        schema = "train_selector"
+    ours = []
+    unknown = []
+    unneeded = []
+    for name, value in flagged:
+        plain = name.replace("-", "_")
+        words = in_our_words(schema, name, value)
+        if words:
+            ours.append(words)
+        elif plain in options:
+            ours.append(shlex.quote(f"{plain}={value or 'true'}"))
+        elif schema == "train" and plain in CONTROLLERS:
+            unneeded.append(name)
+        else:
+            unknown.append(name)
+    advice = []
+    if ours:
+        words = " ".join(dict.fromkeys(" ".join(ours).split(" ")))
+        experiment = ""
+        if schema == "train_selector" and "experiment=" not in " ".join(arguments):
+            experiment = "experiment=selector_seeds "
+        advice.append(f"write {experiment}{words}{meaning_of(words)}")
+    if unneeded:
+        advice.append(f"leave out {', '.join(unneeded)}: not needed")
+    if unknown:
+        verb = schema.partition("_")[0]
+        advice.append(f"knobwise {verb} --help lists all of them (none is {', '.join(unknown)})")
+    first = f"--{flagged[0][0]}"
+    raise InputError(f"{first}: options are key=value, without dashes; {'; '.join(advice)}")
+
+
+def _flagged(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name of each word with dashes, without these, and its value: what follows `=`, or
+    the next words without `=`; "" for none, and several in brackets."""
+    flagged = []
+    values: list[str] | None = None
+    for word in arguments:
+        if word in FLAGS:
+            values = None
+        elif word.startswith(tuple(DASHES)):
+            name, _, value = word.lstrip(DASHES).partition("=")
+            values = list(filter(None, [value]))
+            flagged.append((name, values))
+        elif "=" in word:
+            values = None
+        elif values is not None:
+            values.append(word)
+    return [(name, _joined(values)) for name, values in flagged]
+
+
+def _joined(values: Sequence[str]) -> str:
+    if len(values) > 1:
+        return f"[{','.join(values)}]"
+    return "".join(values)
