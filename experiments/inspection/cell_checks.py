@@ -93,6 +93,7 @@ def same_samples(measured: Measured) -> Faults:
     (in tables without features equal outcomes), as often right, and latencies that hardly
     differ."""
     rows = measured.features
+    alike = "features" if measured.names else "outcomes"
     if not measured.names:
         rows = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
     number = numbers_of(rows)
@@ -107,8 +108,8 @@ def same_samples(measured: Measured) -> Faults:
     same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
     if same.any():
         yield Fault(
-            f"{same.sum()} samples have the features of another one (without features the "
-            "outcomes), and take about as long",
+            f"{same.sum()} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
+            f"{alike} as another one, are as often right, and take about as long",
             "likely",
             "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
             "and no split parts them.",
@@ -199,9 +200,10 @@ def other_machine(measured: Measured) -> Faults:
         slower = (left > (left.min() + left.max()) / 2).astype(np.float64)[:, None]
     factor = abs(weights[-1])
     if factor > max(math.log(1.5), 6 * (medians - effects @ weights).std()):
+        names = ", ".join(map(measured.table.label, np.flatnonzero(slower[:, 0])[:3]))
         words = (
-            f"{int(slower.sum())} of {len(medians)} configurations take {math.exp(factor):.2f} "
-            "times as long as their knobs explain"
+            f"{int(slower.sum())} of {len(medians)} configurations, such as {names}, take "
+            f"{math.exp(factor):.2f} times as long as their knobs explain"
         )
         yield Fault(words, "likely", "Measure all configurations on the same machine.")
 

@@ -37,6 +37,8 @@ from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.results.statistics import ends_of, resampled_means
 
+MOST_ONCE = 0.5
+"""Where more of the cells were measured once, most of the luck cannot be told."""
 QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
 MOST_SAMPLES = 4000
@@ -74,7 +76,7 @@ def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
     """Return the normaliser of these rows, which projects very many features onto their principal
     components."""
     normaliser = FeatureNormaliser.fit(table, rows)
-    if min(normaliser.width, len(rows)) > WIDEST:
+    if normaliser.width > WIDEST and len(rows) > COMPONENTS:
         from sklearn.decomposition import PCA
 
         x = normaliser.of_rows(table, rows).numpy()
@@ -176,10 +178,11 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     cell and is judged by the other half: what it gains without luck in single latencies.
 
     Accuracies are the same in both halves, since a profile holds their means. A cell that was
-    measured once counts in both. None if no cell was measured repeatedly.
+    measured once counts in both and keeps its luck. None if more than half of the cells were
+    measured once.
     """
     table = table.without_first_look
-    if table.repeats_ms is None:
+    if table.repeats_ms is None or repeated_share(table) < 1 - MOST_ONCE:
         return None
     # in random order, and NaN last
     order = torch.rand(table.repeats_ms.shape, generator=torch.Generator().manual_seed(0))
@@ -196,6 +199,12 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
             utility = expected_utility(table.accuracy, hidden, budget)
             utilities.append(float(utility.gather(1, chosen).double().mean()))
     return float(np.mean(utilities))
+
+
+def repeated_share(table: ProfileTable) -> float:
+    """Return the share of the profiled cells that were measured more than once."""
+    times = (~table.measurements_ms.isnan()).sum(-1)
+    return float((times > 1).sum() / (times > 0).sum())
 
 
 def add_shares(results: dict[str, Any]) -> None:

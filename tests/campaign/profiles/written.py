@@ -113,7 +113,8 @@ WRITTEN = {
     repeats_in_seconds: "units_of_time",
     values_reversed: "reversed_values",
     value_on_another_machine: "value_elsewhere",
-    cold_configurations: "cold_configurations",
+    # two of them with a value in common look like another machine
+    cold_configurations: "cold_configurations, other_machine",
     cold_cells: "far_off",
     errors_as_accuracy: "errors_as_accuracy",
     errors_of_a_configuration: "errors_as_accuracy",
