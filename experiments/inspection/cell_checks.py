@@ -59,9 +59,9 @@ def units_of_time(measured: Measured) -> Faults:
             words += "than others of their configuration"
         yield Fault(words, "nearly certain", advice)
     repeats = np.log(measured.repeats_ms)
-    apart = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
-    if apart.mean() > 0.02:
-        words = f"Repeats of {apart.sum()} cells are hundreds of times apart"
+    distant = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
+    if distant.mean() > 0.02:
+        words = f"Repeats of {distant.sum()} cells are hundreds of times apart"
         yield Fault(words, "likely", advice)
     medians = np.nanmedian(measured.log_ms, 0)[:, None]
     parted, smaller = gaps_of(medians, 1)

@@ -43,7 +43,7 @@ QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
 MOST_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
-MOST_CELLS = 400_000
+MOST_CELLS = 250_000
 """Samples × configurations; of profiles with more, a smaller part of the samples is used."""
 WIDEST = 512
 """More features than this are replaced by their first `COMPONENTS` principal components: fits take
