@@ -90,7 +90,8 @@ def _sentences(facts: Facts) -> list[str]:
         lines.append(
             f"What looks predictable was judged out of fold on {estimate['samples']:,} of "
             f"{facts['samples']:,} samples{_narrowed(estimate)}. A quick policy decided at "
-            f"{decided:.0%} of the budgets, static at the others. More samples or better features may give more."
+            f"{decided:.0%} of the budgets, static at the others. More samples or better features "
+            "may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
 
