@@ -96,9 +96,9 @@ def _out_of_line(values: np.ndarray, times: np.ndarray, place: int) -> float:
     scales = [values, np.log(values)] if (values > 0).all() else [values]
     for scale in scales:
         slopes = np.abs(np.diff(times) / np.diff(scale))
-        own = slopes[0] if place == 0 else slopes[-1]
+        slope = slopes[0] if place == 0 else slopes[-1]
         others = slopes[1:] if place == 0 else slopes[:-1]
-        if own < 4 * others.max():
+        if slope < 4 * others.max():
             return 0.0
     return step if abs(step) > math.log(2) else 0.0
 
