@@ -50,6 +50,8 @@ CLUSTER = "cluster"
 """The column of clusters that `long_frame` writes; when read, `group` names one."""
 TIME = "measured_at"
 """The column of times that `_times` makes."""
+EPOCH = 1e9
+"""Times of today, in seconds or smaller units since 1970, are larger."""
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -440,7 +442,7 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
 
 def _times(column: pl.Series) -> pl.Series:
     """Return when each row was measured, float64 on any scale. Raises InputError for a value that
-    is no time."""
+    is no time, and for times since 1970 in several units."""
     times = column
     # text may hold numbers, or dates and times
     if column.dtype == pl.String and column.cast(pl.Float64, strict=False).is_null().any():
@@ -454,6 +456,14 @@ def _times(column: pl.Series) -> pl.Series:
         raise InputError(
             f"time={column.name}: {len(wrong)} values are neither numbers nor dates and times, "
             f"as 2026-01-31 12:00:05 is: {wrong[0]!r}, …"
+        )
+    # seconds since 1970 have ten digits; each smaller unit has three more
+    units = (times.log10() // 3).filter(times >= EPOCH).value_counts(sort=True)
+    if len(units) > 1:
+        other = column.filter((times >= EPOCH) & (times.log10() // 3 != units.row(0)[0]))
+        raise InputError(
+            f"time={column.name}: {len(other)} times since 1970 are in another unit than the "
+            f"others (seconds beside milliseconds?), such as {other[0]}; write all in the same unit"
         )
     return times.alias(TIME)
 

@@ -21,25 +21,48 @@ from knobwise.experiments.inspection.measured import (
 
 QUICKEST_MS = 0.1
 """A decision takes half of this: latencies below it leave nothing to choose, or are seconds."""
-SLOWEST_MS = 3.6e6
+LONG_MS = 60_000
+"""Few models are waited for longer: such latencies may be microseconds."""
+EPOCH = 1e9
+"""Times of day, in seconds or smaller units since 1970, are larger; as a latency it is 11 days."""
 
 
 # -- units -----------------------------------------------------------------------------------------
 
 
 def units_of_time(measured: Measured) -> Faults:
-    """Notice latencies in other units: in all rows, some configurations, or some samples."""
+    """Notice latencies that are times of day, and those in other units: in all rows, some
+    configurations, some samples or cells, or some of a cell's repeats."""
     if measured.table.unit != "ms":
         return
     advice = "Write all latencies in ms."
+    epochs = measured.log_ms > math.log(EPOCH)
+    if epochs.any():
+        sample = measured.ids[epochs.any(1).argmax()]
+        words = f"{epochs.sum()} latencies, such as of sample {sample}, are above {EPOCH:.0e} ms "
+        words += "(11 days), as times of day are"
+        yield Fault(words, "nearly certain", "Write how long it took: the end minus the start.")
     median = float(np.exp(np.nanmedian(measured.log_ms)))
-    if not QUICKEST_MS <= median <= SLOWEST_MS:
+    if median < QUICKEST_MS:
         yield Fault(f"The median latency is {median:.3g} ms", "likely", advice)
+    elif median > LONG_MS:
+        words = f"The median latency is {median:,.0f} ms, which is {median / 60_000:,.1f} minutes"
+        yield Fault(words, "perhaps", "If they are microseconds, divide them by 1,000.")
     columns, rows = gaps_of(measured.log_ms, max(5, len(measured.log_ms) // 50))
     if columns.mean() > 0.25:
-        count = int((rows[:, columns].mean(1) > 0.5).sum())
+        share = rows[:, columns].mean(1)
+        count = int((share > 0.5).sum())
         words = f"Latencies of {count} samples are a thousand or more times smaller than others"
+        # where rows were mixed, a sample has cells of both kinds
+        if ((share > 0) & (share < 1)).mean() > 0.5:
+            words = f"{int(rows[:, columns].sum())} latencies are a thousand or more times smaller "
+            words += "than others of their configuration"
         yield Fault(words, "nearly certain", advice)
+    repeats = np.log(measured.repeats_ms)
+    distant = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
+    if distant.mean() > 0.02:
+        words = f"Repeats of {distant.sum()} cells are hundreds of times apart"
+        yield Fault(words, "likely", advice)
     medians = np.nanmedian(measured.log_ms, 0)[:, None]
     parted, smaller = gaps_of(medians, 1)
     if parted.any():
@@ -70,6 +93,7 @@ def same_samples(measured: Measured) -> Faults:
     (in tables without features equal outcomes), as often right, and latencies that hardly
     differ."""
     rows = measured.features
+    alike = "features" if measured.names else "outcomes"
     if not measured.names:
         rows = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
     number = numbers_of(rows)
@@ -84,8 +108,8 @@ def same_samples(measured: Measured) -> Faults:
     same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
     if same.any():
         yield Fault(
-            f"{same.sum()} samples have the features of another one (without features the "
-            "outcomes), and take about as long",
+            f"{same.sum()} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
+            f"{alike} as another one, are as often right, and take about as long",
             "likely",
             "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
             "and no split parts them.",
@@ -109,11 +133,15 @@ def capped(measured: Measured) -> Faults:
     values, counts = np.unique(known, return_counts=True)
     usual = max(TIME_OUT_SHARE * len(known), TIME_OUT_RATIO * counts[-2:][0])
     if len(values) > 1 and counts[-1] > usual:
-        yield Fault(
-            f"{counts[-1]} cells have the largest latency, {math.exp(values[-1]):.4g}",
-            "nearly certain",
-            "They look like time-outs: default budgets leave them out; give them accuracy 0.",
-        )
+        late = measured.log_ms == values[-1]
+        scored = int((measured.accuracy[late] > 0).sum())
+        advice = "They look like time-outs, with accuracy 0 as they should: default budgets leave "
+        advice += "them out."
+        if scored:
+            advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
+            advice += f"the {scored} of them that have more, unless they were in time."
+        words = f"{counts[-1]} cells have the largest latency, {math.exp(values[-1]):.4g}"
+        yield Fault(words, "nearly certain", advice)
 
 
 def repeated_digits(measured: Measured) -> Faults:
@@ -172,9 +200,10 @@ def other_machine(measured: Measured) -> Faults:
         slower = (left > (left.min() + left.max()) / 2).astype(np.float64)[:, None]
     factor = abs(weights[-1])
     if factor > max(math.log(1.5), 6 * (medians - effects @ weights).std()):
+        names = ", ".join(map(measured.table.label, np.flatnonzero(slower[:, 0])[:3]))
         words = (
-            f"{int(slower.sum())} of {len(medians)} configurations take {math.exp(factor):.2f} "
-            "times as long as their knobs explain"
+            f"{int(slower.sum())} of {len(medians)} configurations, such as {names}, take "
+            f"{math.exp(factor):.2f} times as long as their knobs explain"
         )
         yield Fault(words, "likely", "Measure all configurations on the same machine.")
 

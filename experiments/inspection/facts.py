@@ -24,7 +24,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
-from knobwise.experiments.results.attainable import attainable, oracle_of_halves
+from knobwise.experiments.results.attainable import attainable, oracle_of_halves, repeated_share
 from knobwise.experiments.results.explanation import difficulty_of
 from knobwise.experiments.results.statistics import pareto_front
 from knobwise.experiments.results.summary import configurations_of
@@ -33,6 +33,8 @@ Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
 QUANTILES = (0.05, 0.5, 0.95)
 """The quantiles of latency for each configuration."""
+FEWEST_REPEATED = 20
+"""From fewer cells, unless they are most, nobody can tell how much measurements vary."""
 EXAMPLES = 6
 """How many samples are given as examples."""
 
@@ -44,10 +46,14 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `samples`, `configurations`, `grid` (how many there could be), `unit` of latencies
         - `coverage`: share of the cells that are profiled
         - `config_dependent_share`: of the samples, whose accuracy differs between configurations
+        - `fractional`: whether accuracies other than 0 and 1 occur
+        - `accuracy_range`: a sample's highest accuracy minus its lowest, median over the samples
+        - `median_latency_ms`: over all profiled cells
         - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
           the configurations
         - `latency_jitter_within_cell`: standard deviation of ln latency over a cell's measurements,
-          median over the cells; None if each was measured once
+          median over the cells; None if few cells were measured repeatedly
+        - `repeated_share`: share of the cells that were measured more than once
         - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
         - `headroom`: see `_headroom`
@@ -67,6 +73,11 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
     differs = (accuracy - accuracy.nanmean(1, keepdim=True)).abs() > 1e-6
+    known = accuracy[table.mask]
+    repeated = repeated_share(table)
+    jitter = None
+    if repeated > 0.5 or repeated * int(table.mask.sum()) >= FEWEST_REPEATED:
+        jitter = _log_spread(table.measurements_ms)
     budgets_ms = default_budgets(table)
     mean_ms = latency.nanmean(0)
     deviation = (latency - mean_ms).square().nanmean(0).sqrt()
@@ -79,8 +90,12 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "grid": math.prod(table.knob_sizes),
         "coverage": float(table.mask.double().mean()),
         "config_dependent_share": float(differs.any(1).double().mean()),
+        "fractional": bool((torch.minimum(known, 1 - known) > 1e-6).any()),
+        "accuracy_range": float(median_of(_range_of(accuracy))),
+        "median_latency_ms": float(median_of(table.latency_ms.flatten())),
         "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
-        "latency_jitter_within_cell": _log_spread(table.measurements_ms),
+        "latency_jitter_within_cell": jitter,
+        "repeated_share": repeated,
         "latency_spread_between_configurations": _log_spread(table.latency_ms),
         "knobs": _marginals(table, accuracy, latency),
         "headroom": _headroom(table, budgets_ms),
@@ -97,6 +112,11 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     }
     warnings = _warnings(facts) + few_budgets(budgets_ms)
     return facts | {"warnings": [in_words(warning, table.unit) for warning in warnings]}
+
+
+def _range_of(values: Tensor) -> Tensor:
+    """Return the largest minus the smallest of each row, [n]; NaN is left out."""
+    return values.nan_to_num(-torch.inf).amax(1) - values.nan_to_num(torch.inf).amin(1)
 
 
 def _log_spread(latency_ms: Tensor) -> float | None:

@@ -19,7 +19,13 @@ import numpy as np
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS, in_words
-from knobwise.experiments.inspection import cell_checks, feature_checks, serving_checks
+from knobwise.experiments.inspection import (
+    cell_checks,
+    feature_checks,
+    feature_values,
+    knob_checks,
+    serving_checks,
+)
 from knobwise.experiments.inspection.measured import Fault, Faults, Measured
 
 
@@ -57,6 +63,8 @@ CHECKS: tuple[Callable[[Measured], Faults], ...] = (
     feature_checks.copied_outcomes,
     feature_checks.predicted_too_well,
     feature_checks.order_of_features,
+    feature_values.numbers_of_samples,
+    feature_values.extreme_features,
     cell_checks.units_of_time,
     cell_checks.percent,
     cell_checks.same_samples,
@@ -65,6 +73,10 @@ CHECKS: tuple[Callable[[Measured], Faults], ...] = (
     cell_checks.repeated_digits,
     cell_checks.drift,
     cell_checks.other_machine,
+    knob_checks.reversed_values,
+    knob_checks.value_elsewhere,
+    knob_checks.cold_configurations,
+    knob_checks.errors_as_accuracy,
     cell_checks.missing_where_slow,
     serving_checks.retried,
     serving_checks.far_off,

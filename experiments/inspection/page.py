@@ -49,10 +49,12 @@ def lead(facts: Facts) -> str:
     halves = facts["oracle_of_halves"]
     if halves is None:
         return f"{line}; part of that is luck in single measurements."
-    return (
-        f"{line}, and {points(halves - static, '.1f')} points without luck in single latencies: it "
-        "then chooses by one half of the repeats and is judged by the other."
-    )
+    line += f", and {points(halves - static, '.1f')} points without luck in single latencies: it "
+    line += "then chooses by one half of the repeats and is judged by the other"
+    if facts["repeated_share"] < 0.995:
+        once = number(1 - facts["repeated_share"], ".0%")
+        line += f" ({once} of the cells were measured once, and keep their luck)"
+    return f"{line}."
 
 
 def _sentences(facts: Facts) -> list[str]:
@@ -63,10 +65,10 @@ def _sentences(facts: Facts) -> list[str]:
         f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
         f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
         f"cells are profiled. Samples by data set: {counts}.",
-        f"{number(facts['config_dependent_share'], '.1%')} of the samples are right under some "
-        "settings and wrong under others. Within one configuration latency varies by "
-        f"{number(facts['latency_cv_within_configuration'], '.0%')} between samples (standard "
-        "deviation / mean).",
+        f"{_differing(facts)} The median latency is "
+        f"{quantity(facts['median_latency_ms'], facts['unit'])}; within one configuration latency "
+        f"varies by {number(facts['latency_cv_within_configuration'], '.0%')} between samples "
+        "(standard deviation / mean).",
     ]
     if facts["clusters"]:
         lines.append(
@@ -78,7 +80,8 @@ def _sentences(facts: Facts) -> list[str]:
     if jitter is not None:
         lines.append(
             "Measurements of the same sample and configuration vary by "
-            f"{number(jitter, '.1%')}, the configurations of a sample by "
+            f"{number(jitter, '.1%')} ({number(facts['repeated_share'], '.0%')} of the cells were "
+            "measured repeatedly), the configurations of a sample by "
             f"{number(facts['latency_spread_between_configurations'], '.0%')} (standard deviation "
             "of ln latency, median)."
         )
@@ -92,11 +95,30 @@ def _sentences(facts: Facts) -> list[str]:
     if estimate:
         decided = np.mean(estimate["learned"])
         lines.append(
-            f"What looks predictable was judged out of fold on {estimate['samples']:,} samples. "
-            f"A quick policy decided at {decided:.0%} of the budgets, static at the others. More "
-            "samples or better features may give more."
+            f"What looks predictable was judged out of fold on {estimate['samples']:,} of "
+            f"{facts['samples']:,} samples{_narrowed(estimate)}. A quick policy decided at "
+            f"{decided:.0%} of the budgets, static at the others. More samples or better features "
+            "may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
+
+
+def _differing(facts: Facts) -> str:
+    """Say how many samples have other accuracies under other settings."""
+    share = number(facts["config_dependent_share"], ".1%")
+    if not facts["fractional"]:
+        return f"{share} of the samples are right under some settings and wrong under others."
+    return (
+        f"The accuracy of {share} of the samples depends on the setting; between the best and the "
+        f"worst setting of a sample it differs by {points(facts['accuracy_range'], '.1f')} points "
+        "(median)."
+    )
+
+
+def _narrowed(estimate: Facts) -> str:
+    if "components" not in estimate:
+        return ""
+    return f", by the first {estimate['components']} principal components of the features"
 
 
 def print_inspection(facts: Facts, console: Console) -> None:
@@ -188,7 +210,7 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
     for row in _front(facts):
         low, median, high = row["latency_ms_quantiles"]
         values = " · ".join(map(str, row["knobs"].values()))
-        name = f"{values}: {row['accuracy']:.1%} right"
+        name = f"{values}: accuracy {row['accuracy']:.1%}"
         spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(

@@ -23,6 +23,8 @@ FAR = 1000
 """A cell that takes so many times as long as others of its sample and configuration is wrong."""
 CACHED = 20
 """An answer in such a part of the usual time was not computed."""
+SLOW = 12
+"""A cell that takes so many times as long, where few take a quarter of that, was measured cold."""
 
 
 def retried(measured: Measured) -> Faults:
@@ -42,7 +44,8 @@ def retried(measured: Measured) -> Faults:
 
 def far_off(measured: Measured) -> Faults:
     """Notice single cells that take a thousand times as long as they should, as where a clock was
-    changed, and many that take a small part, as answers from a cache do."""
+    changed; and many that take a small part, as answers from a cache do, or many times it, as
+    those of a model that is not warm do."""
     if min(measured.log_ms.shape) < 3 or measured.table.unit != "ms":
         return
     beyond = measured.log_ms - expected_of(measured.log_ms)
@@ -55,14 +58,25 @@ def far_off(measured: Measured) -> Faults:
             "nearly certain",
             "Remove them; did a clock change between start and end?",
         )
-    quick = int((beyond < -math.log(CACHED)).sum())
-    between = int((beyond < -math.log(CACHED / 4)).sum()) - quick
-    if quick > max(5, 0.003 * beyond.size) and between < 0.5 * quick:
-        yield Fault(
-            f"{quick} cells take less than a {CACHED}th of the time that they should",
-            "likely",
-            "If they were answered from a cache, measure them again without it.",
-        )
+    # many in a small part of the usual time, or in many times it, with hardly any between
+    for sign, factor, words, advice in (
+        (
+            -1,
+            CACHED,
+            f"less than a {CACHED}th of",
+            "answered from a cache, measure them without it",
+        ),
+        (1, SLOW, f"over {SLOW} times", "measured before the model was warm, measure them again"),
+    ):
+        far = (sign * beyond > math.log(factor)) & ~late
+        count = int(far.sum())
+        between = int((sign * beyond > math.log(factor / 4)).sum()) - count - int(late.sum())
+        if count > max(5, 0.003 * beyond.size) and between < 0.5 * count:
+            sample = measured.ids[far.any(1).argmax()]
+            words = (
+                f"{count} cells, such as of sample {sample}, take {words} the time that they should"
+            )
+            yield Fault(words, "likely", f"If they were {advice}.")
 
 
 def cold_start(measured: Measured) -> Faults:

@@ -29,6 +29,7 @@ from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import outcomes_of
 from knobwise.agents.judging.policy import choices_of
 from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, weights_of_folds
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
@@ -36,10 +37,18 @@ from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.results.statistics import ends_of, resampled_means
 
+MOST_ONCE = 0.5
+"""Where more of the cells were measured once, most of the luck cannot be told."""
 QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
 MOST_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
+MOST_CELLS = 250_000
+"""Samples × configurations; of profiles with more, a smaller part of the samples is used."""
+WIDEST = 512
+"""More features than this are replaced by their first `COMPONENTS` principal components: fits take
+a time that grows faster than the number of features."""
+COMPONENTS = 256
 
 
 def attainable(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any] | None:
@@ -51,10 +60,30 @@ def attainable(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any] | None
     """
     if not table.features:
         return None
+    most = min(MOST_SAMPLES, max(MOST_CELLS // table.num_configurations, 500))
     rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
-    rows = rows[:MOST_SAMPLES].sort().values
+    rows = rows[:most].sort().values
+    normaliser = _narrowed(table, rows)
     # without budgets no spread is chosen by its utility, which would flatter
-    return attainable_by(table, Experts.fit(table, rows, budgets_ms[:0], QUICK, 0), budgets_ms)
+    experts = Experts.fit(table, rows, budgets_ms[:0], QUICK, 0, normaliser)
+    estimate = attainable_by(table, experts, budgets_ms)
+    if estimate is not None and normaliser.projection is not None:
+        estimate["components"] = normaliser.width
+    return estimate
+
+
+def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
+    """Return the normaliser of these rows, which projects very many features onto their principal
+    components."""
+    normaliser = FeatureNormaliser.fit(table, rows)
+    if normaliser.width > WIDEST and len(rows) > COMPONENTS:
+        from sklearn.decomposition import PCA
+
+        x = normaliser.of_rows(table, rows).numpy()
+        axes = PCA(COMPONENTS, svd_solver="randomized", random_state=0).fit(x).components_
+        # each keeps its variance, since the first ones say most
+        normaliser.projection = torch.from_numpy(axes.T).float().contiguous()
+    return normaliser
 
 
 def attainable_by(
@@ -149,10 +178,11 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     cell and is judged by the other half: what it gains without luck in single latencies.
 
     Accuracies are the same in both halves, since a profile holds their means. A cell that was
-    measured once counts in both. None if no cell was measured repeatedly.
+    measured once counts in both and keeps its luck. None if more than half of the cells were
+    measured once.
     """
     table = table.without_first_look
-    if table.repeats_ms is None:
+    if table.repeats_ms is None or repeated_share(table) < 1 - MOST_ONCE:
         return None
     # in random order, and NaN last
     order = torch.rand(table.repeats_ms.shape, generator=torch.Generator().manual_seed(0))
@@ -169,6 +199,12 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
             utility = expected_utility(table.accuracy, hidden, budget)
             utilities.append(float(utility.gather(1, chosen).double().mean()))
     return float(np.mean(utilities))
+
+
+def repeated_share(table: ProfileTable) -> float:
+    """Return the share of the profiled cells that were measured more than once."""
+    times = (~table.measurements_ms.isnan()).sum(-1)
+    return float((times > 1).sum() / (times > 0).sum())
 
 
 def add_shares(results: dict[str, Any]) -> None:

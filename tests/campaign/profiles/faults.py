@@ -16,6 +16,7 @@ import torch
 
 from campaign import ROOT
 from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal
+from campaign.profiles.written import SELDOM, WRITTEN
 from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.simulated.calibrated import simulate
@@ -229,6 +230,7 @@ NOTICED_BY = {
     missing_where_slow: "missing_where_slow",
     idle_features: "idle_features",
     **SERVED,
+    **WRITTEN,
 }
 """Fault → the check that should notice it."""
 
@@ -246,11 +248,11 @@ def main(paths):
     sound = [(table.name, faults_by_check(table)) for table in tables]
     print(f"| fault | noticed by | found in {INSTANCES} | false alarms on {len(tables)} |")
     print("|---|---|---|---|")
-    for number, fault in enumerate([*NOTICED_BY, *UNNOTICED]):
+    for number, fault in enumerate([*NOTICED_BY, *SELDOM, *UNNOTICED]):
         draws = np.random.default_rng(number)
         seen = 0
         # some have several signs
-        check = NOTICED_BY.get(fault, "")
+        check = (NOTICED_BY | SELDOM).get(fault, "")
         checks = check.split(", ") if check else [*sound[0][1]]
         for _ in range(INSTANCES):
             before, after = map(faults_by_check, instance(fault, tables, draws))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -18,6 +19,7 @@ from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 
+ROOT = Path(__file__).resolve().parents[3]
 SMALL, LARGE = (2, 4, 12), (10, 12, 16)
 KNOBS = ["max_crops", "top_k", "num_active_blocks"]
 ROW = {"sample_id": 0, "score": 1}
@@ -599,3 +601,16 @@ def test_core_exp_files_may_repeat_a_sample(tmp_path):
     made = read_core(tmp_path)
     assert made.repeats_ms.tolist() == [[[4.0, 3.0, 3.0]]]
     assert made.accuracy.item() == pytest.approx(2 / 3)
+
+
+def test_the_files_that_the_guide_shows_are_read(tmp_path):
+    guide = (ROOT / "docs/profiles.md").read_text()
+    exp5, exp6 = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)[:2]
+    setting = "crops12_topk32_blocks12.json"
+    put(tmp_path / "exp5/exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{setting}", exp5)
+    put(tmp_path / "exp6/exp6_latency_text-vqa" / f"exp6_latency_{setting}", exp6)
+    table = read(tmp_path)
+    assert table.accuracy.tolist() == [[1.0], [0.0]]
+    assert table.latency_ms.tolist() == [[300.0], [280.0]]
+    assert table.label(0) == "max_crops=12 top_k=32 num_active_blocks=12"
+    assert read(tmp_path, latency="prefill").latency_ms.tolist() == [[90.0], [90.0]]

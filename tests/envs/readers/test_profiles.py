@@ -77,6 +77,13 @@ def test_what_is_no_time_is_refused(times):
         table(frame(at=times), time="then")
 
 
+def test_seconds_and_milliseconds_since_1970_are_not_one_order():
+    seconds = [1_769_860_000 + row for row in range(4)]
+    assert len(table(frame(at=seconds), time="at").sample_ids) == 2
+    with input_error("time=at: 1 times .*1769860003000"):
+        table(frame(at=[*seconds[:3], 1000 * seconds[3]]), time="at")
+
+
 @pytest.mark.parametrize(
     ("ids", "order"),
     [

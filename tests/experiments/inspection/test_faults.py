@@ -12,6 +12,12 @@ from campaign.profiles.faults import (
     another_machine,
     features_shifted,
 )
+from campaign.profiles.written import (
+    all_in_microseconds,
+    numbered,
+    value_on_another_machine,
+    values_reversed,
+)
 from helpers import input_error, repeated, small_table, table_of, two_kinds
 
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
@@ -185,3 +191,96 @@ def test_drift_is_noticed_in_the_order_of_the_times(sound):
     assert by_id == []
     first = sound.sample_ids[int(np.flatnonzero(measured_at == 150)[0])]
     assert f"From sample {first} on" in str(fault)
+
+
+def test_the_knob_whose_values_were_reversed_is_named(sound):
+    for place, knob in enumerate(sound.knobs):
+        faulty = values_reversed(sound, np.random.default_rng(0), place)
+        (fault,) = faults_by_check(faulty)["reversed_values"]
+        # the rows that were drawn
+        count = int((np.random.default_rng(0).uniform(size=250) < 0.5).sum())
+        few = min(count, 250 - count)
+        assert f"In {few} samples" in fault.what
+        assert f"knob {knob.name} " in fault.what
+
+
+def test_the_value_from_another_machine_is_named(sound):
+    faulty = value_on_another_machine(sound, np.random.default_rng(0))
+    (fault,) = faults_by_check(faulty)["value_elsewhere"]
+    assert fault.what.startswith("max_crops=6 takes 0.4")
+
+
+@pytest.mark.parametrize(
+    ("times", "named"),
+    [
+        ((1, 2, 3, 4, 2), 4),  # the last one falls
+        ((0.4, 2, 2.1, 2.2, 2.3), 0),  # a step unlike all others
+        ((4, 3, 2, 1, 0.5), None),
+        ((1, 2, 1, 2, 1), None),  # in no direction
+        ((1, 1.1, 1.2, 1.3, 1.4), None),
+    ],
+)
+def test_values_out_of_line(times, named):
+    noise = 1 + 0.01 * torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
+    table = table_of(torch.ones(40, 5), torch.tensor(times) * noise)
+    table = replace(table, knobs=(Knob("blocks", (4, 5, 6, 7, 8)),))
+    found = [fault.what.split()[0] for fault in faults_by_check(table)["value_elsewhere"]]
+    assert found == ([] if named is None else [f"blocks={4 + named}"])
+
+
+def test_a_cold_configuration_is_named_with_its_factor(sound):
+    factor = torch.ones(12)
+    factor[7] = 30.0
+    table = replace(sound, latency_ms=sound.latency_ms * factor)
+    (fault,) = faults_by_check(table)["cold_configurations"]
+    assert fault.what.split()[0] in {"29", "30", "31"}
+    assert sound.label(7) in fault.what
+
+
+def test_microseconds_are_hinted_at_where_they_would_be_minutes(sound):
+    draws = np.random.default_rng(0)
+    assert faults_by_check(all_in_microseconds(sound, draws))["units_of_time"] == []
+    slow = replace(sound, latency_ms=sound.latency_ms * 20)
+    (fault,) = faults_by_check(all_in_microseconds(slow, draws))["units_of_time"]
+    assert "minutes" in fault.what
+
+
+def test_the_feature_that_numbers_the_samples_is_named(sound):
+    for seed in range(4):
+        (fault,) = faults_by_check(numbered(sound, np.random.default_rng(seed)))[
+            "numbers_of_samples"
+        ]
+        assert fault.what.startswith("Feature further[0] ")
+    # the number in the id, where ids are not sorted by it
+    ids = tuple(f"q{number}" for number in np.random.default_rng(0).permutation(1000)[:250])
+    numbers = torch.tensor([float(each[1:]) for each in ids]).unsqueeze(1)
+    table = replace(sound, sample_ids=ids, features={"id": numbers.square()})
+    assert len(faults_by_check(table)["numbers_of_samples"]) == 1
+    # some numbers of a larger range, in another order, may be anything
+    table = replace(sound, features={"id": numbers})
+    assert faults_by_check(table)["numbers_of_samples"] == []
+
+
+def test_times_of_day_in_two_units_among_the_features(sound):
+    seconds = 1.77e9 + 3600 * torch.rand(250, 1, dtype=torch.float64)
+    mixed = torch.where(torch.arange(250)[:, None] % 2 == 0, seconds, 1000 * seconds)
+    for column, count in ((seconds, 0), (mixed, 1)):
+        table = replace(sound, features={"at": column.float()})
+        found = faults_by_check(table)["extreme_features"]
+        assert len(found) == count
+        assert all(fault.what.startswith("Feature at[0] ") for fault in found)
+
+
+def test_time_outs_that_count_as_wrong_need_no_advice_to_count_them_so():
+    draws = np.random.default_rng(0)
+    latency_ms = draws.uniform(10, 90, (200, 4))
+    latency_ms[:30, 0] = 100.0
+    accuracy = np.ones((200, 4))
+    advice = []
+    for scored in (0.0, 1.0):
+        accuracy[:30, 0] = scored
+        table = table_of(torch.from_numpy(accuracy).float(), torch.from_numpy(latency_ms).float())
+        (fault,) = faults_by_check(table)["capped"]
+        advice.append(fault.advice)
+    assert "Give accuracy 0" not in advice[0]
+    assert "Give accuracy 0 to the 30 " in advice[1]

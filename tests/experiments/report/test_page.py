@@ -143,6 +143,17 @@ def by_hand():
     )
 
 
+def test_scores_between_0_and_1_are_not_called_right_or_wrong():
+    texts = []
+    for accuracy in ([[0.0, 1.0], [1.0, 1.0]], [[0.2, 0.5], [0.5, 0.5]]):
+        facts = inspect_table(table_of(accuracy, [[1.0, 2.0], [1.0, 2.0]]))
+        texts.append(" ".join(printed(print_inspection, facts).split()))
+    whole, fractional = texts
+    assert "50.0% of the samples are right" in whole
+    assert "are right" not in fractional
+    assert "15.0 points" in fractional  # the median of 30 and 0
+
+
 def test_facts_worked_out_by_hand(monkeypatch):
     budgets = torch.tensor([10.0, 25.0, 40.0])
     name = "knobwise.experiments.inspection.facts.default_budgets"
@@ -154,6 +165,10 @@ def test_facts_worked_out_by_hand(monkeypatch):
         "grid": 4,
         "coverage": pytest.approx(11 / 12),
         "config_dependent_share": 0.5,  # the first and the last
+        "fractional": True,
+        "accuracy_range": 0.5,  # of 1, 0, 0, 1
+        "median_latency_ms": 20.0,
+        "repeated_share": 0.0,
         # latencies 10, 10, 30, 10: mean 15, deviation √75; twice as long: the same ratio; 40, 40,
         # 40: none
         "latency_cv_within_configuration": pytest.approx((2 * 75**0.5 / 15 + 0) / 3),

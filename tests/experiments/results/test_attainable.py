@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import table_of, two_kinds
+from helpers import small_table, table_of, two_kinds
 
 from knobwise.agents.predictors.experts import Experts
 from knobwise.envs.configurations.budgets import default_budgets
@@ -18,6 +18,7 @@ from knobwise.experiments.results.attainable import (
     attainable_by,
     gains_out_of_fold,
     oracle_of_halves,
+    repeated_share,
 )
 
 BUDGETS = torch.tensor([11.0, 20.0])
@@ -99,6 +100,24 @@ def test_a_cell_that_was_measured_once_counts_in_both_halves():
     assert oracle_of_halves(table_of([[0.5, 1.0]], latency), torch.tensor([2.0, 9.0])) == 0.75
     once = table_of([[0.5, 1.0]], [[1.0, 5.0]])
     assert oracle_of_halves(once, default_budgets(once)) is None
+
+
+def test_one_cell_that_was_repeated_says_nothing_about_luck():
+    latency = torch.rand(50, 4, 2) + 1
+    latency[..., 1] = torch.nan
+    latency[3, 1, 1] = 1.5
+    table = table_of(torch.ones(50, 4), latency)
+    assert repeated_share(table) == pytest.approx(1 / 200)
+    assert oracle_of_halves(table, torch.tensor([1.5])) is None
+
+
+def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
+    monkeypatch.setattr(module, "WIDEST", 6)
+    monkeypatch.setattr(module, "COMPONENTS", 3)
+    monkeypatch.setattr(module, "MOST_CELLS", 12 * 600)
+    table = small_table(700)
+    found = attainable(table, default_budgets(table))
+    assert (found["components"], found["samples"]) == (3, 600)
 
 
 def test_shares_of_what_looked_attainable():
