@@ -79,8 +79,9 @@ class GRPOLoss(ActorLoss):
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
     log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
     `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction` (where |ρ − 1| > ε, as in
-    TorchRL), `cut_fraction` (where the clip stops the gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and
-    `advantage_std` (over all groups of the batch, whole).
+    TorchRL), `cut_fraction` (where the clip stops the gradient), `ESS` (share), `ratio_mean`,
+    `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and `advantage_std`
+    (over all groups of the batch, whole).
 
     Examples:
         >>> import torch
