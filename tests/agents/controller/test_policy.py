@@ -67,19 +67,6 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs, features):
     assert torch.equal(result["action"], wanted["action"])
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_only(training):
-    table = small_table()
-    controller = small_controller(table, dropout=0.5).train(training)
-    data = contexts(table, 200)
-    decisions = [chosen_by(controller, table, data) for _ in range(2)]
-    assert torch.equal(*decisions)
-    assert all(module.training == training for module in controller.modules())
-    features = controller.normaliser(data, 200)
-    log_probs = [controller(features, data["budget_ms"]) for _ in range(2)]
-    assert torch.equal(*log_probs) != training
-
-
 def test_statistics_come_from_the_rows_given_alone():
     table, rows = small_table(), torch.arange(10)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8))
