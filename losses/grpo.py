@@ -14,7 +14,15 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs, is_zero
+from knobwise.losses.actor_loss import (
+    ActorLoss,
+    Keys,
+    Read,
+    configuration_log_probs,
+    is_finite,
+    is_positive,
+    is_zero,
+)
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -70,8 +78,8 @@ class GRPOLoss(ActorLoss):
             curriculum.
         reduction, functional: see `ActorLoss`.
 
-    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
-    log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
+    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (under `torch.compile` and vmap
+    NaN when β > 0 and the reference's log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
     `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction`, `ESS` (share),
     `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and
     `advantage_std` (over all groups of the batch, whole).
@@ -204,8 +212,8 @@ class GRPOLoss(ActorLoss):
         """Return the groups of draws, J = G."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        reward = tensordict.get(keys.reward)
-        old = self._summed(tensordict, keys.sample_log_prob)
+        reward = self._required(tensordict, keys.reward, "the rewards of the draws")
+        old = self._required(tensordict, keys.sample_log_prob, "the log-probs of the draws")
         # groups of one may lack their axis
         if reward.shape not in (old.shape, (*old.shape, 1)):
             shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
@@ -223,10 +231,17 @@ class GRPOLoss(ActorLoss):
         reference = self._summed(tensordict, keys.reference_log_prob)
         if reference is not None:
             reference = reference.view_as(reward)
-        weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
-        return _Group(
-            dist, log_prob.view_as(reward), old.view_as(reward), reference, reward, weight
-        )
+        log_prob = log_prob.view_as(reward)
+        old = old.view_as(reward)
+        weight = None
+        if self.masked:
+            mask = self._required(tensordict, keys.group_mask, "which draws there are")
+            weight = even_weight(mask)
+            # finite numbers in the place of what is not there
+            log_prob, old, reward = (x.masked_fill(~mask, 0.0) for x in (log_prob, old, reward))
+            if reference is not None:
+                reference = reference.masked_fill(~mask, 0.0)
+        return _Group(dist, log_prob, old, reference, reward, weight)
 
     def _exact_group(self, tensordict: TensorDictBase, finite: bool) -> _Group:
         """Return the groups of all configurations, J = C.
@@ -236,8 +251,10 @@ class GRPOLoss(ActorLoss):
         """
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        reward = tensordict.get(keys.reward_per_configuration)
-        old = tensordict.get(keys.behaviour_log_probs)
+        meaning = "the rewards of all configurations"
+        reward = self._required(tensordict, keys.reward_per_configuration, meaning)
+        meaning = "the behaviour policy's log-probs of all configurations"
+        old = self._required(tensordict, keys.behaviour_log_probs, meaning)
         log_prob = configuration_log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
         # the behaviour policy never chooses what is masked
@@ -253,13 +270,20 @@ class GRPOLoss(ActorLoss):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute the loss of contexts, [P] with the keys above, each with its whole group."""
+        """Compute the loss of contexts, [P] with the keys above, each with its whole group.
+
+        Raises:
+            InputError: a key is missing, or what is under it is not finite or makes the loss so.
+        """
         penalised = not is_zero(self.kl_to_ref_coeff)
         if self.objective == "sampled":
             group = self._sampled_group(tensordict)
         else:
             # the objective alone can do with log π = −∞
             group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
+        # a function of the user's is not to blame for rewards that are not finite
+        if callable(self.advantage) and not is_finite(group.reward):
+            self._refuse(tensordict, self._read(group), [])
         # PPO's objective with the advantages of each group
         advantage = group_advantage(
             group.reward,
@@ -286,6 +310,9 @@ class GRPOLoss(ActorLoss):
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
         current = group.log_prob.detach()
         if group.reference is None:
+            if is_positive(self.kl_to_ref_coeff):
+                meaning = "the reference policy's log-probs, which the KL of β > 0 needs"
+                self._required(tensordict, self._loss_keys()[-1], meaning)
             reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
         else:
             reference = group.reference.detach()
@@ -293,11 +320,27 @@ class GRPOLoss(ActorLoss):
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
             kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
+        # one look at the numbers, since each waits for the device
+        if not is_finite(*out.values(), group.reward, group.old):
+            self._refuse(tensordict, self._read(group), [*out.values()])
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
                 out |= self._diagnostics(group, reference, advantage, used, cut)
         return TensorDict(out, batch_size=[])
+
+    def _read(self, group: _Group) -> list[Read]:
+        """Return what was read of a batch, with the keys."""
+        *_, old_key, reference_key = self._loss_keys()
+        reward_key = self.tensor_keys.reward
+        if self.objective == "exact":
+            reward_key = self.tensor_keys.reward_per_configuration
+        read = [Read(reward_key, group.reward)]
+        read.append(Read(old_key, group.old, group.log_prob - group.old))
+        if group.reference is not None and is_positive(self.kl_to_ref_coeff):
+            log_ratio = group.reference - group.log_prob
+            read.append(Read(reference_key, group.reference, log_ratio))
+        return read
 
     def _kl(self, group: _Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -25,6 +28,8 @@ from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
 class Controller(nn.Module):
     """A light network with a head for each knob, or several of them fitted on different samples.
+
+    It drops out inside `knobwise.losses.dropping_out` alone; `train()` and `eval()` change nothing.
 
     Args:
         knobs: names and values.
@@ -58,6 +63,7 @@ class Controller(nn.Module):
             config = replace(config, utility_head=False)
         self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
+        self.eval()
 
     @classmethod
     def for_table(
@@ -108,6 +114,42 @@ class Controller(nn.Module):
         # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
+    def sample_actions(
+        self, log_probs: Tensor, deterministic: bool = False
+    ) -> dict[str, NDArray[Any]]:
+        """Draw the knobs from what the controller returned for requests.
+
+        Args:
+            log_probs: [*, C].
+            deterministic: take the most probable configuration instead.
+
+        Returns:
+            The values of each knob by its name, [*] each; of log-probs [C] single values.
+
+        Raises:
+            InputError: `log_probs` are not those of this controller's configurations.
+        """
+        count = len(self.configurations)
+        if log_probs.shape[-1:] != (count,):
+            raise InputError(
+                f"sample_actions: log_probs are {[*log_probs.shape]}; must be what the controller "
+                f"returns, [*, {count}]"
+            )
+        if deterministic:
+            index = log_probs.argmax(-1)
+        else:
+            flat = log_probs.detach().reshape(-1, count).exp()
+            index = torch.multinomial(flat, 1).view(log_probs.shape[:-1])
+        # value indices [*, K] → the values of each knob
+        columns = self.configurations[index].cpu().unbind(-1)
+        actions = {}
+        for knob, column in zip(self.knobs, columns, strict=True):
+            # numbers beside text stay numbers
+            mixed = len({isinstance(value, str) for value in knob.values}) > 1
+            values = np.array(knob.values, dtype=object if mixed else None)
+            actions[knob.name] = values[column.numpy()]
+        return actions
+
     def alone(self) -> Controller:
         """Return a copy with the deployed network alone, without teacher, experts and networks of
         folds."""
@@ -132,7 +174,7 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes, in eval mode."""
+        """Return the controller that `plain` describes."""
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
@@ -142,4 +184,4 @@ class Controller(nn.Module):
         configurations = state["configurations"]
         controller = cls(knobs, configurations, normaliser, encoding, config, plain["sense"])
         controller.load_state_dict(state)
-        return controller.eval()
+        return controller

@@ -116,7 +116,12 @@ class DeployedController(nn.Module):
         return super().load_state_dict(*arguments, **options)
 
     def choose(
-        self, features: Mapping[str, Any], limits: Any, mask: Any = None, drift: Drift = None
+        self,
+        features: Mapping[str, Any],
+        limits: Any,
+        mask: Any = None,
+        drift: Drift = None,
+        random: np.random.Generator | None = None,
     ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
@@ -125,7 +130,7 @@ class DeployedController(nn.Module):
                 profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask, drift)
+            return self.decider.choose(features, limits, mask, drift, random)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error
