@@ -78,11 +78,11 @@ class GRPOLoss(ActorLoss):
             curriculum.
         reduction, functional: see `ActorLoss`.
 
-    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (under `torch.compile` and vmap
-    NaN when β > 0 and the reference's log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
-    `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction`, `ESS` (share),
-    `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and
-    `advantage_std` (over all groups of the batch, whole).
+    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (under `torch.compile` and vmap NaN
+    when β > 0 and the reference's log-probs are not there), whose sum is minimised; and as
+    diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
+    `clip_fraction`, `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach
+    nothing), `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
 
     Examples:
         >>> import torch

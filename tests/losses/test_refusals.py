@@ -64,7 +64,9 @@ def test_a_knob_that_is_missing_is_named(missing):
 NUMBERS = [pair for pair in READ if "action" not in pair and "group_mask" not in pair]
 FINE = {("exact", "behaviour_log_probs"): -math.inf, ("rce", "reward_per_configuration"): math.nan}
 """What is not profiled."""
-CASES = [(*pair, value) for pair in NUMBERS for value in INFINITE if repr(FINE.get(pair)) != repr(value)]
+CASES = [
+    (*pair, value) for pair in NUMBERS for value in INFINITE if repr(FINE.get(pair)) != repr(value)
+]
 
 
 @pytest.mark.parametrize(("kind", "key", "value"), CASES, ids=str)
