@@ -139,7 +139,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         seeds = None
         if isinstance(seed, (Sequence, np.ndarray)):
             seeds = self._seeds(seed)
-            seed = next((number for number in seeds if number is not None), None)
+            seed = None
         super().reset(seed=seed)
         options = dict(options or {})
         mask = None
@@ -198,7 +198,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     ) -> tuple[Observation, Info]:
         """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs].
 
-        `seeds` are those of single environments, which count more than `seed`.
+        `seeds` are those of the environments, None for one that draws on.
         """
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
