@@ -67,8 +67,10 @@ class SingleStepEnv(EnvBase):
         return self.reward_spec.shape[-1]
 
     def _with_end(self, content: dict[str, Tensor], ended: bool) -> TensorDict:
-        """Return what `_reset` or `_step` is to return, from tensors [P, …]; every episode ends with
-        its step."""
+        """Return what `_reset` or `_step` is to return, from tensors [P, …].
+
+        Every episode ends with its step.
+        """
         shape = (*self.batch_size, 1)
         if len(self.batch_size) != 1:
             content = {

@@ -156,7 +156,10 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def _seeds(self, seeds: Sequence[int | None] | NDArray[Any]) -> list[int | None]:
         """Return the seeds of all environments, None where one is to draw on."""
         numbers = [None if number is None else int(number) for number in seeds]
-        if len(numbers) != self.num_envs or min((n for n in numbers if n is not None), default=0) < 0:
+        if (
+            len(numbers) != self.num_envs
+            or min((n for n in numbers if n is not None), default=0) < 0
+        ):
             raise InputError(
                 f"reset: seed={seeds!r}: must be one seed from 0 on, or {self.num_envs} of them, "
                 "one for each environment (None for any)"

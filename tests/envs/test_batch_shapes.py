@@ -76,7 +76,12 @@ def test_inside_wrappers(shape):
     check_env_specs(counted, seed=0, break_when_any_done=False)
     several = SerialEnv(2, made)
     check_env_specs(several, seed=0, break_when_any_done=False)
-    assert several.rollout(4, break_when_any_done=False)["next", "reward"].shape == (2, *shape, 4, 1)
+    assert several.rollout(4, break_when_any_done=False)["next", "reward"].shape == (
+        2,
+        *shape,
+        4,
+        1,
+    )
 
 
 @every_shape
