@@ -2,7 +2,15 @@ import math
 
 import pytest
 import torch
-from helpers import arrays, close, driven_apart, member_of, small_table, some_configurations
+from helpers import (
+    arrays,
+    close,
+    driven_apart,
+    input_error,
+    member_of,
+    small_table,
+    some_configurations,
+)
 from tensordict import TensorDict
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
@@ -65,6 +73,14 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs, features):
     result, wanted = by_row(data.clone()), by_blocks(data.clone())
     close(result["log_probs"], wanted["log_probs"])
     assert torch.equal(result["action"], wanted["action"])
+
+
+@pytest.mark.parametrize("key", ["row", "budget_ms"])
+def test_a_context_that_lacks_something_is_refused(key):
+    table = small_table()
+    data = contexts(table).exclude(key)
+    with input_error(key):
+        make_actor(small_controller(table), table, 3).get_dist(data)
 
 
 def test_statistics_come_from_the_rows_given_alone():
