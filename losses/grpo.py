@@ -14,15 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import (
-    ActorLoss,
-    Keys,
-    Read,
-    configuration_log_probs,
-    is_finite,
-    is_positive,
-    is_zero,
-)
+from knobwise.losses.actor_loss import GroupLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
     clipped_surrogate,
@@ -48,7 +40,7 @@ class _Group(NamedTuple):
     """[P, J], see `losses.functional`; None for 1/J each."""
 
 
-class GRPOLoss(ActorLoss):
+class GRPOLoss(GroupLoss):
     """Minimise the loss of GRPO, group relative policy optimisation, over a group axis.
 
     Shao et al. 2024, "DeepSeekMath", equation 3:
@@ -231,8 +223,7 @@ class GRPOLoss(ActorLoss):
         reference = self._summed(tensordict, keys.reference_log_prob)
         if reference is not None:
             reference = reference.view_as(reward)
-        log_prob = log_prob.view_as(reward)
-        old = old.view_as(reward)
+        log_prob, old = (x.view_as(reward) for x in (log_prob, old))
         weight = None
         if self.masked:
             mask = self._required(tensordict, keys.group_mask, "which draws there are")
@@ -251,10 +242,8 @@ class GRPOLoss(ActorLoss):
         """
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        meaning = "the rewards of all configurations"
-        reward = self._required(tensordict, keys.reward_per_configuration, meaning)
-        meaning = "the behaviour policy's log-probs of all configurations"
-        old = self._required(tensordict, keys.behaviour_log_probs, meaning)
+        reward = self._required(tensordict, keys.reward_per_configuration, "all rewards")
+        old = self._required(tensordict, keys.behaviour_log_probs, "all old log-probs")
         log_prob = configuration_log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
         # the behaviour policy never chooses what is masked
@@ -282,8 +271,8 @@ class GRPOLoss(ActorLoss):
             # the objective alone can do with log π = −∞
             group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
         # a function of the user's is not to blame for rewards that are not finite
-        if callable(self.advantage) and not is_finite(group.reward):
-            self._refuse(tensordict, self._read(group), [])
+        if callable(self.advantage):
+            self._check(tensordict, group, [])
         # PPO's objective with the advantages of each group
         advantage = group_advantage(
             group.reward,
@@ -310,9 +299,7 @@ class GRPOLoss(ActorLoss):
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
         current = group.log_prob.detach()
         if group.reference is None:
-            if is_positive(self.kl_to_ref_coeff):
-                meaning = "the reference policy's log-probs, which the KL of β > 0 needs"
-                self._required(tensordict, self._loss_keys()[-1], meaning)
+            self._check_reference(tensordict)
             reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
         else:
             reference = group.reference.detach()
@@ -320,27 +307,12 @@ class GRPOLoss(ActorLoss):
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
             kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
-        # one look at the numbers, since each waits for the device
-        if not is_finite(*out.values(), group.reward, group.old):
-            self._refuse(tensordict, self._read(group), [*out.values()])
+        self._check(tensordict, group, [*out.values()])
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
                 out |= self._diagnostics(group, reference, advantage, used, cut)
         return TensorDict(out, batch_size=[])
-
-    def _read(self, group: _Group) -> list[Read]:
-        """Return what was read of a batch, with the keys."""
-        *_, old_key, reference_key = self._loss_keys()
-        reward_key = self.tensor_keys.reward
-        if self.objective == "exact":
-            reward_key = self.tensor_keys.reward_per_configuration
-        read = [Read(reward_key, group.reward)]
-        read.append(Read(old_key, group.old, group.log_prob - group.old))
-        if group.reference is not None and is_positive(self.kl_to_ref_coeff):
-            log_ratio = group.reference - group.log_prob
-            read.append(Read(reference_key, group.reference, log_ratio))
-        return read
 
     def _kl(self, group: _Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""

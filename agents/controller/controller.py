@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -114,9 +112,7 @@ class Controller(nn.Module):
         # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
-    def sample_actions(
-        self, log_probs: Tensor, deterministic: bool = False
-    ) -> dict[str, NDArray[Any]]:
+    def sample_actions(self, log_probs: Tensor, deterministic: bool = False) -> dict[str, Any]:
         """Draw the knobs from what the controller returned for requests.
 
         Args:
@@ -124,31 +120,12 @@ class Controller(nn.Module):
             deterministic: take the most probable configuration instead.
 
         Returns:
-            The values of each knob by its name, [*] each; of log-probs [C] single values.
+            The values of each knob by its name, NumPy [*] each; of log-probs [C] single values.
 
         Raises:
             InputError: `log_probs` are not those of this controller's configurations.
         """
-        count = len(self.configurations)
-        if log_probs.shape[-1:] != (count,):
-            raise InputError(
-                f"sample_actions: log_probs are {[*log_probs.shape]}; must be what the controller "
-                f"returns, [*, {count}]"
-            )
-        if deterministic:
-            index = log_probs.argmax(-1)
-        else:
-            flat = log_probs.detach().reshape(-1, count).exp()
-            index = torch.multinomial(flat, 1).view(log_probs.shape[:-1])
-        # value indices [*, K] → the values of each knob
-        columns = self.configurations[index].cpu().unbind(-1)
-        actions = {}
-        for knob, column in zip(self.knobs, columns, strict=True):
-            # numbers beside text stay numbers
-            mixed = len({isinstance(value, str) for value in knob.values}) > 1
-            values = np.array(knob.values, dtype=object if mixed else None)
-            actions[knob.name] = values[column.numpy()]
-        return actions
+        return actions_by_name(self.knobs, self.configurations, log_probs, deterministic)
 
     def alone(self) -> Controller:
         """Return a copy with the deployed network alone, without teacher, experts and networks of

@@ -108,9 +108,8 @@ class ConfigBandit(SingleStepEnv):
         self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # True once a transform changed or removed the limits
-        contexts = self.batch_size.numel()
-        self.decisions = (contexts, group_size or 1)
-        self.outcome_shape = self.decisions if group_size else (contexts,)
+        self.decisions = (self.batch_size.numel(), group_size or 1)
+        self.outcome_shape = self.decisions if group_size else self.decisions[:1]
         self._set_outcome_specs(group_size or 1)
         self.action_spec = self._actions().to(self.device)
         specs = self._observations()
@@ -262,13 +261,9 @@ class ConfigBandit(SingleStepEnv):
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             mask = out["mask"]
-            if len(self.outcome_shape) > 1:
-                mask = mask.unsqueeze(1)
+            mask = mask.unsqueeze(1) if len(self.outcome_shape) > 1 else mask
             self.action_spec.update_mask(mask.reshape((*self.batch_size, *mask.shape[1:])))
-        # each a tensor of its own
-        for name in OUTCOMES:
-            out[name] = torch.zeros(self.outcome_shape, device=self.device)
-        return out
+        return out | {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:
