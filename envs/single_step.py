@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,45 @@ from torch import Tensor
 from torchrl.data import Binary, Unbounded
 from torchrl.envs import EnvBase
 
+from knobwise.common.errors import InputError
+
+
+def batch_shape(batch_size: int | Sequence[int]) -> torch.Size:
+    """Return a `batch_size` as TorchRL has it; a number is one axis.
+
+    Raises:
+        InputError: it is no shape, or holds no context.
+    """
+    sizes = batch_size if isinstance(batch_size, Sequence) else [batch_size]
+    try:
+        shape = torch.Size(sizes)
+    except TypeError:
+        shape = torch.Size([0])
+    if min(shape, default=1) < 1:
+        raise InputError(
+            f"batch_size={batch_size!r}: must be a number of contexts from 1 on, or a shape of "
+            "such numbers; [] is a single context"
+        )
+    return shape
+
+
+def one_axis(values: Tensor) -> Tensor:
+    """Return contexts [*batch] along one axis, [P]."""
+    return values if values.ndim == 1 else values.reshape(-1)
+
 
 class SingleStepEnv(EnvBase):
     """P contexts at once, a group of G actions for each and a reward per action; every episode ends
-    after one step."""
+    after one step.
 
-    def _set_outcome_specs(self, contexts: int, group: int) -> None:
-        self.reward_spec = Unbounded(shape=(contexts, group), device=self.device)
-        self.done_spec = Binary(shape=(contexts, 1), dtype=torch.bool, device=self.device)
+    A `batch_size` of any number of axes is as in TorchRL: `[]` is a single context without an axis,
+    `[8]` is P = 8, `[2, 4]` too. Bandits compute with the one axis P.
+    """
+
+    def _set_outcome_specs(self, group: int) -> None:
+        shape = self.batch_size
+        self.reward_spec = Unbounded(shape=(*shape, group), device=self.device)
+        self.done_spec = Binary(shape=(*shape, 1), dtype=torch.bool, device=self.device)
 
     def __repr__(self) -> str:
         return (
@@ -36,8 +67,16 @@ class SingleStepEnv(EnvBase):
         return self.reward_spec.shape[-1]
 
     def _with_end(self, content: dict[str, Tensor], ended: bool) -> TensorDict:
-        """Return what `_reset` or `_step` is to return; every episode ends with its step."""
+        """Return what `_reset` or `_step` is to return, from tensors [P, …].
+
+        Every episode ends with its step.
+        """
         shape = (*self.batch_size, 1)
+        if len(self.batch_size) != 1:
+            content = {
+                name: values.reshape((*self.batch_size, *values.shape[1:]))
+                for name, values in content.items()
+            }
         done = torch.full(shape, ended, dtype=torch.bool, device=self.device)
         content = {**content, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)

@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 
 from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
 from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 
 
 def main(
@@ -50,15 +50,14 @@ def main(
             if warming_up:
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
             buffer.extend(batch.flatten())  # [contexts, 1 step] → [contexts]
-            agent.train(warming_up)  # dropout in the warm-up only
             for _ in range(2):
-                losses = loss_module(buffer.sample())
+                with dropping_out(warming_up):  # not in GRPO, whose ratio begins at 1
+                    losses = loss_module(buffer.sample())
                 optimiser.zero_grad()
                 sum(value for name, value in losses.items() if name.startswith("loss_")).backward()
                 torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 1.0)
                 optimiser.step()
             schedule.step()
-            agent.eval()
             if iteration % 20 == 0:
                 score = float(judge(agent, table, split.validation, budgets_ms).utility.mean())
                 if score > best:

@@ -21,7 +21,7 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     env = ConfigBandit(
         table, batch_size=contexts, group_size=group_size, rows=split.train, lean=True
     )
-    controller = Controller.for_table(table, split.train, PolicyConfig(dropout=0.0))
+    controller = Controller.for_table(table, split.train, PolicyConfig())
     policy = make_actor(controller, table, group_size=group_size)
     loss_module = GRPOLoss(policy, advantage="centred")
 

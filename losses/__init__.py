@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
+    from knobwise.losses.dropout import dropping_out
     from knobwise.losses.functional import group_advantage
     from knobwise.losses.grpo import GRPOLoss
     from knobwise.losses.warm_up import RCELoss
@@ -16,8 +17,9 @@ __getattr__ = lazy(
     {
         "GRPOLoss": "grpo",
         "RCELoss": "warm_up",
+        "dropping_out": "dropout",
         "group_advantage": "functional",
     },
 )
 
-__all__ = ["GRPOLoss", "RCELoss", "group_advantage"]
+__all__ = ["GRPOLoss", "RCELoss", "dropping_out", "group_advantage"]

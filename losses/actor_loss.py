@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -18,6 +19,7 @@ from torch import Tensor
 from torchrl.objectives import LossModule
 
 from knobwise.common.errors import InputError
+from knobwise.losses.functional import LARGEST
 
 Keys: TypeAlias = NestedKey | list[NestedKey]
 """A key, or for a `CompositeDistribution` a list of keys."""
@@ -89,6 +91,8 @@ class ActorLoss(LossModule):
     def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
         """Return ln π of the draws in the tensordict."""
         keys = _listed(self.tensor_keys.action)
+        for key in keys:
+            self._required(tensordict, key, "the draws")
         if not isinstance(dist, CompositeDistribution):
             return dist.log_prob(tensordict.get(keys[0]))
         # one log-prob for the whole action, [P, G], not one for each part
@@ -108,9 +112,103 @@ class ActorLoss(LossModule):
             return None
         return sum(parts[1:], parts[0])
 
+    # -- what a loss refuses -----------------------------------------------------------------------
+
+    def _required(self, tensordict: TensorDictBase, keys: Keys, meaning: str) -> Any:
+        """Return what is under a key, or the sum of what is under several.
+
+        Raises:
+            InputError: it is missing; `meaning` says what it is.
+        """
+        values = self._summed(tensordict, keys)
+        if values is None:
+            missing = [key for key in _listed(keys) if tensordict.get(key, None) is None]
+            raise InputError(
+                f"{type(self).__name__}: the tensordict has no {_named(missing)}, {meaning}; "
+                "collect it with the draws, or name its key by set_keys"
+            )
+        return values
+
+    def _refuse(
+        self, tensordict: TensorDictBase, read: Sequence[Read], losses: Sequence[Tensor]
+    ) -> None:
+        """Refuse what makes a loss NaN or infinite, by its key and place.
+
+        To be called where `is_finite` says no. Contexts that are padding do not count.
+
+        Raises:
+            InputError: a number is not finite, or a ratio of probabilities overflows.
+        """
+        present = tensordict.get(("collector", "mask"), None)
+        for part in read:
+            finite = part.values.isfinite()
+            if present is not None:
+                finite |= ~present.reshape(present.shape[:1] + (1,) * (finite.ndim - 1))
+            self._refuse_where(~finite, part, "it must be finite")
+        if is_finite(*losses):
+            return
+        for part in read:
+            if part.log_ratio is not None:
+                problem = "the policy's own log-prob is so far from it that their ratio overflows"
+                self._refuse_where(part.log_ratio > LARGEST, part, problem)
+        raise InputError(
+            f"{type(self).__name__}: the loss is not finite, though all that it read is; so the "
+            "actor's log-probs are not: look at its parameters and its inputs"
+        )
+
+    def _refuse_where(self, wrong: Tensor, part: Read, problem: str) -> None:
+        """Raise InputError with the first number that is wrong, if any is."""
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            value = float(part.values[tuple(place)])
+            raise InputError(
+                f"{type(self).__name__}: {_named(part.keys)} is {value:g} at {place}; {problem}"
+            )
+
+
+class Read(NamedTuple):
+    """What a loss read under a key, or the sum under several."""
+
+    keys: Keys
+    values: Tensor
+    log_ratio: Tensor | None = None
+    """The logarithm of the ratio that it is part of; None if it is part of none."""
+
+
+class GroupLoss(ActorLoss):
+    """An `ActorLoss` of groups, with rewards, old log-probs and perhaps those of a reference."""
+
+    kl_to_ref_coeff: Tensor
+
+    def _check_reference(self, tensordict: TensorDictBase) -> None:
+        """Refuse contexts that lack the reference's log-probs where β > 0."""
+        if is_positive(self.kl_to_ref_coeff):
+            meaning = "the reference policy's log-probs, which the KL of β > 0 needs"
+            self._required(tensordict, self._loss_keys()[-1], meaning)
+
+    def _check(self, tensordict: TensorDictBase, group: Any, losses: Sequence[Tensor]) -> None:
+        """Refuse a group that has, or makes, a number that is not finite; see `_refuse`."""
+        # one look at all numbers, since each waits for the device
+        if is_finite(*losses, group.reward, group.old):
+            return
+        # rewards, old log-probs and the reference's are always read, under these keys
+        *_, old_key, reference_key = self._loss_keys()
+        exact = old_key == self.tensor_keys.behaviour_log_probs
+        keys = self.tensor_keys
+        read = [Read(keys.reward_per_configuration if exact else keys.reward, group.reward)]
+        read.append(Read(old_key, group.old, group.log_prob - group.old))
+        if group.reference is not None and is_positive(self.kl_to_ref_coeff):
+            log_ratio = group.reference - group.log_prob
+            read.append(Read(reference_key, group.reference, log_ratio))
+        self._refuse(tensordict, read, losses)
+
 
 def _listed(keys: Keys) -> list[NestedKey]:
     return keys if isinstance(keys, list) else [keys]
+
+
+def _named(keys: Keys) -> str:
+    return " + ".join(map(repr, _listed(keys)))
 
 
 def configuration_log_probs(dist: Any) -> Tensor:
@@ -139,3 +237,27 @@ def is_zero(coefficient: Tensor) -> bool:
         return not coefficient
     except RuntimeError:
         return False
+
+
+def is_positive(coefficient: Tensor) -> bool:
+    """Tell if a coefficient is above 0; False under `torch.compile` and vmap, where that is not
+    known."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        return bool(coefficient > 0)
+    except RuntimeError:
+        return False
+
+
+def is_finite(*values: Tensor) -> bool:
+    """Tell if all numbers are finite, by one look at their sum; True under `torch.compile` and
+    vmap, where that is not known."""
+    if torch.compiler.is_compiling():
+        return True
+    with torch.no_grad():
+        total = sum(part.sum() for part in values)
+    try:
+        return bool(torch.isfinite(torch.as_tensor(total)))
+    except RuntimeError:
+        return True

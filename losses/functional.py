@@ -24,6 +24,10 @@ STD_FLOOR = 0.1
 unless a floor in units of reward is set."""
 
 
+LARGEST = 80.0
+"""The largest log-ratio whose exponential is computed; e⁸⁰ is still a float32."""
+
+
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
     """Compute Σ_j weight_j · values_j over the last axis, [*, J] → [*]; None for the plain mean."""
     if weight is None:
@@ -228,8 +232,11 @@ def clipped_surrogate(
     Returns:
         the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
     """
+    # what the clip cuts off anyway need not overflow, which would make its gradient NaN
+    log_ratio = log_prob - old_log_prob
+    ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp_max(LARGEST)).exp()
     # ρA, before the clip
-    surrogate = (log_prob - old_log_prob).exp() * advantage
+    surrogate = ratio * advantage
     # the clip matters only on the side that A pulls to, where it holds min(ρA, ·) at (1 ± ε)A
     most = advantage + clip_epsilon * advantage.abs()
     return surrogate.clamp_max(most), surrogate > most

@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs, is_zero
+from knobwise.losses.actor_loss import GroupLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
     STD_FLOOR,
     AdvantageFunction,
@@ -41,7 +41,7 @@ class _Group(NamedTuple):
     """[P, J], see `losses.functional`; None for 1/J each."""
 
 
-class GRPOLoss(ActorLoss):
+class GRPOLoss(GroupLoss):
     """Minimise the loss of GRPO, group relative policy optimisation, over a group axis.
 
     Shao et al. 2024, "DeepSeekMath", equation 3:
@@ -76,12 +76,12 @@ class GRPOLoss(ActorLoss):
             curriculum.
         reduction, functional: see `ActorLoss`.
 
-    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's
-    log-probs are not there), whose sum is minimised; and as diagnostics, detached, `entropy`,
-    `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction` (where |ρ − 1| > ε, as in
-    TorchRL), `cut_fraction` (where the clip stops the gradient), `ESS` (share), `ratio_mean`,
-    `zero_advantage_fraction` (groups that teach nothing), `advantage_mean` and `advantage_std`
-    (over all groups of the batch, whole).
+    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (under `torch.compile` and vmap NaN
+    when β > 0 and the reference's log-probs are not there), whose sum is minimised; and as
+    diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
+    `clip_fraction` (where |ρ − 1| > ε, as in TorchRL), `cut_fraction` (where the clip stops the
+    gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing),
+    `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
 
     Examples:
         >>> import torch
@@ -218,8 +218,8 @@ class GRPOLoss(ActorLoss):
         """Return the groups of draws, J = G."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        reward = tensordict.get(keys.reward)
-        old = self._summed(tensordict, keys.sample_log_prob)
+        reward = self._required(tensordict, keys.reward, "the rewards of the draws")
+        old = self._required(tensordict, keys.sample_log_prob, "the log-probs of the draws")
         # groups of one may lack their axis
         if reward.shape not in (old.shape, (*old.shape, 1)):
             shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
@@ -237,10 +237,16 @@ class GRPOLoss(ActorLoss):
         reference = self._summed(tensordict, keys.reference_log_prob)
         if reference is not None:
             reference = reference.view_as(reward)
-        weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
-        return _Group(
-            dist, log_prob.view_as(reward), old.view_as(reward), reference, reward, weight
-        )
+        log_prob, old = (x.view_as(reward) for x in (log_prob, old))
+        weight = None
+        if self.masked:
+            mask = self._required(tensordict, keys.group_mask, "which draws there are")
+            weight = even_weight(mask)
+            # finite numbers in the place of what is not there
+            log_prob, old, reward = (x.masked_fill(~mask, 0.0) for x in (log_prob, old, reward))
+            if reference is not None:
+                reference = reference.masked_fill(~mask, 0.0)
+        return _Group(dist, log_prob, old, reference, reward, weight)
 
     def _exact_group(self, tensordict: TensorDictBase, finite: bool) -> _Group:
         """Return the groups of all configurations, J = C.
@@ -250,8 +256,8 @@ class GRPOLoss(ActorLoss):
         """
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
-        reward = tensordict.get(keys.reward_per_configuration)
-        old = tensordict.get(keys.behaviour_log_probs)
+        reward = self._required(tensordict, keys.reward_per_configuration, "all rewards")
+        old = self._required(tensordict, keys.behaviour_log_probs, "all old log-probs")
         log_prob = configuration_log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
         # the behaviour policy never chooses what is masked
@@ -267,13 +273,20 @@ class GRPOLoss(ActorLoss):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute the loss of contexts, [P] with the keys above, each with its whole group."""
+        """Compute the loss of contexts, [P] with the keys above, each with its whole group.
+
+        Raises:
+            InputError: a key is missing, or what is under it is not finite or makes the loss so.
+        """
         penalised = not is_zero(self.kl_to_ref_coeff)
         if self.objective == "sampled":
             group = self._sampled_group(tensordict)
         else:
             # the objective alone can do with log π = −∞
             group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
+        # a function of the user's is not to blame for rewards that are not finite
+        if callable(self.advantage):
+            self._check(tensordict, group, [])
         # PPO's objective with the advantages of each group
         # in units of their spread, where that is known
         unit = self.reward_spread or 1.0
@@ -309,6 +322,7 @@ class GRPOLoss(ActorLoss):
         # the KL to the reference policy; without one the policy itself, or NaN under a penalty
         current = group.log_prob.detach()
         if group.reference is None:
+            self._check_reference(tensordict)
             reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
         else:
             reference = group.reference.detach()
@@ -316,6 +330,7 @@ class GRPOLoss(ActorLoss):
             # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
             kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
+        self._check(tensordict, group, [*out.values()])
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():

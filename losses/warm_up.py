@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, Keys, configuration_log_probs
+from knobwise.losses.actor_loss import ActorLoss, Keys, Read, configuration_log_probs, is_finite
 from knobwise.losses.functional import reward_weighted_cross_entropy
 
 
@@ -84,16 +84,20 @@ class RCELoss(ActorLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute the loss of contexts, [P], with the keys above and those that the actor reads."""
         keys = self.tensor_keys
-        rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
+        reward_key = keys.reward if self.recorded else keys.reward_per_configuration
+        rewards = self._required(tensordict, reward_key, "the rewards")
         dist = self._distribution(tensordict)
         if self.recorded:
             log_probs = self._log_prob(dist, tensordict)
-            mask = tensordict.get(keys.group_mask)
+            mask = self._required(tensordict, keys.group_mask, "which of the actions exist")
         else:
             log_probs = configuration_log_probs(dist)
             mask = ~rewards.isnan()
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
+        if not is_finite(out["loss_rce"]):
+            read = Read(reward_key, rewards.masked_fill(~mask, 0.0))
+            self._refuse(tensordict, [read], [out["loss_rce"]])
         if self.diagnostics:
             with torch.no_grad():
                 out["entropy"] = self._entropy(dist).mean()

@@ -587,6 +587,14 @@ def test_k12_a_decision_is_a_dict_of_the_three_knobs_and_does_not_vary(seeds_run
             decision == policy.decide(features, budget_ms=9.0) == table.configuration(greedy[row])
         )
         assert list(decision) == ["max_crops", "top_k", "num_active_blocks"]
+    # 001's words, on the network
+    network = policy.loaded.network
+    log_probs = network(network.normaliser(table.features, 60), torch.full((60,), 9.0))
+    actions = network.sample_actions(log_probs, deterministic=True)
+    assert list(actions) == ["max_crops", "top_k", "num_active_blocks"]
+    for row, choice in enumerate(log_probs.argmax(1)):
+        wanted = table.configuration(choice)
+        assert {name: values[row].item() for name, values in actions.items()} == wanted
 
 
 # -- K13: ONNX and INT8 ----------------------------------------------------------------------------

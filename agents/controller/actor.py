@@ -104,6 +104,10 @@ class _FromRows(nn.Module):
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Return log-probs [*, C]."""
+        keys = {"row": row, self.controller.limit_key: limit}
+        missing = [key for key, values in keys.items() if values is None]
+        if missing:
+            raise InputError(f"the tensordict lacks {missing[0]!r}, which the policy reads")
         return self.of_controllers([self.controller], row, limit)[0]
 
     def features_of(self, row: Tensor) -> Tensor:

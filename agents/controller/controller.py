@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -27,6 +28,8 @@ from knobwise.envs.tables.units import MS
 
 class Controller(nn.Module):
     """A light network with a head for each knob, or several of them fitted on different samples.
+
+    It drops out inside `knobwise.losses.dropping_out` alone; `train()` and `eval()` change nothing.
 
     Args:
         knobs: names and values.
@@ -63,6 +66,7 @@ class Controller(nn.Module):
             config = replace(config, utility_head=False)
         self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
+        self.eval()
 
     @classmethod
     def for_table(
@@ -114,6 +118,21 @@ class Controller(nn.Module):
         # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
 
+    def sample_actions(self, log_probs: Tensor, deterministic: bool = False) -> dict[str, Any]:
+        """Draw the knobs from what the controller returned for requests.
+
+        Args:
+            log_probs: [*, C].
+            deterministic: take the most probable configuration instead.
+
+        Returns:
+            The values of each knob by its name, NumPy [*] each; of log-probs [C] single values.
+
+        Raises:
+            InputError: `log_probs` are not those of this controller's configurations.
+        """
+        return actions_by_name(self.knobs, self.configurations, log_probs, deterministic)
+
     def alone(self) -> Controller:
         """Return a copy with the deployed network alone, without teacher, experts and networks of
         folds."""
@@ -139,7 +158,7 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes, in eval mode.
+        """Return the controller that `plain` describes.
 
         Raises:
             InputError: it does not say the unit of its limits.
@@ -159,4 +178,4 @@ class Controller(nn.Module):
         parts = knobs, configurations, normaliser, encoding, config
         controller = cls(*parts, plain["sense"], plain["unit"])
         controller.load_state_dict(state)
-        return controller.eval()
+        return controller

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CompositeDistribution, composite_lp_aggregate
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
-from knobwise.envs.tables.profile_table import ActionIndex
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ActionIndex, Knob
 from knobwise.losses.functional import entropy
 
 
@@ -234,3 +236,25 @@ class KnobCategoricals(CompositeDistribution):
         if composite_lp_aggregate() if include_sum is None else include_sum:
             out[f"action_{suffix}"] = values.sum(-1)
         return out
+
+
+def actions_by_name(
+    knobs: Sequence[Knob], configurations: Tensor, log_probs: Tensor, deterministic: bool
+) -> dict[str, Any]:
+    """Draw configurations and return their knob values by name, see `Controller.sample_actions`."""
+    count = len(configurations)
+    if log_probs.shape[-1:] != (count,):
+        raise InputError(
+            f"sample_actions: log_probs are {[*log_probs.shape]}; must be what the controller "
+            f"returns, [*, {count}]"
+        )
+    draws = ConfigurationCategorical(log_probs.detach(), configurations, normalised=True)
+    action = draws.mode if deterministic else draws.sample()
+    # value indices [*, K] → the values of each knob
+    actions = {}
+    for knob, column in zip(knobs, action.cpu().unbind(-1), strict=True):
+        # numbers beside text stay numbers
+        mixed = len({isinstance(value, str) for value in knob.values}) > 1
+        values = np.array(knob.values, dtype=object if mixed else None)
+        actions[knob.name] = values[column.numpy()]
+    return actions

@@ -22,6 +22,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.network import places_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured
+from knobwise.losses.dropout import Dropout
 
 WIDEST = 132
 """With more features no network is tried that also reads them in bins; so many had the widest
@@ -190,7 +191,7 @@ class KnobNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.encoding = encoding
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
         members = config.members_trained
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
@@ -215,7 +216,7 @@ class KnobNetwork(nn.Module):
         # hidden layers → heads
         for i, layer in enumerate(self.layers):
             if i:
-                hidden = functional.dropout(hidden, self.dropout, self.training)
+                hidden = self.dropout(hidden)
             hidden = functional.silu(layer(hidden))
         further = None
         if self.utility is not None:
@@ -258,7 +259,7 @@ class OutcomeNetwork(nn.Module):
     def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool) -> None:
         super().__init__()
         members = config.members
-        self.dropout = config.teacher_dropout
+        self.dropout = Dropout(config.teacher_dropout)
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
@@ -297,9 +298,8 @@ class OutcomeNetwork(nn.Module):
         # residual layers
         hidden = functional.silu(self.layers[0](x))
         for layer in self.layers[1:]:
-            dropped = functional.dropout(hidden, self.dropout, self.training)
-            hidden = hidden + functional.silu(layer(dropped))
-        hidden = functional.dropout(hidden, self.dropout, self.training)
+            hidden = hidden + functional.silu(layer(self.dropout(hidden)))
+        hidden = self.dropout(hidden)
         # the heads, and the linear skip beside them
         logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
         more_logits, more_latency = self.skip(x).chunk(2, -1)

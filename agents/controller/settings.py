@@ -37,8 +37,8 @@ class PolicyConfig:
     layers: int = 2
     """Number of hidden layers."""
     dropout: float = 0.6
-    """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use
-    it."""
+    """Dropout in the hidden layers during the warm-up (`knobwise.losses.dropping_out`); draws,
+    log-probs and decisions never use it, whatever the mode of the modules."""
     teacher_hidden: int = 96
     """Width of the hidden layers of the teacher's network."""
     teacher_dropout: float = 0.2

@@ -239,18 +239,29 @@ class NumpyController:
         return self._checked(many, np.ones(1), None, None)[0][0]
 
     def choose(
-        self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None
+        self,
+        features: Arrays,
+        limits: Array,
+        mask: Array | None = None,
+        drift: Drift = None,
+        random: np.random.Generator | None = None,
     ) -> NDArray[np.int64]:
         """Return configurations int64 [n] for blocks [n, d] by name and budgets [n] in ms.
 
-        `mask`, bool [n, C], is what may be chosen; None for everything. Raises a ValueError, as in
-        `decide`, also if the mask has another shape or leaves a request nothing."""
+        `mask`, bool [n, C], is what may be chosen; None for everything. With `random` they are
+        drawn from the policy, and where the guard falls back they stay what static chooses. Raises
+        a ValueError, as in `decide`, also if the mask has another shape or leaves a request
+        nothing."""
         raw, limits, mask = self._checked(self._blocks(features), limits, mask, drift)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
             allowed = None if mask is None else mask[part]
-            best = self._scores(raw[part], limits[part], allowed, drift).argmax(1)
+            scores = self._scores(raw[part], limits[part], allowed, drift)
+            if random is not None:
+                # with this noise the largest score is a draw from their softmax
+                scores = scores + random.gumbel(size=scores.shape)
+            best = scores.argmax(1)
             if self.calibrated is not None:
                 best = self.calibrated.settled(best, limits[part], allowed)
             chosen[part] = best

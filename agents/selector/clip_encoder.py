@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from knobwise.common.errors import InputError, Missing
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.losses.dropout import drops_out
 from knobwise.profiling.huggingface.loading import load_pretrained
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class ClipEncoder(nn.Module):
         """Embed items by their indices, [*, 1] → [*, d]."""
         if self.items is None:
             raise InputError("the selector's encoder has no pictures and texts; set its `items`")
+        self.model.train(drops_out())  # LoRA's dropout goes by this mode
         distinct, positions = indices.squeeze(-1).long().unique(return_inverse=True)
         # each distinct item once, in batches
         encoded = []

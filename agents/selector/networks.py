@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.losses.dropout import Dropout, drops_out
 
 POSITIONS = 32
 """Learned positions of a causal transformer; later steps share the last one."""
@@ -164,6 +165,7 @@ class CausalTransformer(PointerNetwork):
         steps = torch.arange(tokens.shape[2], device=tokens.device)
         later = steps > steps.unsqueeze(1)  # tokens that a step must not see
         inputs = tokens + self.positions[steps.clamp_max(POSITIONS - 1)]
+        self.blocks.train(drops_out())  # torch's own blocks go by their mode
         outputs = self.blocks(inputs.flatten(0, 1), mask=later, is_causal=True)
         return unit(outputs.unflatten(0, tokens.shape[:2]))
 
@@ -187,7 +189,7 @@ class CrossAttention(nn.Module):
         self.heads = config.heads
         width = config.width
         self.query, self.key, self.value, self.outer = (nn.Linear(width, width) for _ in range(4))
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, state: Tensor, items: Tensor, mask: Tensor) -> Tensor:
@@ -246,7 +248,7 @@ def inner_projection(config: SelectorConfig) -> nn.Module:
         nn.Linear(width, 2 * width),
         nn.GELU(),
         nn.LayerNorm(2 * width),
-        nn.Dropout(config.dropout),
+        Dropout(config.dropout),
         nn.Linear(2 * width, width, bias=False),
     )
 
@@ -257,7 +259,7 @@ def two_layers(config: SelectorConfig, features: int) -> nn.Module:
         nn.Linear(features, config.width),
         nn.LayerNorm(config.width),
         nn.ReLU(),
-        nn.Dropout(config.dropout),
+        Dropout(config.dropout),
         nn.Linear(config.width, config.width),
         nn.LayerNorm(config.width),
     )

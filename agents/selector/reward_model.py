@@ -21,6 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import Scorer, recorded_groups
+from knobwise.losses.dropout import Dropout, dropping_out
 
 BATCH = 256
 """Sequences in a step of a fit."""
@@ -82,7 +83,7 @@ class Member(nn.Module):
         super().__init__()
         self.query = nn.Linear(features, width)
         self.candidate = nn.Linear(features, width)
-        self.token = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Dropout(DROPOUT))
+        self.token = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), Dropout(DROPOUT))
         self.update = nn.Linear(2 * width, 2 * width)
         self.head = nn.Sequential(nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
 
@@ -175,15 +176,15 @@ class RewardModel:
         # standardised embeddings, [M, n, d] and [M, n, T, d]
         query = (table.queries[rows] - self.mean) / self.scale
         demonstrations = (table.candidates[sequences.clamp_min(0)] - self.mean) / self.scale
-        self.network.train(learning)
 
         def member(weights: dict[str, Tensor], *inputs: Tensor) -> Tensor:
             logits: Tensor = functional_call(self.network, weights, inputs)
             return logits
 
-        return vmap(member, randomness="different")(
-            self.weights, query, demonstrations, sequences >= 0
-        )
+        with dropping_out(learning):
+            return vmap(member, randomness="different")(
+                self.weights, query, demonstrations, sequences >= 0
+            )
 
     @torch.no_grad()
     def probabilities(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Selector(nn.Module):
     """A policy over ordered sequences of demonstrations from a query's own pool.
 
     `stage` says how far it was trained: `sft`, `rce` or `grpo`. v2 at `grpo` is what the original
-    calls v3.
+    calls v3. It drops out inside `knobwise.losses.dropping_out` alone.
 
     Args:
         config: the settings of the network.
@@ -54,6 +54,7 @@ class Selector(nn.Module):
         self.prior: nn.Parameter | None = None
         if config.prior > 0:
             self.prior = nn.Parameter(torch.tensor(float(config.prior)))
+        self.eval()
 
     @classmethod
     @torch.no_grad()
@@ -75,7 +76,7 @@ class Selector(nn.Module):
         # statistics of queries and candidates together
         both = torch.cat([queries, candidates])
         if encoder is not None:
-            both = encoder.eval()(both)
+            both = encoder(both)
         selector = cls(config, both.shape[-1], encoder)
         both = both.double()
         mean = both.mean(0)
@@ -143,12 +144,7 @@ class Selector(nn.Module):
         Raises:
             InputError: embeddings of another width.
         """
-        # without dropout
-        training = self.training
-        self.eval()
-        sequences = self.distribution(query, pool, mask, shots).mode
-        self.train(training)
-        return sequences
+        return self.distribution(query, pool, mask, shots).mode
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
@@ -162,7 +158,7 @@ class Selector(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Selector:
-        """Return the selector that `plain` describes, in eval mode.
+        """Return the selector that `plain` describes.
 
         Raises:
             Missing: the CLIP model that it was trained along with cannot be loaded.
@@ -177,4 +173,4 @@ class Selector(nn.Module):
         selector = cls(SelectorConfig(**plain["selector"]), plain["features"], encoder)
         selector.stage = plain["stage"]
         selector.load_state_dict(plain["state"])
-        return selector.eval()
+        return selector

@@ -43,8 +43,8 @@ class SelectorConfig:
     """Weight of the cosine of a query's and a candidate's embeddings in the logits, where training
     begins; it is trained too. So a selector starts from nearest neighbours. 0 leaves it out."""
     dropout: float = 0.0
-    """Dropout in projections and layers, in train mode only. Old and new log-probs must be taken in
-    the same mode."""
+    """Dropout in projections and layers during supervised fine-tuning; draws, log-probs and
+    decisions never use it."""
 
     def __post_init__(self) -> None:
         one_of("selector.version", self.version, tuple(UNREAD))

@@ -102,6 +102,8 @@ class KnobPolicy:
         explain: bool = False,
         drift: Drift | None = None,
         between_ms: tuple[float, float] | None = None,
+        deterministic: bool = True,
+        seed: int | None = None,
     ) -> Any:
         """Decide for one input, or for n.
 
@@ -118,15 +120,21 @@ class KnobPolicy:
             drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
             between_ms: where an explanation looks for flips; None for a tenth of each budget and
                 ten times it.
+            deterministic: take the policy's most probable choice; if False draw from the policy.
+                Where the guard falls back, static or the static mix decides as ever.
+            seed: of the draws of this call, ≥ 0; None for others each time.
 
         Returns:
             The knob values by name, or an `Explanation`; a list of n if any argument is for n.
 
         Raises:
             InputError: a block is missing, no numbers, infinite or of another shape, a budget is no
-                number, or not positive, finite and calibrated, or the drift is that of another
-                controller.
+                number, or not positive, finite and calibrated, the drift is that of another
+                controller, or the seed is negative or given without draws.
         """
+        random = None if deterministic else _generator(seed)
+        if deterministic and seed is not None:
+            raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
         arrays = blocks_of(features, self.features, self.columns)
         budgets = numbers("budget_ms", budget_ms)
         # without any size everything is for a single input
@@ -143,7 +151,7 @@ class KnobPolicy:
         for name, block in arrays.items():
             blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
         limits = budgets if budgets.ndim else budgets.repeat(n)
-        chosen = self.agent.choose(blocks, limits, None, drift)
+        chosen = self.agent.choose(blocks, limits, None, drift, random)
         results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
         if explain:
             for i, choice in enumerate(chosen):
@@ -205,6 +213,8 @@ class KnobPolicy:
             static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
+        if row["probability"] < expected[0]["probability"]:
+            reason = f"drawn from the policy, which gives it {row['probability']:.1%}"
         if guard is not None and guard.get("margin", 1.0) < 1:
             reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
         if "utility" in row:
@@ -255,3 +265,11 @@ class KnobPolicy:
             moments = moved
         budgets = torch.tensor(limits)
         return numbers | {"on_time": moments.meets(budgets), "utility": moments.score(budgets)}
+
+
+def _generator(seed: int | None) -> np.random.Generator:
+    """Return a generator of draws. Raises InputError: the seed is no whole number from 0 on."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"decide: seed={seed!r}: must be a whole number from 0 on") from error

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -59,6 +58,14 @@ class Settled:
             self.static = FittedStatic(self.static).scaled(times, accuracies).arrays()
 
 
+class _Made(NamedTuple):
+    """A NumPy controller, the tensors that it was made of, and how they were then."""
+
+    decider: NumpyController
+    tensors: list[Tensor]
+    weights: list[tuple[int, int]]
+
+
 class DeployedController(nn.Module):
     """A controller, the teacher of it, and what was settled on held-out samples.
 
@@ -97,26 +104,42 @@ class DeployedController(nn.Module):
         """The value index of each knob for each configuration, int64 [C, K]."""
         return self.controller.configurations
 
-    @cached_property
+    @property
     def decider(self) -> NumpyController:
         """The NumPy controller that decides.
 
-        It is made at the first use after `train()`, `eval()` or `load_state_dict`.
+        It is made at the first use, and anew where a step of training has changed a weight or
+        `load_state_dict` all of them.
         """
-        return NumpyController(self.arrays())
+        made = self.__dict__.get("_made")
+        if made is None or made.weights != _changes_of(made.tensors):
+            tensors = [*self.controller.parameters(), *self.controller.buffers()]
+            made = _Made(NumpyController(self.arrays()), tensors, _changes_of(tensors))
+            # no module, so it stands beside them
+            self.__dict__["_made"] = made
+        return made.decider
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy makes its own decider
+        return {name: value for name, value in self.__dict__.items() if name != "_made"}
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, as every loop of training does, and forget the `decider`."""
-        self.__dict__.pop("decider", None)
+        """Set the mode, and forget the `decider`, for weights that were replaced as a whole."""
+        self.__dict__.pop("_made", None)
         return super().train(mode)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Take over weights, see `nn.Module`, and forget the `decider`."""
-        self.__dict__.pop("decider", None)
+        self.__dict__.pop("_made", None)
         return super().load_state_dict(*arguments, **options)
 
     def choose(
-        self, features: Mapping[str, Any], limits: Any, mask: Any = None, drift: Drift = None
+        self,
+        features: Mapping[str, Any],
+        limits: Any,
+        mask: Any = None,
+        drift: Drift = None,
+        random: np.random.Generator | None = None,
     ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
@@ -125,7 +148,7 @@ class DeployedController(nn.Module):
                 profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask, drift)
+            return self.decider.choose(features, limits, mask, drift, random)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error
@@ -232,6 +255,11 @@ class DeployedController(nn.Module):
         for part in ARRAYS:
             setattr(settled, part, _numpy_of(plain[part]))
         return cls(controller, teacher, settled).eval()
+
+
+def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return which tensors these are, and how often each was changed in place."""
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
 
 
 def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:

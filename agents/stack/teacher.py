@@ -315,7 +315,6 @@ def fit_teacher(
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.
     """
-    network.eval()  # in training it may come with dropout
     sense = network.sense
     normaliser = network.normaliser
     families = config.experts if normaliser.width else ()

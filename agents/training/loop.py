@@ -34,6 +34,7 @@ from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress, say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.losses.dropout import dropping_out
 
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
@@ -135,7 +136,7 @@ class Trainer(ABC):
         """Take over what is trained and what it is trained with; to be called inside `seeded`.
 
         Args:
-            agent: the network to train; it is in eval mode except where a stage says otherwise.
+            agent: the network to train, in eval mode.
             reference: the policy that the KL is taken to.
             env: where contexts and rewards come from.
             behaviour: the policy that collects.
@@ -323,14 +324,12 @@ class Trainer(ABC):
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         parameters = [*self.learned.parameters()]
-        # the agent is in eval mode otherwise
-        if stage.dropout:
-            self.agent.train()
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
             for minibatch in self._minibatches():
                 # outputs without a gradient are diagnostics; the others add up to the loss
-                out = stage.loss(minibatch)
+                with dropping_out(stage.dropout):
+                    out = stage.loss(minibatch)
                 total: Any = sum(value for value in out.values() if value.requires_grad)
                 self.optimiser.zero_grad()
                 total.backward()
@@ -338,8 +337,6 @@ class Trainer(ABC):
                 self.optimiser.step()
                 if watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
-        if stage.dropout:
-            self.agent.eval()
         if not outputs:
             return {}
         mean: TensorDictBase = lazy_stack(outputs).mean(0)

@@ -48,9 +48,9 @@ class Stage:
     """Draws a minibatch of so many contexts, for a stage that learns from something else than what
     is collected. It collects only where diagnostics are read."""
     dropout: bool = False
-    """True if the network learns in train mode. GRPO learns in eval mode: the old log-probs are
-    drawn without dropout, so the new ones are computed without it, and the ratio is 1 at the first
-    step."""
+    """True if the network drops out where the loss is computed. GRPO learns without: the old
+    log-probs are drawn without dropout, so the new ones are computed without it, and the ratio is 1
+    at the first step."""
     patience: int = 0
     """The stage ends this many evaluations after its best score; 0 never ends it early."""
     loss_name: str = "Loss"

@@ -125,10 +125,21 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         return spaces.MultiDiscrete(self.table.knob_sizes)
 
     def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw contexts. One seed serves all of them; of a list of seeds the first counts."""
-        seed = seed[0] if isinstance(seed, list) else seed
+        """Draw contexts. One seed serves all of them. Of several each environment gets its own, and
+        the context that `ConfigBanditEnv` draws by it; what is drawn later follows from the first.
+
+        Raises:
+            InputError: there are not as many seeds as environments, or they are no seeds.
+        """
+        seeds = None
+        if isinstance(seed, (Sequence, np.ndarray)):
+            seeds = self._seeds(seed)
+            seed = None
         super().reset(seed=seed)
         options = dict(options or {})
         mask = None
@@ -139,8 +150,21 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
                     f"reset options: reset_mask is bool [{self.num_envs}], True where a context "
                     "is drawn"
                 )
-        observations, infos = self.draw(seed, options, mask)
+        observations, infos = self.draw(seed, options, mask, seeds)
         return observations, self._with_masks(infos, mask)
+
+    def _seeds(self, seeds: Sequence[int | None] | NDArray[Any]) -> list[int | None]:
+        """Return the seeds of all environments, None where one is to draw on."""
+        numbers = [None if number is None else int(number) for number in seeds]
+        if (
+            len(numbers) != self.num_envs
+            or min((n for n in numbers if n is not None), default=0) < 0
+        ):
+            raise InputError(
+                f"reset: seed={seeds!r}: must be one seed from 0 on, or {self.num_envs} of them, "
+                "one for each environment (None for any)"
+            )
+        return numbers
 
     def step(
         self, actions: NDArray[Any]
@@ -173,8 +197,12 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         seed: int | None = None,
         options: dict[str, Any] | None = None,
         renewed: NDArray[np.bool_] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> tuple[Observation, Info]:
-        """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs]."""
+        """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs].
+
+        `seeds` are those of the environments, None for one that draws on.
+        """
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
         # as many contexts are drawn whatever is chosen, so that a seed stays a seed
@@ -182,6 +210,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             options or {}, self.table, self.limit_key, self.num_envs
         )
         rows, limits = self._contexts(self.num_envs, chosen)
+        if seeds is not None:
+            rows, limits = self._by_seeds(seeds, rows, limits, chosen)
         if chosen_limits is not None:
             limits = chosen_limits
         if renewed is not None and self._current is not None:
@@ -200,6 +230,25 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._current = _Contexts(rows, limits, observations, infos)
         self._over[... if renewed is None else renewed] = False
         return _copied(observations), _copied(infos)
+
+    def _by_seeds(
+        self, seeds: Sequence[int | None], rows: Tensor, limits: Tensor, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return contexts [n] of which those with a seed are drawn anew by it."""
+        generator = self._contexts.generator
+        rows = rows.clone()
+        limits = limits.clone()
+        drawn_on = generator.get_state()
+        # the first comes last, so that the generator goes on from it
+        for i, seed in reversed([*enumerate(seeds)]):
+            if seed is not None:
+                generator.manual_seed(seed)
+                row = None if chosen is None else chosen[i : i + 1]
+                rows[i : i + 1], limits[i : i + 1] = self._contexts(1, row)
+        if None in seeds:
+            # else the others would draw the same each time
+            generator.set_state(drawn_on)
+        return rows, limits
 
     def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
         """Replay an action for each context.

@@ -19,7 +19,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import LIMIT_KEYS, ContextSampler
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
-from knobwise.envs.single_step import SingleStepEnv
+from knobwise.envs.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.tables.profile_table import ProfileTable
 
 OUTCOMES = ("accuracy", "latency_ms")
@@ -52,7 +52,9 @@ class ConfigBandit(SingleStepEnv):
     transform may have changed those in the tensordict.
 
     Args:
-        batch_size, group_size: P, G.
+        batch_size: P, or a shape of contexts as in TorchRL, in the place of [P]; `[]` is a single
+            context without an axis.
+        group_size: G.
         budget, reward: see `Replay`.
         rows: int64 [n], the samples to draw from (the training split), None for all. From M such
             lists contexts are drawn in turn, context i from list i mod M.
@@ -83,7 +85,7 @@ class ConfigBandit(SingleStepEnv):
         self,
         table: ProfileTable,
         *,
-        batch_size: int = 1,
+        batch_size: int | Sequence[int] = 1,
         group_size: int | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
@@ -96,7 +98,7 @@ class ConfigBandit(SingleStepEnv):
         **options: Any,
     ) -> None:
         budget = budget or BudgetConfig()
-        super().__init__(device=device, batch_size=[batch_size])
+        super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
         self.contexts = ContextSampler(table, budget, rows, seed, balance)
         self.limit_key = LIMIT_KEYS[budget.sense]
@@ -106,12 +108,12 @@ class ConfigBandit(SingleStepEnv):
         self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # True once a transform changed or removed the limits
-        self.decisions = (batch_size, group_size or 1)
-        self.outcome_shape = self.decisions if group_size else (batch_size,)
-        self._set_outcome_specs(*self.decisions)
+        self.decisions = (self.batch_size.numel(), group_size or 1)
+        self.outcome_shape = self.decisions if group_size else self.decisions[:1]
+        self._set_outcome_specs(group_size or 1)
         self.action_spec = self._actions().to(self.device)
         specs = self._observations()
-        self.observation_spec = Composite(specs, shape=(batch_size,)).to(self.device)
+        self.observation_spec = Composite(specs, shape=self.batch_size).to(self.device)
         if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
             raise InputError(
                 f"action_keys=knobs: knob {min(taken)} is called like another key; use "
@@ -121,29 +123,29 @@ class ConfigBandit(SingleStepEnv):
     def _actions(self) -> TensorSpec:
         """Return the spec of the actions."""
         sizes = self.table.knob_sizes
-        shape = self.outcome_shape
+        shape = (*self.batch_size, *self.outcome_shape[1:])
         if self.replay.knob_keys:
             knobs = zip(self.replay.knob_keys, sizes, strict=True)
             specs = {name: Categorical(size, shape) for name, size in knobs}
-            return Composite(specs, shape=shape[:1])
+            return Composite(specs, shape=self.batch_size)
         if self.replay.action == "knobs":
             return MultiCategorical(sizes, (*shape, len(sizes)), remove_singleton=False)
         return Categorical(self.table.num_configurations, shape)
 
     def _observations(self) -> dict[str, TensorSpec]:
         """Return the spec of each part of an observation."""
-        p = self.decisions[0]
+        batch = self.batch_size
         c = self.table.num_configurations
-        specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, (p,))}
-        # what is a float, by its shape
-        shapes: dict[str, tuple[int, ...]] = {self.limit_key: (p,)}
+        specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, batch)}
+        # what is a float, by its shape for each context
+        shapes: dict[str, tuple[int, ...]] = {self.limit_key: ()}
         if self.full_information:
-            shapes["reward_per_configuration"] = (p, c)
+            shapes["reward_per_configuration"] = (c,)
         if not self.lean:
-            shapes |= {name: (p, block.shape[1]) for name, block in self.table.features.items()}
-            shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape)
-            specs["mask"] = Binary(c, (p, c), dtype=torch.bool)
-        return specs | {name: Unbounded(shape) for name, shape in shapes.items()}
+            shapes |= {name: block.shape[1:] for name, block in self.table.features.items()}
+            shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape[1:])
+            specs["mask"] = Binary(c, (*batch, c), dtype=torch.bool)
+        return specs | {name: Unbounded((*batch, *shape)) for name, shape in shapes.items()}
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
@@ -157,7 +159,7 @@ class ConfigBandit(SingleStepEnv):
             tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
         if "row" not in tensordict and not self.current:
             self._reset()
-        rows = tensordict.get("row", self.current.get("row")).long()
+        rows = one_axis(tensordict.get("row", self.current.get("row")).long())
         # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
@@ -166,7 +168,7 @@ class ConfigBandit(SingleStepEnv):
             action = self.table.configurations[action]
         action = action.to(rows.device)
         if keys := self.replay.knob_keys:
-            columns = action.view(*self.outcome_shape, len(keys)).unbind(-1)
+            columns = action.view(*self.batch_size, *self.outcome_shape[1:], len(keys)).unbind(-1)
             return tensordict.update(dict(zip(keys, columns, strict=True)))
         return tensordict.set("action", action.view(self.action_spec.shape))
 
@@ -214,8 +216,8 @@ class ConfigBandit(SingleStepEnv):
             self._reset()
         old_rows = self.current.get("row")
         old_limits = self.current.get(self.limit_key)
-        rows = tensordict.get("row", old_rows).long()
-        limits = tensordict.get(self.limit_key, old_limits).float()
+        rows = one_axis(tensordict.get("row", old_rows).long())
+        limits = one_axis(tensordict.get(self.limit_key, old_limits).float())
         same_rows = _same(rows, old_rows)
         same = same_rows and not no_limits and _same(limits, old_limits)
         if wrapped and same_rows:
@@ -232,6 +234,8 @@ class ConfigBandit(SingleStepEnv):
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self.current["row"]
+        if len(self.batch_size) > 1:
+            tensordict = tensordict.select(*self.action_keys).reshape(-1)
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
         actions = tensordict if self.replay.knob_keys else tensordict["action"]
         action = self.replay.grouped(actions, *self.decisions)
@@ -257,8 +261,9 @@ class ConfigBandit(SingleStepEnv):
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             mask = out["mask"]
-            self.action_spec.update_mask(mask if self.action_spec.ndim == 1 else mask.unsqueeze(1))
-        return out | {name: self.observation_spec[name].zero() for name in OUTCOMES}
+            mask = mask.unsqueeze(1) if len(self.outcome_shape) > 1 else mask
+            self.action_spec.update_mask(mask.reshape((*self.batch_size, *mask.shape[1:])))
+        return out | {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:

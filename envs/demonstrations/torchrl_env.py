@@ -7,7 +7,7 @@ are looked up; with one they are scored when drawn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from knobwise.envs.demonstrations.settings import (
     DemonstrationRewardConfig,
     GroupConfig,
 )
-from knobwise.envs.single_step import SingleStepEnv
+from knobwise.envs.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.tables.tensor_file import joined_by_name
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -133,7 +133,8 @@ class DemonstrationBandit(SingleStepEnv):
     sequence.
 
     Args:
-        batch_size: P.
+        batch_size: P, or a shape of queries as in TorchRL, in the place of [P]; `[]` is a single
+            query without an axis.
         group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest
             recorded group. None for no group axis: the action is [P, T] or [P], `vqa_correct` [P],
             the reward [P, 1].
@@ -162,7 +163,7 @@ class DemonstrationBandit(SingleStepEnv):
         self,
         table: BeamTable,
         *,
-        batch_size: int = 1,
+        batch_size: int | Sequence[int] = 1,
         group_size: int | str | None = None,
         shots: int | None = None,
         reward: DemonstrationRewardConfig | None = None,
@@ -175,7 +176,8 @@ class DemonstrationBandit(SingleStepEnv):
         lean: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(device=device, batch_size=[batch_size])
+        super().__init__(device=device, batch_size=batch_shape(batch_size))
+        count = self.batch_size.numel()
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ("places", "sequence"))
         if scorer is None:
@@ -192,10 +194,10 @@ class DemonstrationBandit(SingleStepEnv):
         rows = torch.arange(table.num_queries) if rows is None else rows
         group: tuple[Any, ...] = () if group_size is None else (group_size,)
         candidates = int(table.pool_mask.sum())
-        if min(shots, *group, batch_size, len(rows), candidates) < 1:
+        if min(shots, *group, len(rows), candidates) < 1:
             raise InputError(
-                f"shots={shots}, group_size={group_size}, batch_size={batch_size}, {len(rows)} "
-                f"queries to draw from, {candidates} candidates in all pools: all must be ≥ 1"
+                f"shots={shots}, group_size={group_size}, {len(rows)} queries to draw from, "
+                f"{candidates} candidates in all pools: all must be ≥ 1"
             )
         self.table = table
         self.scorer = scorer
@@ -204,10 +206,10 @@ class DemonstrationBandit(SingleStepEnv):
         self.by_index = action == "sequence"
         self.lean = lean
         self.shots = shots
-        self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
+        self.contexts = Passes(rows, count, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
         self._set_data()
-        self._set_specs(batch_size, group)
+        self._set_specs(group)
 
     def _set_data(self) -> None:
         """Copy what a step reads to the device."""
@@ -226,35 +228,38 @@ class DemonstrationBandit(SingleStepEnv):
             # filled as soon as a reward asks for it
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
 
-    def _set_specs(self, p: int, group: tuple[Any, ...]) -> None:
+    def _set_specs(self, group: tuple[Any, ...]) -> None:
         """Describe the tensors; `group` is the group axis, empty for none."""
+        batch = self.batch_size
         table = self.table
         n = self.pool.shape[1]
         d = self.queries.shape[1]
         # −1 is padding
         places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64)
         observation: dict[str, TensorSpec] = {
-            "row": Categorical(table.num_queries, (p,)),
-            "vqa_correct": Unbounded((p, *group)),
+            "row": Categorical(table.num_queries, batch),
+            "vqa_correct": Unbounded((*batch, *group)),
         }
         if not self.lean:
             observation |= {
-                "query": Unbounded((p, d)),
-                "pool": Unbounded((p, n, d)),
-                "mask": Binary(n, (p, n), dtype=torch.bool),
+                "query": Unbounded((*batch, d)),
+                "pool": Unbounded((*batch, n, d)),
+                "mask": Binary(n, (*batch, n), dtype=torch.bool),
             }
         if self.scorer is None:
             b = table.num_beams
             observation |= {
-                "sequences": places((p, b, table.shots)),
-                "group_mask": Binary(b, (p, b), dtype=torch.bool),
+                "sequences": places((*batch, b, table.shots)),
+                "group_mask": Binary(b, (*batch, b), dtype=torch.bool),
             }
-        self.observation_spec = Composite(observation, shape=(p,)).to(self.device)
-        action: TensorSpec = places((p, *group, self.shots))
+        self.observation_spec = Composite(observation, shape=batch).to(self.device)
+        action: TensorSpec = places((*batch, *group, self.shots))
         if self.by_index:
-            action = Categorical(table.num_beams, (p, *group))
+            action = Categorical(table.num_beams, (*batch, *group))
         self.action_spec = action.to(self.device)
-        self._set_outcome_specs(p, *(group or (1,)))
+        self._set_outcome_specs(*(group or (1,)))
+        # of each context, along one axis
+        self.outcome_shape = (batch.numel(), *group)
 
     def _about(self) -> str:
         source = "recorded sequences" if self.scorer is None else "sequences scored as drawn"
@@ -262,15 +267,15 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         self._rows = self.contexts().to(self.device)
-        correct = self.observation_spec["vqa_correct"].zero()
+        correct = torch.zeros(self.outcome_shape, device=self.device)
         return self._with_end(self.observe(self._rows) | {"vqa_correct": correct}, ended=False)
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self._rows is None and "row" not in tensordict:
             self._reset()
-        rows = tensordict.get("row", self._rows).long()
+        rows = one_axis(tensordict.get("row", self._rows).long())
         outcome = self.decide(rows, tensordict["action"])
-        correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
+        correct = outcome.correct.view(self.outcome_shape)
         changed = {"vqa_correct": correct, "reward": outcome.reward}
         return self._with_end(self.observe(rows) | changed, ended=True)
 

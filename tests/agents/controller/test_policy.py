@@ -2,7 +2,15 @@ import math
 
 import pytest
 import torch
-from helpers import arrays, close, driven_apart, member_of, small_table, some_configurations
+from helpers import (
+    arrays,
+    close,
+    driven_apart,
+    input_error,
+    member_of,
+    small_table,
+    some_configurations,
+)
 from tensordict import TensorDict
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
@@ -67,17 +75,12 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(by_knobs, features):
     assert torch.equal(result["action"], wanted["action"])
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_what_is_deployed_is_without_dropout_which_is_there_in_training_mode_only(training):
+@pytest.mark.parametrize("key", ["row", "budget_ms"])
+def test_a_context_that_lacks_something_is_refused(key):
     table = small_table()
-    controller = small_controller(table, dropout=0.5).train(training)
-    data = contexts(table, 200)
-    decisions = [chosen_by(controller, table, data) for _ in range(2)]
-    assert torch.equal(*decisions)
-    assert all(module.training == training for module in controller.modules())
-    features = controller.normaliser(data, 200)
-    log_probs = [controller(features, data["budget_ms"]) for _ in range(2)]
-    assert torch.equal(*log_probs) != training
+    data = contexts(table).exclude(key)
+    with input_error(key):
+        make_actor(small_controller(table), table, 3).get_dist(data)
 
 
 def test_statistics_come_from_the_rows_given_alone():

@@ -46,15 +46,6 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together():
     close(normal.std(0, correction=0), [1.0, 1.0, 1.0, 0.0], 1e-3)
 
 
-def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was():
-    made = selector(dropout=0.9).train()
-    first = made.choose(*BATCH, shots=3)
-    assert all(torch.equal(made.choose(*BATCH, shots=3), first) for _ in range(5))
-    assert made.training
-    assert not made.eval().choose(*BATCH, shots=3).requires_grad
-    assert not made.training
-
-
 @pytest.mark.parametrize(
     ("changed", "field"),
     [

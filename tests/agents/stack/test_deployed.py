@@ -1,9 +1,13 @@
 """What a run deploys: the last network in NumPy, with the margin and the fall-back of each
 budget."""
 
+import copy
+
 import numpy as np
 import pytest
-from helpers import deployed, equal_states, input_error, small_table
+import torch
+from helpers import arrays, deployed, equal_states, input_error, small_table
+from replayed import untrained
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
@@ -41,3 +45,26 @@ def test_features_of_another_profile_are_a_mistake_of_the_user():
     features = {"language_features": np.zeros((2, 4), np.float32)}
     with input_error("image_features"):
         agent.choose(features, np.ones(2))
+
+
+def test_it_decides_by_the_weights_of_the_moment():
+    """After a step of an optimiser, in a copy, and without a word about modes."""
+    table = small_table(40)
+    agent = untrained(table)
+    request = arrays(table), np.full(40, 12.0)
+    before = agent.choose(*request)
+    first = agent.decider
+    assert agent.decider is first
+    copied = copy.deepcopy(agent)
+    optimiser = torch.optim.AdamW(copied.parameters(), lr=0.3)
+    for _ in range(3):
+        log_probs = copied.controller(
+            copied.controller.normaliser(table.features, 40), torch.full((40,), 12.0)
+        )
+        optimiser.zero_grad()
+        log_probs[:, 5].mean().neg().backward()
+        optimiser.step()
+    assert (copied.choose(*request) == 5).all()
+    assert (agent.choose(*request) == before).all()
+    assert (before != 5).any()
+    assert agent.decider is first

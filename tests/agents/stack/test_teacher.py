@@ -96,7 +96,7 @@ def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
 
 def test_it_is_weighed_without_dropout():
     network = network_of(TABLE, ROWS).train()
-    assert network.network.dropout > 0
+    assert network.network.dropout.p > 0
     state = torch.get_rng_state()
     fitted_on(TABLE, ROWS, network=network)
     assert torch.equal(torch.get_rng_state(), state)

@@ -451,3 +451,63 @@ def test_make_vec_takes_every_reset_mode(mode, vectorization):
     observations, rewards, *_, infos = statistics.step(env.action_space.sample())
     assert env.observation_space.contains(observations)
     assert infos["episode"]["r"].tolist() == pytest.approx(rewards.tolist())
+
+
+# -- a seed for each environment -------------------------------------------------------------------
+
+
+def many_and_single(count=3, **options):
+    singles = [ConfigBanditEnv(TABLE, **options) for _ in range(count)]
+    return ConfigBanditVectorEnv(count, TABLE, **options), singles
+
+
+@pytest.mark.parametrize("seeds", [[5, 7, 9], (9, 7, 5), np.array([0, 1, 2]), [4, 4, 4]], ids=str)
+@pytest.mark.parametrize("options", [None, {"row": [3, 1, 2]}, {"budget_ms": 9.0}], ids=str)
+def test_each_environment_gets_the_context_of_its_own_seed(seeds, options):
+    many, singles = many_and_single()
+    observations, infos = many.reset(seed=seeds, options=options)
+    for i, (env, seed) in enumerate(zip(singles, seeds, strict=True)):
+        of_one = options and {
+            name: value[i] if isinstance(value, list) else value for name, value in options.items()
+        }
+        wanted, info = env.reset(seed=int(seed), options=of_one)
+        assert infos["row"][i] == info["row"]
+        for name, block in wanted.items():
+            np.testing.assert_array_equal(observations[name][i], block)
+    # it is gymnasium's own way too
+    theirs, _ = SyncVectorEnv([lambda: ConfigBanditEnv(TABLE)] * 3).reset(seed=[5, 7, 9])
+    mine, _ = many.reset(seed=[5, 7, 9])
+    compare(theirs, mine)
+
+
+def test_the_same_seeds_repeat_everything_and_a_seed_may_be_left_out():
+    many, singles = many_and_single(2)
+    for _ in range(2):
+        steps = []
+        for env in (many, ConfigBanditVectorEnv(2, TABLE)):
+            env.reset(seed=[5, 7])
+            steps.append([env.step(NOTHING[:2])[0] for _ in range(3)])
+        for first, second in zip(*steps, strict=True):
+            compare(first, second)
+    wanted, _ = singles[0].reset(seed=7)
+    drawn = set()
+    for _ in range(20):
+        observations, infos = many.reset(seed=[None, 7])
+        drawn.add(int(infos["row"][0]))
+        np.testing.assert_array_equal(observations["image_features"][1], wanted["image_features"])
+    assert len(drawn) > 1
+
+
+def test_seeds_and_a_mask_of_resets():
+    many = ConfigBanditVectorEnv(2, TABLE, autoreset_mode=AutoresetMode.DISABLED)
+    _, before = many.reset(seed=[1, 2])
+    mask = np.array([False, True])
+    _, after = many.reset(seed=[8, 9], options={"reset_mask": mask})
+    _, fresh = many.reset(seed=[8, 9])
+    assert after["row"].tolist() == [before["row"][0], fresh["row"][1]]
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3], [-1, 2], []], ids=str)
+def test_seeds_of_other_environments_are_refused(seeds):
+    with input_error("seed="):
+        ConfigBanditVectorEnv(2, TABLE).reset(seed=seeds)

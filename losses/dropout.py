@@ -1,0 +1,44 @@
+"""Dropout that a warm-up asks for, whatever the mode of the modules.
+
+The ratio of GRPO and PPO compares log-probs of one policy before and after a step. If a network
+dropped out at random, the two would differ before anything was learned. So neither draws nor
+log-probs depend on `train()` and `eval()`, which a trainer, a collector or a user may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+# of each thread its own, and torch.compile notices where it changes
+_ASKED_FOR = ContextVar("dropout", default=False)
+
+
+@contextmanager
+def dropping_out(asked_for: bool = True) -> Iterator[None]:
+    """Let the networks of this project drop out inside the block, as a warm-up needs it.
+
+    Put nothing but the warm-up's loss into the block: what is drawn or judged there would drop out
+    too.
+    """
+    before = _ASKED_FOR.set(asked_for)
+    try:
+        yield
+    finally:
+        _ASKED_FOR.reset(before)
+
+
+def drops_out() -> bool:
+    """Tell if networks drop out now, for parts of other libraries that go by their own mode."""
+    return _ASKED_FOR.get()
+
+
+class Dropout(nn.Dropout):
+    """Dropout that acts inside `dropping_out` alone. Shapes: [*] → [*]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.p, drops_out())
