@@ -288,21 +288,7 @@ class GRPOLoss(GroupLoss):
         if callable(self.advantage):
             self._check(tensordict, group, [])
         # PPO's objective with the advantages of each group
-        # in units of their spread, where that is known
-        unit = self.reward_spread or 1.0
-        floor = self.std_floor
-        if floor is not None:
-            floor = floor / unit
-        elif self.reward_spread is not None:
-            floor = STD_FLOOR
-        advantage = group_advantage(
-            group.reward / unit,
-            self.advantage,
-            weight=group.weight,
-            clip=self.advantage_clip,
-            std_floor=floor,
-            std_eps=self.std_eps / unit,
-        )
+        advantage = self._advantage(group)
         surrogate, cut = clipped_surrogate(
             group.log_prob, group.old.detach(), advantage, self.clip_epsilon
         )
@@ -336,6 +322,23 @@ class GRPOLoss(GroupLoss):
             with torch.no_grad():
                 out |= self._diagnostics(group, reference, advantage, used, cut)
         return TensorDict(out, batch_size=[])
+
+    def _advantage(self, group: _Group) -> Tensor:
+        """Compute the advantages, [P, J], of rewards in units of their spread, where it is known."""
+        unit = self.reward_spread or 1.0
+        floor = self.std_floor
+        if floor is not None:
+            floor = floor / unit
+        elif self.reward_spread is not None:
+            floor = STD_FLOOR
+        return group_advantage(
+            group.reward / unit,
+            self.advantage,
+            weight=group.weight,
+            clip=self.advantage_clip,
+            std_floor=floor,
+            std_eps=self.std_eps / unit,
+        )
 
     def _kl(self, group: _Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""
