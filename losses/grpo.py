@@ -324,7 +324,7 @@ class GRPOLoss(GroupLoss):
         return TensorDict(out, batch_size=[])
 
     def _advantage(self, group: _Group) -> Tensor:
-        """Compute the advantages, [P, J], of rewards in units of their spread, where it is known."""
+        """Compute the advantages, [P, J], of rewards in units of their spread, if that is known."""
         unit = self.reward_spread or 1.0
         floor = self.std_floor
         if floor is not None:
