@@ -123,7 +123,11 @@ def served(tmp_path_factory):
     """A server with a controller that reads a text and a number, in processes of its own: a function
     that asks it, the controller, and the folder of the log."""
     folder = tmp_path_factory.mktemp("served")
-    samples = {"sample_id": range(30), "kind": ["ocr", "form"] * 15, "tokens": range(30)}
+    samples = {
+        "sample_id": range(30),
+        "kind": ["ocr", "form"] * 15,
+        "tokens": [i * i // 29 for i in range(30)],
+    }
     knobs = pl.DataFrame({"crops": [1, 4], "accuracy": [0, 1], "latency_ms": [2.0, 9.0]})
     frame = pl.DataFrame(samples).join(knobs, how="cross")
     policy = knobwise.fit(frame, "auto", **SMALL | {"policy": "independent"})

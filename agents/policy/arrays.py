@@ -101,9 +101,8 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
             raise ValueError(f"features: {name!r} is absent; give {names}, None where unknown")
         value = request[name]
         if isinstance(value, str):
-            value = value.strip() or None
-        if value == "?":
-            value = None
+            value = value.strip()
+            value = None if value in ("", "?") else value
         number = math.nan if value is None else as_number(value)
         if number is not None and math.isnan(number):
             if not gaps:

@@ -85,6 +85,8 @@ class SelectorTrainer(Trainer):
     kept = (*Trainer.kept, "calls")
     keeps_epochs = True
     calls = 0
+    temperature: float
+    """τ of the present iteration of RCE, in units of the spread of rewards."""
 
     def __init__(
         self,
@@ -212,6 +214,7 @@ class SelectorTrainer(Trainer):
         temperature = start + (end - start) * share
         if self.stage.name == "sft":
             temperature = math.inf  # all recorded sequences weigh the same
+        self.temperature = temperature
         self.imitation.temperature.fill_(temperature * (self.reward_spread or 1.0))
         self.imitation.diagnostics = self.grpo.diagnostics = watched
         self.grpo.top = CURRICULUM_TOP if share < self.loss.curriculum else None
@@ -283,8 +286,7 @@ class SelectorTrainer(Trainer):
         if self.stage.name == "sft":
             return logged  # all sequences count alike, which is no temperature
         if self.stage.name == "rce":
-            temperature = float(self.imitation.temperature) / (self.reward_spread or 1.0)
-            return logged | {"Temperature": temperature}
+            return logged | {"Temperature": self.temperature}
         if self.env.scorer is not None:
             logged |= {"True_Calls": self.calls} | self.corrected
         return logged | {"Temperature": float(self.agent.temperature)}

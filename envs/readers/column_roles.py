@@ -75,6 +75,7 @@ def knobs_and_features(
     other: set[str],
     cost: str,
     notes: list[str],
+    some_cells: bool = False,
 ) -> tuple[Sequence[str], Any]:
     """Return the columns that are knobs, and features, read if they are columns of the frame.
 
@@ -84,6 +85,7 @@ def knobs_and_features(
         other: columns that are neither knobs nor features.
         cost: the one of them that the budget limits; it may be a knob too, as a number of tokens.
         notes: what is noticed.
+        some_cells: see `table_from_frame`.
 
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
@@ -104,7 +106,8 @@ def knobs_and_features(
             f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
             f"configurations in one column. {'; '.join(notes)}"
         )
-    _refuse_log(frame, keys, knobs)
+    if not some_cells:
+        _refuse_log(frame, keys, knobs)
     return knobs, features
 
 

@@ -188,7 +188,12 @@ def _melted(
                 times.fill_nan(None).alias(latency),
             )
         )
-    return pl.concat(parts)
+    rows = pl.concat(parts)
+    # an empty cell was not measured; in a table of measurements it might have failed
+    measured = rows[accuracy].is_not_null()
+    if not measured.all():
+        notes.append(f"{(~measured).sum()} cells without accuracy: not profiled")
+    return rows.filter(measured)
 
 
 def _is_number(value: Any) -> bool:

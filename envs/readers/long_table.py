@@ -134,6 +134,7 @@ def table_from_frame(
     columns: Sequence[Column] = (),
     group: str | None = None,
     time: str | None = None,
+    some_cells: bool = False,
     source: str = "",
     notes: Sequence[str] = (),
     **layout: Any,
@@ -160,6 +161,8 @@ def table_from_frame(
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
         group: the column of what a sample belongs to, such as a document or a user.
         time: the column of when a row was measured; samples are then sorted by their first time.
+        some_cells: the rows are a few cells of a profile that is known, measured anew, so one for
+            each sample is enough.
         source: the name of the frame in error messages, such as a file name.
         layout: other names of columns, and forms of table; see `Layout`.
 
@@ -190,7 +193,7 @@ def table_from_frame(
             rows = rows.with_columns(_times(frame[time]))
         keys = keys_of(rows)
         knobs, blocks = knobs_and_features(
-            frame, keys, knobs, features, columns, other, latency, notes
+            frame, keys, knobs, features, columns, other, latency, notes, some_cells
         )
         fields = _dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)

@@ -131,7 +131,7 @@ def refuse_flags(schema: str, arguments: Sequence[str], options: Sequence[str]) 
     if unknown:
         verb = schema.partition("_")[0]
         advice.append(f"knobwise {verb} --help lists all of them (none is {', '.join(unknown)})")
-    first = f"--{flagged[0][0]}"
+    first = next(word for word in arguments if word not in FLAGS and word[0] in DASHES)
     raise InputError(f"{first}: options are key=value, without dashes; {'; '.join(advice)}")
 
 

@@ -26,6 +26,7 @@ from knobwise.common.text_files import LOOKED_AT, encoding_of, form_of, with_poi
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
+from knobwise.experiments.report.words import counted
 from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
 
@@ -81,9 +82,9 @@ def run(config: DecideRun) -> int:
     print(f"decided: {total - count} of {total} requests, in {out}")
     if untried:
         say(
-            f"{untried} of the budgets are outside {tried.min():.4g} to {tried.max():.4g} "
-            f"{controller.unit}, where the controller was judged; nothing is known about its "
-            "decisions there"
+            f"{counted(int(untried), 'budget')} outside {tried.min():.4g} to {tried.max():.4g} "
+            f"{controller.unit}, where the controller was judged: nothing is known about decisions "
+            "there"
         )
     return SOME_REFUSED if count else 0
 

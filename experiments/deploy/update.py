@@ -294,7 +294,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     if isinstance(profile, LongTables) and profile.knobs is None:
         # a few rows do not show which columns are knobs
         profile = replace(profile, knobs=[knob.name for knob in table.knobs])
-    timed = read_profile(profile)
+    timed = read_profile(profile, some_cells=True)
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
     factors = offsets.mean.exp().tolist()

@@ -240,12 +240,15 @@ def _config_of(checkpoint: str) -> Path:
     return path / "config.yaml"
 
 
-def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
+def read_profile(
+    config: Any, loaded: Loaded | None = None, some_cells: bool = False
+) -> ProfileTable:
     """Read the profile that a config of group `profile` names.
 
     Args:
         loaded: a checkpoint that is to decide on the profile. If its controller takes the data set
             as an input, the profile gets that input.
+        some_cells: a long table holds a few cells of a profile that is known.
 
     Raises:
         InputError: see the readers.
@@ -254,6 +257,8 @@ def read_profile(config: Any, loaded: Loaded | None = None) -> ProfileTable:
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
+    if some_cells and isinstance(config, LongTables):
+        settings["some_cells"] = True
     network = None
     if loaded is not None:
         network = loaded.network

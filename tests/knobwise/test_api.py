@@ -140,11 +140,11 @@ GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
         ("language_features.* nothing", [0.0] * 4),
         ("image_features.* nothing", None),
         (r"image_features.* \(\)", GOOD | {"image_features": 1.0}),
-        ("image_features: not an array", GOOD | {"image_features": ["a"] * 4}),
-        ("image_features: not an array", GOOD | {"image_features": [[0.0] * 4, [0.0]]}),
+        ("image_features: must be numbers", GOOD | {"image_features": ["a"] * 4}),
+        ("image_features: must be numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}),
         ("infinite", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}),
-        ("image_features: not an array", GOOD | {"image_features": np.full(4, 1j)}),
-        ("image_features: not an array", GOOD | {"image_features": torch.full((4,), 1j)}),
+        ("image_features: must be numbers", GOOD | {"image_features": np.full(4, 1j)}),
+        ("image_features: must be numbers", GOOD | {"image_features": torch.full((4,), 1j)}),
     ],
 )
 def test_features_that_do_not_fit_are_named(message, features):

@@ -35,11 +35,13 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(mem
     for parameter in student.learned.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     with torch.no_grad():
-        out = student.stages[-1].loss(data)
         dist = student.actor.get_dist(data)
         now = student.critic(data.copy())["state_value"]
-    # by hand; the head of a fresh value network is 0
-    advantages = data["next", "reward"]
+    # by hand; the head of a fresh value network is 0, rewards are in units of three spreads
+    student.reward_spread = 0.25
+    with torch.no_grad():
+        out = student.stages[-1].loss(data)
+    advantages = data["next", "reward"] / 0.75
     error = (now - advantages.mean(-1, keepdim=True)).square().mean()
     networks = {1: 1, 3: 4}[members]
     assert advantages.shape == (32, networks, 4)

@@ -173,7 +173,8 @@ def test_every_permutation_is_as_likely():
     [
         ({"mode": "hard"}, "mode"),
         ({"hard_weight": -1.0}, "hard_weight"),
-        ({"alpha": 0.5}, "alpha"),
+        ({"mode": "hard_plus_soft", "alpha": 0.5}, "alpha"),
+        ({"coherence_weight": 0.5}, "coherence_weight"),
         ({"mode": "legacy", "hard_weight": 1.0}, "hard_weight"),
         ({"mode": "legacy", "alpha": 0.0}, "legacy"),
         ({"mode": "hybrid", "alpha": 1.5}, "alpha"),
@@ -205,3 +206,10 @@ def test_without_a_mode_the_recorded_fields_decide(recorded, mode):
     assert config.resolved(recorded) == DemonstrationRewardConfig(mode, shuffled=True)
     chosen = DemonstrationRewardConfig("hybrid")
     assert chosen.resolved(recorded) is chosen
+
+
+def test_auto_takes_the_weights_of_the_mode_that_the_beams_make_of_it():
+    scored = DemonstrationRewardConfig(alpha=25.0)
+    assert scored.resolved({"beam_score"}).signals() == {"information": 25.0, "vqa_correct": 0.0}
+    with input_error("reward.alpha"):
+        scored.resolved({"beam_score", "vqa_correct", "vqa_acc_score"})

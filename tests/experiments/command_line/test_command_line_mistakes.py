@@ -125,7 +125,7 @@ MISTAKES = {
     "train --lr 0.01": "optimiser.lr=",
     "train lr=0.01": "did you mean optimiser.lr=0.01",
     "train policy.hiden=1": "did you mean policy.hidden=1",
-    "train seed=3": "seeds=3",
+    "train seed=3": "seeds=[3]",
     "evaluate --live": "live=",
     "evaluate -m": "-m",
     "train +foo=9": "foo",

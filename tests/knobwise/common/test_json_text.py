@@ -34,7 +34,7 @@ def test_nan_infinity_and_a_byte_order_mark():
         b"[" * 100_000: "deep",
         b'{"a":' * 100_000: "deep",
         b'{"a": ': "Expecting",
-        b"\xff\xfe{}": "utf-8",
+        b"\xff{}": "UTF-8",
         b"": "Expecting",
     }.items(),
 )

@@ -43,9 +43,10 @@ def test_without_stderr_a_file_is_read(tmp_path):
 
 READ = """
 import sys, polars
+from pathlib import Path
 from knobwise.common.parquet import read_parquet
 polars.DataFrame({"a": [1]}).write_parquet(sys.argv[1])
-print(read_parquet(sys.argv[1]).shape)
+print(read_parquet(Path(sys.argv[1])).shape)
 """
 
 

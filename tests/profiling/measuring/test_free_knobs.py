@@ -172,6 +172,7 @@ def controller_of(names):
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
         configuration=lambda index: {name: values[index] for name, values in names.items()},
         digest="in turn",
+        unit="ms",
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns), 0.0, 0.1),
