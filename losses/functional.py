@@ -150,10 +150,11 @@ def group_advantage(
     *,
     weight: Tensor | None = None,
     clip: float | None = 5.0,
+    unit: float | None = None,
     std_floor: float | None = None,
     std_eps: float = 0.0,
 ) -> Tensor:
-    """Compute the advantages A of rewards r inside each group.
+    """Compute the advantages A of rewards r inside each group, after r is divided by the unit.
 
     - `unnormalised`: A = r, without a baseline.
     - `centred`: A = r − E r.
@@ -168,9 +169,10 @@ def group_advantage(
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
             the others.
         clip: advantages are cut to ±clip; None for no cut.
-        std_floor: the floor of `zscore`, in units of reward; None for `STD_FLOOR` times the
-            `reward_spread` of all groups together.
-        std_eps: ε of `zscore`, in units of reward.
+        unit: what rewards are divided by, their `reward_spread`; None leaves them as they are.
+        std_floor: the floor of `zscore`, as a reward; None for `STD_FLOOR` times the unit, or
+            without one times the `reward_spread` of all groups together.
+        std_eps: ε of `zscore`, as a reward.
 
     Returns: [*, J], not differentiable.
 
@@ -179,17 +181,20 @@ def group_advantage(
         InputError: the function returns something else than finite advantages in the shape of the
             rewards.
     """
-    reward = reward.detach()
+    reward = reward.detach() / (unit or 1.0)
     if kind in ("zscore", "centred"):
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
             std = expectation(advantage.square(), weight).sqrt().unsqueeze(-1)
-            floor: Any = std_floor
-            if floor is None:
+            floor: Any = STD_FLOOR
+            if std_floor is not None:
+                floor = std_floor / (unit or 1.0)
+            elif unit is None:
                 floor = STD_FLOOR * reward_spread(reward, weight)
             # where all rewards are equal, 0/0 would be NaN
             least = torch.finfo(std.dtype).tiny
-            advantage = advantage / (std.clamp_min(floor) + std_eps).clamp_min(least)
+            std = std.clamp_min(floor) + std_eps / (unit or 1.0)
+            advantage = advantage / std.clamp_min(least)
     elif kind == "rank":
         advantage = rank_advantage(reward, weight)
     elif kind == "unnormalised":
@@ -286,6 +291,56 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Te
     # a common factor changes nothing and keeps the exponential finite
     ratio = (log_ratio - log_ratio.max()).exp()
     return expectation(ratio, weight).mean().square() / expectation(ratio.square(), weight).mean()
+
+
+def ratio_diagnostics(
+    log_ratio: Tensor, weight: Tensor | None, cut: Tensor, clip_epsilon: Tensor | float
+) -> dict[str, Tensor]:
+    """Return what the ratios ρ of a batch of groups say, each a single number.
+
+    Args:
+        log_ratio: ln ρ, [*, J].
+        weight: [*, J], None for 1/J each.
+        cut: bool [*, J], where the clip stops the gradient.
+        clip_epsilon: ε.
+
+    Returns:
+        `kl_approx`, −E ln ρ; `clip_fraction`, where |ρ − 1| > ε; `cut_fraction`; `ESS`; and
+        `ratio_mean`, E ρ.
+    """
+    ratio = log_ratio.exp()
+    outside = (ratio - 1).abs() > clip_epsilon
+    return {
+        "kl_approx": -expectation(log_ratio, weight).mean(),
+        "clip_fraction": expectation(outside.to(ratio.dtype), weight).mean(),
+        "cut_fraction": expectation(cut.to(ratio.dtype), weight).mean(),
+        "ESS": effective_sample_size(log_ratio, weight),
+        "ratio_mean": expectation(ratio, weight).mean(),
+    }
+
+
+def advantage_diagnostics(
+    advantage: Tensor, weight: Tensor | None, used: Tensor
+) -> dict[str, Tensor]:
+    """Return what the advantages of a batch of groups say, each a single number.
+
+    Args:
+        advantage: [*, J].
+        weight: [*, J], None for 1/J each.
+        used: [*, J], the advantages that are learned from, else 0.
+
+    Returns:
+        `zero_advantage_fraction`, the share of groups that teach nothing; `advantage_mean` and
+        `advantage_std` over all groups together.
+    """
+    idle = (used.abs() < 1e-6).all(-1)
+    mean = expectation(advantage, weight).mean()
+    square = expectation(advantage.square(), weight).mean()
+    return {
+        "zero_advantage_fraction": idle.to(advantage.dtype).mean(),
+        "advantage_mean": mean,
+        "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
+    }
 
 
 def reward_weighted_cross_entropy(

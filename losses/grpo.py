@@ -16,15 +16,15 @@ from torch import Tensor
 
 from knobwise.losses.actor_loss import GroupLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
-    STD_FLOOR,
     AdvantageFunction,
+    advantage_diagnostics,
     clipped_surrogate,
-    effective_sample_size,
     even_weight,
     expectation,
     expected_k3,
     group_advantage,
     known_advantage,
+    ratio_diagnostics,
     weight_of_best,
 )
 
@@ -288,7 +288,15 @@ class GRPOLoss(GroupLoss):
         if callable(self.advantage):
             self._check(tensordict, group, [])
         # PPO's objective with the advantages of each group
-        advantage = self._advantage(group)
+        advantage = group_advantage(
+            group.reward,
+            self.advantage,
+            weight=group.weight,
+            clip=self.advantage_clip,
+            unit=self.reward_spread,
+            std_floor=self.std_floor,
+            std_eps=self.std_eps,
+        )
         surrogate, cut = clipped_surrogate(
             group.log_prob, group.old.detach(), advantage, self.clip_epsilon
         )
@@ -320,63 +328,15 @@ class GRPOLoss(GroupLoss):
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
-                out |= self._diagnostics(group, reference, advantage, used, cut)
+                log_ratio = group.log_prob - group.old
+                out["entropy"] = self._entropy(group.distribution).mean()
+                out["kl_to_ref"] = self._kl(group, reference).mean()
+                out |= ratio_diagnostics(log_ratio, group.weight, cut, self.clip_epsilon)
+                out |= advantage_diagnostics(advantage, group.weight, used)
         return TensorDict(out, batch_size=[])
-
-    def _advantage(self, group: _Group) -> Tensor:
-        """Compute the advantages, [P, J], of rewards in units of their spread, if that is known."""
-        unit = self.reward_spread or 1.0
-        floor = self.std_floor
-        if floor is not None:
-            floor = floor / unit
-        elif self.reward_spread is not None:
-            floor = STD_FLOOR
-        return group_advantage(
-            group.reward / unit,
-            self.advantage,
-            weight=group.weight,
-            clip=self.advantage_clip,
-            std_floor=floor,
-            std_eps=self.std_eps / unit,
-        )
 
     def _kl(self, group: _Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""
         # the weights of `exact` are the behaviour policy's probabilities
         behaviour = group.old.detach() if self.objective == "exact" else None
         return expected_k3(group.log_prob, reference, behaviour, group.weight)
-
-    def _diagnostics(
-        self, group: _Group, reference: Tensor, advantage: Tensor, used: Tensor, cut: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the diagnostics of a batch.
-
-        Args:
-            group: the batch.
-            reference: [P, J], ln π_ref.
-            advantage: [P, J].
-            used: [P, J], the advantages that are learned from, else 0.
-            cut: bool [P, J], where the clip cut the gradient off.
-        """
-        weight = group.weight
-        log_ratio = group.log_prob - group.old
-        ratio = log_ratio.exp()
-
-        def mean_of(values: Tensor) -> Tensor:
-            return expectation(values.to(log_ratio.dtype), weight).mean()
-
-        mean = mean_of(advantage)
-        square = mean_of(advantage.square())
-        idle = (used.abs() < 1e-6).all(-1)
-        return {
-            "entropy": self._entropy(group.distribution).mean(),
-            "kl_to_ref": self._kl(group, reference).mean(),
-            "kl_approx": -mean_of(log_ratio),
-            "clip_fraction": mean_of((ratio - 1).abs() > self.clip_epsilon),
-            "cut_fraction": mean_of(cut),
-            "ESS": effective_sample_size(log_ratio, weight),
-            "ratio_mean": mean_of(ratio),
-            "zero_advantage_fraction": idle.to(log_ratio.dtype).mean(),
-            "advantage_mean": mean,
-            "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
-        }

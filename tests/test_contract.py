@@ -106,8 +106,10 @@ def seeds_run(tmp_path_factory):
         patch.setenv("WANDB_RUN_ID", "r1")
         patch.setenv("WANDB_SWEEP_ID", "s1")
         patch.setenv("WANDB_SWEEP_PARAM_PATH", "parameters.yaml")
-        small = "optimiser.warmup_iterations=8 optimiser.iterations=12 policy.hidden=16 seeds=[0]"
-        words = "optimiser.evaluate_every=4 baselines=false tracking=offline name=x"
+        small = "optimiser.warmup_iterations=4 optimiser.iterations=16 policy.hidden=16 seeds=[0]"
+        words = (
+            "optimiser.evaluate_every=4 optimiser.lr=0.01 baselines=false tracking=offline name=x"
+        )
         launch("train experiment=seeds", TABLE, small, words)
     return folder / "runs/seeds/x"
 

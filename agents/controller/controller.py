@@ -19,7 +19,6 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -158,16 +157,7 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes.
-
-        Raises:
-            InputError: it does not say the unit of its limits.
-        """
-        if "unit" not in plain:
-            # budgets of a profile in s were seconds then
-            raise InputError(
-                "is of an earlier version, which did not keep the unit of budgets; train again"
-            )
+        """Return the controller that `plain` describes."""
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]

@@ -246,7 +246,16 @@ class DeployedController(nn.Module):
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
-        """Return the controller that `plain` describes, in eval mode."""
+        """Return the controller that `plain` describes, in eval mode.
+
+        Raises:
+            InputError: it does not say the unit of its limits.
+        """
+        if "unit" not in plain["controller"]:
+            # budgets of a profile in s were seconds then
+            raise InputError(
+                "is of an earlier version, which did not keep the unit of budgets; train again"
+            )
         controller = Controller.restored(plain["controller"])
         teacher = None
         if plain["teacher"]:

@@ -34,8 +34,8 @@ from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
 from knobwise.agents.training.imitation import lessons_of
 from knobwise.agents.training.judged_trainer import JudgedTrainer
-from knobwise.agents.training.loop import NOTHING, weight_sums
-from knobwise.agents.training.seeding import seeded
+from knobwise.agents.training.loop import NOTHING
+from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments

@@ -70,14 +70,7 @@ class Trainer(ABC):
             of whatever is relative to rewards.
     """
 
-    kept: tuple[str, ...] = (
-        "iteration",
-        "finished",
-        "best",
-        "scores",
-        "logged",
-        "reward_spread",
-    )
+    kept: tuple[str, ...] = ("iteration", "finished", "best", "scores", "logged", "reward_spread")
     """The attributes that a resumed training goes on from."""
     stateful: tuple[str, ...] = ("learned", "reference", "optimiser")
     """The attributes whose `state_dict` it goes on from too."""
@@ -475,8 +468,3 @@ class Trainer(ABC):
         if not self.finished:
             say(f"{self.title}: goes on from iteration {self.iteration:,} of {self.total:,}")
         return True
-
-
-def weight_sums(weights: Mapping[str, torch.Tensor]) -> list[float]:
-    """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
-    return [float(weight.detach().double().sum()) for weight in weights.values()]

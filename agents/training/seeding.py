@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -33,3 +33,8 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+
+
+def weight_sums(weights: Mapping[str, torch.Tensor]) -> list[float]:
+    """Return the sum of each weight tensor; a checkpoint of other sums has another start."""
+    return [float(weight.detach().double().sum()) for weight in weights.values()]

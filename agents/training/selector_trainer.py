@@ -29,8 +29,8 @@ from knobwise.agents.selector.evaluation import (
 )
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.training.loop import Trainer, weight_sums
-from knobwise.agents.training.seeding import seeded
+from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError

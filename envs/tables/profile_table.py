@@ -23,7 +23,7 @@ from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
-from knobwise.envs.tables.units import MS, kept_as
+from knobwise.envs.tables.units import MS, check_kept
 
 KnobValue = int | float | str
 
@@ -120,11 +120,7 @@ class ProfileTable:
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"{name} is empty: {n} samples, {c} configurations")
-        if kept_as(self.unit)[0] != self.unit:
-            raise InputError(
-                f"{name}: is in {self.unit}, but times are kept in ms; read its file again with "
-                f"unit={self.unit}, which converts them"
-            )
+        check_kept(name, self.unit)
         for what, count in self._count_problems().items():
             if count:
                 raise InputError(f"{name}: {count} × {what}")

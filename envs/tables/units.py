@@ -38,6 +38,19 @@ def kept_as(unit: str) -> tuple[str, float]:
     return (name, 1.0) if factor is None else (MS, factor)
 
 
+def check_kept(name: str, unit: str) -> None:
+    """Refuse the unit of a table, called `name`, if it is one of time other than ms.
+
+    Raises:
+        InputError: it is, or is no text.
+    """
+    if kept_as(unit)[0] != unit:
+        raise InputError(
+            f"{name}: is in {unit}, but times are kept in ms; read its file again with "
+            f"unit={unit}, which converts them"
+        )
+
+
 def check_time(user: str, unit: str) -> None:
     """Refuse a cost that is no time.
 
