@@ -19,7 +19,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.losses.settings import ADVANTAGES
 
-STD_FLOOR = 0.1
+STD_FLOOR = 0.3
 """The least number that z-scores divide by, as a share of the spread of rewards (`reward_spread`),
 unless a floor in units of reward is set."""
 

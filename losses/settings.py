@@ -32,7 +32,7 @@ class GRPOConfig:
     much they typically differ inside a group, measured on the training samples where a stage
     begins. 1: rewards stay as they are."""
     advantage_std_floor: float | None = None
-    """The least standard deviation that z-scores divide by, in units of reward. None: a tenth of
+    """The least standard deviation that z-scores divide by, in units of reward. None: 0.3 of
     the spread of rewards."""
     advantage_std_eps: float = 0.0
     """ε, added to the standard deviation that z-scores divide by, in units of reward."""

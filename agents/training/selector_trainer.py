@@ -141,10 +141,7 @@ class SelectorTrainer(Trainer):
                 about |= {"group_size": self.loss.group_size, "shots": shots}
             self._env = functools.partial(DemonstrationBandit, table, **about)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
-            self.reward_spread = self.loss.reward_spread
-            if self.reward_spread is None and env.scorer is None:
-                rows = split.train.to(device)
-                self.reward_spread = _spread_of(env.rewards[rows], env.group_mask[rows])
+            self.reward_spread = self.loss.reward_spread or self._recorded_spread(reward, groups)
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
             shape = (settings.contexts,)
@@ -174,6 +171,18 @@ class SelectorTrainer(Trainer):
                 f"loss.min_positive={self.loss.min_positive}: {self.table.name} does not say which "
                 "answers were right; set it to 0, or loss.positive_above to a reward"
             )
+
+    def _recorded_spread(
+        self, reward: DemonstrationRewardConfig | None, groups: GroupConfig | None
+    ) -> float | None:
+        """Return how much the rewards of the recorded sequences of a training query differ; None if
+        the reward needs more than was recorded."""
+        rows = self.split.train
+        try:
+            recorded = DemonstrationBandit(self.table, rows=rows, reward=reward, groups=groups)
+        except InputError:
+            return None
+        return _spread_of(recorded.rewards[rows], recorded.group_mask[rows])
 
     @property
     def selector(self) -> Selector:
@@ -252,7 +261,7 @@ class SelectorTrainer(Trainer):
         if self.stage.name != "grpo":
             return self.imitation(_taught(minibatch))
         if self.reward_spread is None:
-            # of its own draws the first that it learns from
+            # nothing was recorded that tells: by the draws that it learns from first
             self.reward_spread = _spread_of(minibatch["next", "reward"], _present(minibatch))
         self.grpo.reward_spread = self.reward_spread
         minibatch = _taught(minibatch, self.loss.min_positive, self.loss.positive_above)

@@ -164,10 +164,10 @@ def test_the_spread_of_rewards_by_hand():
     assert reward_spread(double([[4.0], [5.0]])).item() == 0
 
 
-def test_without_a_floor_it_is_a_tenth_of_the_spread_of_the_batch():
-    # nine standard deviations of .01, one of .0001: the spread is .00901
+def test_without_a_floor_it_is_a_share_of_the_spread_of_the_batch():
+    # nine standard deviations of .01, one of .0001: the spread is .00901, the floor .3 of it
     groups = double([[0.0, 0.02]] * 9 + [[0.0, 0.0002]])
-    wanted = double([[-1.0, 1.0]] * 9 + [[-0.0001 / 0.000901, 0.0001 / 0.000901]])
+    wanted = double([[-1.0, 1.0]] * 9 + [[-0.0001 / 0.002703, 0.0001 / 0.002703]])
     close(group_advantage(groups, "zscore"), wanted)
 
 
