@@ -173,6 +173,7 @@ def controller_of(names):
         configuration=lambda index: {name: values[index] for name, values in names.items()},
         digest="in turn",
         unit="ms",
+        feature_sizes={"x": 1},
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns), 0.0, 0.1),
