@@ -301,7 +301,9 @@ ABOUT = {
     "is kept where GRPO does not improve it.",
     "Every policy": "Utility, in hundredths.",
     "What each part of the training adds": "Points of utility, five seeds, in bold where it is "
-    "better or worse after Holm's correction.",
+    "better or worse after Holm's correction. `seeds` and `seeds_small` are those of before, which "
+    "started cold; for what the warm-up of today gives see "
+    "[below](#options-that-make-no-difference-or-lose).",
     "Mean budgets, and data sets never seen": "`experiment=mean_budget` limits the mean latency "
     "alone: points of accuracy over the best mix of static configurations. `-m "
     "experiment=leave_one_out` judges on the data set that training left out: points of utility "
