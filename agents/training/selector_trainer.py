@@ -141,7 +141,10 @@ class SelectorTrainer(Trainer):
                 about |= {"group_size": self.loss.group_size, "shots": shots}
             self._env = functools.partial(DemonstrationBandit, table, **about)
             env = self._env(batch_size=settings.contexts, rows=split.train, scorer=scored_by)
-            self.reward_spread = self.loss.reward_spread or self._recorded_spread(reward, groups)
+            # SFT learns from no rewards
+            if stage != "sft":
+                spread = self.loss.reward_spread or self._recorded_spread(reward, groups)
+                self.reward_spread = spread
             behaviour = SequenceBehaviour(agent, frozen, with_log_probs=stage == "grpo")
             stages = [self._stage(stage, agent, settings)]
             shape = (settings.contexts,)
