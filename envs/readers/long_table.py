@@ -173,8 +173,9 @@ def table_from_frame(
     described = Layout(**layout)
     with naming(source or name):
         frame = long_form(frame, described, accuracy, latency, notes)
-        if knobs is not None and described.wide is not None:
-            knobs = [*dict.fromkeys([*knobs, CONFIGURATION])]
+        if described.wide is not None and (knobs or not _varies_in_rows(frame)):
+            # what else a row of a wide table holds belongs to its sample
+            knobs = [*dict.fromkeys([*(knobs or ()), CONFIGURATION])]
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
@@ -221,6 +222,11 @@ def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame, layout: Layout) 
             + ". Values are parted by a comma, semicolon, tab or |"
             * (frame.width == 1)
         )
+
+
+def _varies_in_rows(frame: pl.DataFrame) -> bool:
+    """Return whether a sample of a wide table has several rows, which may have other settings."""
+    return frame.select(*keys_of(frame).columns, CONFIGURATION).is_duplicated().any()
 
 
 def _dense_fields(
