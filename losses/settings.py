@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,3 +134,11 @@ class SelectorLossConfig(GRPOConfig):
         band("loss.temperature_band", self.temperature_band)
         share("loss.curriculum", self.curriculum)
         share("loss.min_positive", self.min_positive)
+        if self.positive_above is not None:
+            if not math.isfinite(self.positive_above):
+                raise InputError(f"loss.positive_above={self.positive_above}: must be finite")
+            if not self.min_positive:
+                raise InputError(
+                    f"loss.positive_above={self.positive_above}: has no effect without "
+                    "loss.min_positive, the share that must be above it"
+                )

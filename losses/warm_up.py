@@ -14,6 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from knobwise.common.errors import InputError
 from knobwise.losses.actor_loss import ActorLoss, Keys, Read, configuration_log_probs, is_finite
 from knobwise.losses.functional import reward_weighted_cross_entropy
 
@@ -70,6 +71,8 @@ class RCELoss(ActorLoss):
         functional: bool = True,
     ) -> None:
         super().__init__(actor_network, reduction=reduction, functional=functional)
+        if not temperature > 0:
+            raise InputError(f"RCELoss: temperature={temperature}: must be positive")
         self.recorded = recorded
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()

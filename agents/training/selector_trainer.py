@@ -267,11 +267,12 @@ class SelectorTrainer(Trainer):
             # nothing was recorded that tells: by the draws that it learns from first
             self.reward_spread = _spread_of(minibatch["next", "reward"], _present(minibatch))
         self.grpo.reward_spread = self.reward_spread
-        minibatch = _taught(minibatch, self.loss.min_positive, self.loss.positive_above)
-        out: TensorDictBase = self.grpo(minibatch)
+        taught = _taught(minibatch, self.loss.min_positive, self.loss.positive_above)
+        out: TensorDictBase = self.grpo(taught)
         if self._watched and self.loss.temperature_band is not None:
-            # at the temperature of the draws policies differ from those of another temperature
-            out["kl_to_ref"] = self._kl_of_policy(minibatch)
+            # at the temperature of the draws policies differ from those of another temperature;
+            # the policy is that of all queries, also of those that teach nothing now
+            out["kl_to_ref"] = self._kl_of_policy(_taught(minibatch))
         return out
 
     @torch.no_grad()

@@ -10,13 +10,15 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
 from knobwise.envs.readers.feature_files import Features, features_from
-from knobwise.envs.readers.frames import KEYS
+from knobwise.envs.readers.frames import KEYS, holds_no_text
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,
+    MEASURED,
     OUTCOMES,
     REPEATS,
     ROW_NUMBERS,
     Design,
+    listed,
     named_like,
     numbers_of_rows,
     whole_numbers,
@@ -102,12 +104,14 @@ def knobs_and_features(
     wrong = [k for k in knobs if k not in frame.columns or k in other - {cost}]
     if wrong or not knobs:
         raise InputError(
-            f"{', '.join(wrong) or 'no column'} for a knob; its columns are "
-            f"{', '.join(frame.columns)}. Name the knobs with knobs=; if there are none, name the "
-            f"configurations in one column. {'; '.join(notes)}"
+            f"{listed(wrong) or 'no column'} for a knob; its columns are {listed(frame.columns)}. "
+            "Name the knobs with knobs=; if there are none, name the configurations in one column. "
+            "If each sample has one setting alone, this is a log of decisions, and nothing can be "
+            f"replayed. {'; '.join(notes)}"
         )
     if not some_cells:
         _refuse_log(frame, keys, knobs)
+        _note_log(frame, keys, knobs, notes)
     return knobs, features
 
 
@@ -122,6 +126,20 @@ def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -
         )
 
 
+def _note_log(
+    frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], notes: list[str]
+) -> None:
+    """Note if most samples have one setting alone, as in a log of decisions with retries."""
+    settings = keys.hstack(frame.select(knobs)).unique()
+    sizes = settings.group_by(keys.columns).len()["len"]
+    several = (sizes > 1).sum()
+    if len(sizes) >= LEAST_SAMPLES and 2 * several < len(sizes) and settings.n_unique(knobs) > 1:
+        notes.append(
+            f"{several} of {len(sizes)} samples have more than one setting: for the others, as in "
+            "a log of decisions, nothing else can be replayed"
+        )
+
+
 def _find_knobs(
     frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], cost: str, notes: list[str]
 ) -> list[str]:
@@ -131,11 +149,12 @@ def _find_knobs(
     one of them must be a measurement, since there are nearly as many configurations as rows.
     """
     columns = _candidates(frame, measures)
-    nested = [c for c in columns if frame[c].dtype.is_nested()]
+    empty = [c for c in columns if frame[c].null_count() == len(frame)]
+    nested = [c for c in columns if holds_no_text(frame[c].dtype)]
     # a column with one value for each sample is a property of the sample
     fixed = _constant_columns(frame, keys, columns, True)
     unknown = _unknown_before(frame, keys, fixed)
-    varying = [c for c in columns if c not in (*nested, *fixed)]
+    varying = [c for c in columns if c not in (*empty, *nested, *fixed)]
     _note_unknown(unknown, notes)
     names, refused = _knobs_by_design(frame, keys, varying, cost, notes)
     labels = []
@@ -147,7 +166,8 @@ def _find_knobs(
             names = others
     # say what was left out, because the guess may be wrong
     reasons = {
-        "hold lists": nested,
+        "are empty": empty,
+        "hold lists or spans of time": nested,
         "never vary inside a sample (profile.features=auto makes them features)": [
             c for c in fixed if c not in unknown
         ],
@@ -155,7 +175,7 @@ def _find_knobs(
     } | refused
     for reason, left_out in reasons.items():
         if left_out:
-            notes.append(f"not knobs, since they {reason}: {', '.join(left_out)}")
+            notes.append(f"not knobs, since they {reason}: {listed(left_out)}")
     count = frame.select(names).n_unique()
     if 50 < count > len(frame) / 2:
         sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
@@ -173,7 +193,8 @@ def _knobs_by_design(
     they are no knobs. Notes name those that may be none."""
     numbers = numbers_of_rows(frame, keys, columns)
     repeats = named_like(columns, REPEATS)
-    outcomes = [c for c in named_like(columns, OUTCOMES, ROW_NUMBERS) if c not in numbers]
+    outcomes = named_like(columns, OUTCOMES, MEASURED, ROW_NUMBERS)
+    outcomes = [c for c in outcomes if c not in (*numbers, *repeats)]
     rest = [c for c in columns if c not in (*numbers, *repeats, *outcomes)]
     numbering = [*repeats, *(c for c in ("repeat",) if c in frame.columns)]
     design = Design(frame, keys, [*columns, cost], numbering)
@@ -232,7 +253,7 @@ def _feature_names(
             raise InputError(
                 f"features: {name}: there is no such column, but {', '.join(frame.columns)}"
             )
-        if name in other or frame[name].dtype.is_nested():
+        if name in other or holds_no_text(frame[name].dtype):
             raise InputError(
                 f"features: {name} cannot be a feature: in use, or lists; leave it out"
             )
@@ -286,7 +307,7 @@ def _features_in(
 def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
     """Note once that these columns, see `_unknown_before`, are neither knobs nor features."""
     note = (
-        f"not used, since they hold answers, outcomes or numbers of rows: {', '.join(columns)} "
+        f"not used, since they hold answers, outcomes or numbers of rows: {listed(columns)} "
         "(profile.features=[…] uses the columns that it names)"
     )
     if columns and note not in notes:
@@ -329,6 +350,6 @@ def _constant_columns(
     """
     if with_knobs and len(frame) < 2 * keys.n_unique():
         return []
-    names = [c for c in names if not frame[c].dtype.is_nested()]
+    names = [c for c in names if not holds_no_text(frame[c].dtype)]
     varying = _varying(frame, keys, names)
     return [c for c in names if c not in varying and frame[c].n_unique() > 1]

@@ -21,6 +21,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.readers.feature_columns import encode_samples, fit_column
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
+from knobwise.envs.readers.outcome_columns import INDEX, listed, named_like
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import read_arrays, save_tensors, tensors_and_metadata
@@ -249,7 +250,8 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
     arrays: dict[str, ArrayLike] = {}
     names = []
     keys = {*KEYS, layout.repeat} - {"sample_id", "dataset"}
-    unused = [name for name in frame.columns if name in keys]
+    index = {*named_like(frame.columns, INDEX)} - {column.name for column in columns}
+    unused = [name for name in frame.columns if name in keys | index]
     for column in frame.drop(unused):
         if column.name in ("sample_id", "dataset"):
             arrays[column.name] = name_column(column).to_numpy()
@@ -275,5 +277,5 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
         named = columns or [fit_column(frame[name]) for name in names]
         arrays[FEATURES] = encode_samples(frame, named)
     if unused:
-        noted.append(f"keys that are no features: {', '.join(unused)}")
+        noted.append(f"keys that are no features: {listed(unused)}")
     return features_from(arrays)._replace(columns=tuple(named), notes=tuple(noted))

@@ -24,7 +24,6 @@ from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded
 from knobwise.common.parquet import read_parquet
 from knobwise.common.text_files import (
-    COMMA,
     LOOKED_AT,
     encoding_of,
     form_of,
@@ -36,14 +35,18 @@ from knobwise.envs.tables.profile_table import Knob
 KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
 )
-DECIMAL = "; if the comma is a decimal comma, write a point"
-PERCENT = " (accuracies in per cent need accuracy_unit=percent)"
+DECIMAL = "; write a decimal comma as a point, and nothing between thousands"
+GROUPED = r"[-+]?[\d.]*,[\d.,]*"
+"""A number with a comma, which parts thousands or decimals."""
+NO_NUMBER = ("", "?", "null", "none", "na", "n/a", "#n/a")
+"""Spellings of a number that is missing, in lower case; nan is none of them."""
+PERCENT = " (those in per cent need accuracy_unit=percent; bring any other scale to 0 … 1)"
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
-POWER_OF_TEN = r"^[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)$"
+POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
 FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
 """A whole number that was a float when it was written, such as 7.0."""
@@ -230,6 +233,11 @@ def _unpacked(path: Path) -> bytes:
     return content
 
 
+def holds_no_text(dtype: pl.DataType) -> bool:
+    """Return whether values of this type are neither numbers nor text, nor written as text."""
+    return dtype.is_nested() or dtype in (pl.Binary, pl.Duration, pl.Object)
+
+
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """Return the column as Float64.
 
@@ -238,17 +246,18 @@ def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
     """
     if series.dtype.is_numeric() or series.dtype == pl.Null:
         return series.cast(pl.Float64)
-    spellings: dict[str, str | None] = {"": None, "?": None, "null": None, "none": None}
+    spellings: dict[str, str | None] = dict.fromkeys(NO_NUMBER)
     if logical:
         spellings |= {"true": "1", "false": "0"}
     if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
         raise InputError(f"column {series.name!r} holds {series.dtype}, expected numbers")
-    text = series.cast(pl.String).str.strip_chars().str.to_lowercase().replace(spellings)
+    written = series.cast(pl.String).str.strip_chars()
+    text = written.str.to_lowercase().replace(spellings)
     numbers = text.cast(pl.Float64, strict=False)
-    if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
+    if len(wrong := written.filter(numbers.is_null() & text.is_not_null())):
         raise InputError(
-            f"column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
-            f"{DECIMAL * bool(re.match(COMMA, wrong[0]))}"
+            f"column {series.name!r} has values that are not numbers: {wrong[0]!r}, …"
+            f"{DECIMAL * bool(re.fullmatch(GROUPED, wrong[0]))}"
         )
     return numbers
 
@@ -306,7 +315,7 @@ def name_column(series: pl.Series) -> pl.Series:
     wrong = series.is_null()
     if series.dtype.is_float():
         wrong |= ~series.is_finite().fill_null(False)
-    if wrong.any() or series.dtype.is_nested() or series.dtype == pl.Binary:
+    if wrong.any() or holds_no_text(series.dtype):
         raise InputError(
             f"column {series.name!r} must hold a name or a finite number in every row: "
             f"{wrong.sum()} rows do not, and its type is {series.dtype}"
@@ -368,7 +377,8 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     if None in read or any(isinstance(value, float) and not math.isfinite(value) for value in read):
         raise InputError(
             f"knob {series.name!r} must be a finite number or a name in every row; "
-            f"{series.null_count()} are empty, and its type is {series.dtype}"
+            f"{series.null_count()} are empty, and its type is {series.dtype}. Fill them (with "
+            "none, if that is a setting), or name the knobs with knobs="
         )
     read = [
         int(value) if isinstance(value, float) and value.is_integer() else value for value in read

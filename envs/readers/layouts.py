@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import number_column, refuse_lost_digits
+from knobwise.envs.readers.frames import holds_no_text, number_column, refuse_lost_digits
 
 CONFIGURATION = "configuration"
 """The knob of a wide table."""
@@ -110,14 +110,14 @@ def _numbered(series: pl.Series) -> pl.Series:
     try:
         return number_column(series, False)
     except InputError:
-        if series.dtype.is_nested():
+        if holds_no_text(series.dtype):
             raise
         return series.cast(pl.String).rank("dense")
 
 
 def _refuse_words(accuracy: pl.Series) -> None:
     """Raise InputError, with the option that reads them, if accuracies are words."""
-    if accuracy.dtype.is_nested():
+    if holds_no_text(accuracy.dtype):
         return
     try:
         number_column(accuracy.unique())
@@ -131,6 +131,8 @@ def _refuse_words(accuracy: pl.Series) -> None:
 def _judged(frame: pl.DataFrame, columns: Sequence[str], right: Any) -> pl.DataFrame:
     """Return the rows with 1 where one of these columns has a value that counts as right, 0 where
     it has another, and null where it is empty. Raises InputError if no row is right."""
+    if odd := [column for column in columns if holds_no_text(frame.schema[column])]:
+        raise InputError(f"right={right}: column {odd[0]} holds {frame.schema[odd[0]]}, not words")
     values = right if isinstance(right, (list, tuple)) else [right]
     words = pl.Series([str(value) for value in values], dtype=pl.String).to_frame("value")
     wanted = words.select(_plain("value"))["value"]

@@ -31,10 +31,10 @@ from knobwise.envs.readers.frames import (
     read_frame,
 )
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
-from knobwise.envs.readers.outcome_columns import failures
+from knobwise.envs.readers.outcome_columns import failures, listed
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.envs.tables.units import MS, kept_as
+from knobwise.envs.tables.units import MS, in_other_unit, kept_as
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
@@ -173,18 +173,24 @@ def table_from_frame(
     described = Layout(**layout)
     with naming(source or name):
         frame = long_form(frame, described, accuracy, latency, notes)
-        if knobs is not None and described.wide is not None:
-            knobs = [*dict.fromkeys([*knobs, CONFIGURATION])]
+        if described.wide is not None and (knobs or not _varies_in_rows(frame)):
+            # what else a row of a wide table holds belongs to its sample
+            knobs = [*dict.fromkeys([*(knobs or ()), CONFIGURATION])]
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
-        _refuse_missing(needed, frame)
+        _refuse_missing(needed, frame, described)
         kept, factor = kept_as(unit)
-        frame, rows = _profiled_rows(frame, accuracy, accuracy_unit, latency, kept == MS, notes)
+        ids = described.id or "sample_id"
+        frame, rows = _profiled_rows(
+            frame, ids, accuracy, accuracy_unit, latency, kept == MS, notes
+        )
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
             notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
+        elif kept == MS and in_other_unit(latency):
+            notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
         if unused := [name for name in UNUSED if name in {*frame.columns} - described.names]:
             notes.append(f"keys that are not used: {', '.join(unused)}")
         other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
@@ -202,17 +208,25 @@ def table_from_frame(
     return attach_features(table, blocks, columns, described)
 
 
-def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame) -> None:
+def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame, layout: Layout) -> None:
     """Raise InputError if a table lacks one of the columns that it needs."""
     if missing := [column for column in needed if column not in frame.columns]:
+        # what the layout names stands under our names too
+        copies = {"sample_id", "repeat"} if layout.names else set()
+        columns = [c for c in frame.columns if c not in copies - layout.names]
         raise InputError(
             f"no column {', '.join(missing)}; its columns are "
-            f"{', '.join(frame.columns) or 'none'}. A table needs sample_id, an accuracy and a "
+            f"{listed(columns) or 'none'}. A table needs sample_id, an accuracy and a "
             "latency: rename the columns, or give their names as id=…, accuracy=… and latency=… "
             "(on the command line profile.id=…, profile.accuracy=… and profile.latency=…)"
             + ". Values are parted by a comma, semicolon, tab or |"
             * (frame.width == 1)
         )
+
+
+def _varies_in_rows(frame: pl.DataFrame) -> bool:
+    """Return whether a sample of a wide table has several rows, which may have other settings."""
+    return frame.select(*keys_of(frame).columns, CONFIGURATION).is_duplicated().any()
 
 
 def _dense_fields(
@@ -317,6 +331,7 @@ def write_long_table(table: ProfileTable, path: str | Path) -> None:
 
 def _profiled_rows(
     frame: pl.DataFrame,
+    ids: str,
     accuracy: str,
     accuracy_unit: str,
     latency: str,
@@ -326,6 +341,7 @@ def _profiled_rows(
     """Return the rows that have an accuracy and a latency, or raise InputError.
 
     Args:
+        ids: the column of the ids, for messages.
         timed: whether that latency is a time.
 
     Returns:
@@ -367,8 +383,10 @@ def _profiled_rows(
         measured = measured.filter(profiled)
     if frame.is_empty():
         raise InputError(f"no row with both {accuracy} and {latency}")
-    ids = [name_column(frame[c]) for c in ("dataset", "sample_id") if c in frame.columns]
-    rows = measured.with_columns(ids)
+    keys = [name_column(frame[ids]).alias("sample_id")]
+    if "dataset" in frame.columns:
+        keys.insert(0, name_column(frame["dataset"]))
+    rows = measured.with_columns(keys)
     check_range(rows, "accuracy", accuracy)
     check_range(rows, "latency", latency)
     check_range(rows, "first_look", "first_look_ms")

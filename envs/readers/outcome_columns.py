@@ -12,10 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
+from knobwise.envs.readers.frames import holds_no_text
+
 ANSWERS = re.compile(
-    r"(gold|gt|ground_?truth)(_.*)?|labels?|targets?|references?|expected|truth|solutions?|y_true"
-    r"|(true|right|correct|expected|reference|target)_(answers?|labels?|outputs?|letters?|class)"
-    r"|(label|answer)_(id|key|letter|text)"
+    r"(gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?|expected|truth|solutions?"
+    r"|y_true|ideal|(class|human)_(label|answer)s?"
+    r"|(true|right|correct|best|expected|ref(erence)?|target)"
+    r"_?(answers?|labels?|outputs?|letters?|class|options?|choices?|text)"
+    r"|(label|answer|target)_(id|idx|index|key|letter|text)"
 )
 """Names of what the right answer is."""
 OUTCOMES = re.compile(
@@ -30,13 +34,26 @@ OUTCOMES = re.compile(
     r"|t?stamp|timestamp|(created|started|finished|measured)_at|(start|end)_time"
 )
 """Names of what is known only when the answer is there, and of where and when it was made."""
-REPEATS = re.compile(r"seed|(run|trial|attempt|replicate|repetition|rep)(_(id|idx|no|number))?")
+MEASURED = re.compile(
+    r"(?!(max|min|target)_)((.*_)?(cost|price|time|duration|latency|runtime|throughput|score"
+    r"|confidence|log_?probs?)|peak_memory|gpu_mem(ory)?|memory_used)"
+    r"(_(s|sec|secs|seconds|usd|eur|mb|gb|j|sum|mean|total))?"
+    r"|conf|prob(ability)?|perplexity|tokens_per_(s|sec|second)|tps"
+    r"|acc(_norm)?|exact_match|em|f1|bleu|rouge.*|rating|feedback|ok|(is_)?valid|parsed|truncated"
+    r"|refused|refusal|finish|done_reason|cache_hit|(is_)?cached|extracted_answer|explanation"
+    r"|rationale|.*_content|.*_uuid|pid|date(time)?|(batch|worker|server|machine|gpu|device)_id"
+)
+"""More names of what is measured; a column of this name may be a feature."""
+REPEATS = re.compile(
+    r"((random|rng|sampling|shuffle)_)?seed"
+    r"|(run|trial|attempt|replicate|repetition|repeat|rep)(_(id|idx|no|number))?"
+)
 """Names of columns that number measurements of the same setting."""
 INDEX = re.compile(r"(unnamed(_\d+)*|index_level_\d+|level_0)?")
 """Names of the columns that pandas makes of its index, as `plain` writes them."""
 ROW_NUMBERS = re.compile(
-    r"idx|index|row|line|(row|line)_(id|idx|index|no|num|number)|id|uid|uuid"
-    r"|(request|trace|prompt|example)_id"
+    r"idx|index|row|line|nr|no|id|uid|uuid|row_?num(ber)?|(row|line)_(id|idx|index|no|nr|num|number)"
+    r"|(request|trace|prompt|example|doc|item|query|record|question)_(id|idx|index|no|nr|number)"
 )
 """Names of numbers of rows."""
 ERRORS = re.compile(
@@ -78,6 +95,11 @@ def named_like(columns: Sequence[str], *patterns: re.Pattern[str]) -> list[str]:
     return [c for c in columns if any(pattern.fullmatch(plain(c)) for pattern in patterns)]
 
 
+def listed(columns: Sequence[str]) -> str:
+    """Return names of columns for a note; the index of pandas has none."""
+    return ", ".join(name or "one without a name" for name in columns)
+
+
 def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
     """Return those of these columns that number rows: the index of pandas, and whole numbers
     almost without gaps that occur once each.
@@ -107,7 +129,7 @@ def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str
 
 def whole_numbers(series: pl.Series) -> pl.Series:
     """Return the whole numbers of a column, Int64, null for anything else."""
-    if series.dtype.is_nested():
+    if holds_no_text(series.dtype):
         return pl.repeat(None, len(series), dtype=pl.Int64, eager=True)
     text = series.cast(pl.String).str.strip_chars().str.replace(r"\.0+$", "")
     return text.cast(pl.Int64, strict=False)
@@ -124,7 +146,7 @@ def failures(
     unscored = accuracy.is_null()
     signs = {}
     for name in named_like(frame.columns, ERRORS):
-        if not frame[name].dtype.is_nested():
+        if not holds_no_text(frame[name].dtype):
             text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
             signs[f"failed, as {name} says"] = ~(
                 text.is_in(list(FINE)) | text.str.contains(r"^2\d\d(\.0)?$")

@@ -15,11 +15,12 @@ MS = "ms"
 TIMES = {
     **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
     # of the two letters for micro, `casefold` leaves the Greek one
-    **dict.fromkeys(("us", "usec", "μs", "microsecond", "microseconds"), 1e-3),
-    **dict.fromkeys((MS, "msec", "millisecond", "milliseconds"), 1.0),
+    **dict.fromkeys(("us", "usec", "μs", "micros", "microsecond", "microseconds"), 1e-3),
+    **dict.fromkeys((MS, "msec", "millis", "millisecond", "milliseconds"), 1.0),
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1e3),
     **dict.fromkeys(("min", "mins", "minute", "minutes"), 6e4),
     **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3.6e6),
+    **dict.fromkeys(("d", "day", "days"), 8.64e7),
 }
 """Spelling of a unit of time → its length in ms."""
 
@@ -36,6 +37,14 @@ def kept_as(unit: str) -> tuple[str, float]:
         raise InputError(f"unit={unit!r}: must be text, such as ms, s or USD")
     factor = TIMES.get(name.casefold())
     return (name, 1.0) if factor is None else (MS, factor)
+
+
+def in_other_unit(column: str) -> bool:
+    """Return whether a column's name ends in a unit other than ms, such as `latency_s` or `usd`."""
+    word = re.split(r"[\W_]+", column.casefold().rstrip(")] "))[-1]
+    # `min` may be a minimum, and single letters anything
+    is_time = TIMES.get(word, 1.0) != 1 and word not in ("min", "mins", "h", "d")
+    return is_time or word in ("usd", "eur", "dollars", "cost", "price", "tokens")
 
 
 def check_kept(name: str, unit: str) -> None:

@@ -22,6 +22,7 @@ from knobwise.agents.training.loop import Trainer
 from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
+from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.words import write_results
 from knobwise.experiments.results.decisions import write_decisions
@@ -121,7 +122,10 @@ def next_command(folder: Path) -> str:
     """Return the command that usually follows a run, as a shell takes it."""
     if (folder / "controller.npz").exists():
         return f"knobwise export {typed('checkpoint', folder)}"
-    return f"knobwise compare {shlex.quote(str(folder.parent))}"
+    # to compare takes two
+    if len(find_runs([str(folder.parent)])[0]) > 1:
+        return f"knobwise compare {shlex.quote(str(folder.parent))}"
+    return f"knobwise evaluate {typed('checkpoint', folder)}"
 
 
 def set_up_torch(threads: int = 1) -> None:

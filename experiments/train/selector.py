@@ -167,7 +167,9 @@ def check(config: SelectorRun, data: SelectorData) -> None:
             learned = RewardModel(plan.reward_model, start.mean, start.scale)
             stages.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
-            recorded_groups(data.table, GroupConfig(variant.groups))
+            groups = GroupConfig(variant.groups)
+            recorded_groups(data.table, groups)
+            stages.trainer("grpo", table, start, reward=plan.reward, loss=plan.loss, groups=groups)
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError(
             "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"

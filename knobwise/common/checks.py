@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 
@@ -21,15 +22,22 @@ def folder_name(key: str, name: str) -> None:
 
 
 def positive(key: str, value: float) -> None:
-    """Refuse a number that is not above 0."""
+    """Refuse a number that is not above 0, or infinite."""
     if not value > 0:
         raise InputError(f"{key}={value}: must be positive")
+    _finite(key, value)
 
 
 def at_least(key: str, value: float, least: float) -> None:
-    """Refuse a number that is too small."""
+    """Refuse a number that is too small, or infinite."""
     if not value >= least:
         raise InputError(f"{key}={value}: must be at least {least}")
+    _finite(key, value)
+
+
+def _finite(key: str, value: float) -> None:
+    if value == math.inf:
+        raise InputError(f"{key}={value}: must be finite")
 
 
 def share(key: str, value: float) -> None:

@@ -164,6 +164,38 @@ def test_an_actor_whose_weights_are_nan_is_to_blame_itself():
             loss(drawn(8, 4))
 
 
+# -- settings ----------------------------------------------------------------------------------------
+
+NO_NUMBERS = [
+    *[
+        ("sampled", name, value)
+        for name in ("clip_epsilon", "std_floor", "std_eps")
+        for value in (-1.0, math.nan)
+    ],
+    *[("sampled", "kl_to_ref_coeff", value) for value in (-1.0, math.nan, math.inf)],
+    *[
+        ("sampled", name, value)
+        for name in ("reward_spread", "advantage_clip")
+        for value in (-1.0, 0.0, math.inf)
+    ],
+    ("sampled", "top", 0),
+    *[("rce", "temperature", value) for value in (0.0, -1.0, math.nan)],
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), NO_NUMBERS, ids=str)
+def test_a_setting_that_cannot_be_used_is_named(kind, name, value):
+    with input_error(name):
+        loss_of(kind, **{name: value})
+
+
+def test_an_infinite_temperature_is_a_plain_mean():
+    actor = linear_actor(4)
+    data = drawn(8, 4)
+    log_probs = actor.get_dist(data).log_probs
+    close(loss_of("rce", actor, temperature=math.inf)(data)["loss_rce"], -log_probs.mean())
+
+
 # -- what does not count ---------------------------------------------------------------------------
 
 

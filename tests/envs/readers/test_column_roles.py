@@ -67,7 +67,7 @@ NAMES = (
 )
 ANSWERS = (
     "gold, target, label, reference, ground_truth, expected, gt_answer, y_true, gold_label, "
-    "expected_output, seed, finish_reason, correct"
+    "expected_output, seed, finish_reason, correct, answer_idx, correct_option, best_answer, ideal"
 )
 
 
@@ -270,6 +270,48 @@ def test_a_row_that_failed_is_late_and_wrong():
     assert sum(note.startswith("1 of them") for note in table.notes) == 2
     status = frame.with_columns(error=pl.Series([200, 504, 200, 500, 200, 200]))
     assert read(status.rename({"error": "http_status"})).digest == table.digest
+
+
+@pytest.mark.parametrize(
+    "name", ["exact_match", "cost_usd", "queue_time", "judge_score", "refused"]
+)
+def test_names_of_measurements_help_and_may_be_features(name):
+    """Under the same settings they are no knobs; what is known of a sample stays a feature."""
+    outcome = rows_of(full(4, [{"mode": mode} for mode in "abc"]), **{name: OUTCOMES["letter"]})
+    table = read(outcome)
+    assert names_of(table) == ["mode"]
+    assert is_named(table.notes, name)
+    sample = modes(20).with_columns((pl.int_range(pl.len()) // 3 % 7).alias(name))
+    assert [column.name for column in read(sample, features="auto").columns] == [name]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pl.Series([None] * 24, dtype=pl.String),
+        pl.Series([None] * 24),
+        pl.Series(range(24)).cast(pl.Duration("ms")),
+        pl.Series([b"\xff"] * 24),
+    ],
+    ids=["text", "null", "spans", "bytes"],
+)
+def test_empty_columns_and_spans_of_time_are_no_knobs(values):
+    table = read(modes(8).head(24).with_columns(values.alias("more")))
+    assert names_of(table) == ["mode"]
+    assert is_named(table.notes, "more")
+    for options in ({"knobs": ["more"]}, {"features": ["more"]}, {"id": "more"}, {"group": "more"}):
+        with input_error("more"):
+            read(modes(8).head(24).with_columns(values.alias("more")), **options)
+
+
+def test_few_samples_with_several_settings_are_noted():
+    """As a log of decisions has, of which some requests were sent again."""
+    frame = modes(20)
+    first = frame.unique("sample_id", keep="first", maintain_order=True)
+    again = frame.filter(pl.col("mode") == frame["mode"][-1]).head(3)
+    log = pl.concat([first, again])
+    assert any(note.startswith("3 of 20 samples") for note in read(log).notes)
+    assert not any("20 samples" in note for note in read(frame).notes)
 
 
 def test_rows_without_accuracy_that_took_the_longest_timed_out():

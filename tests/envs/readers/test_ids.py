@@ -42,6 +42,7 @@ LOST = {
     "float16": np.array([4096, 5], np.float16),
     "spreadsheet": ["1.23456E+11", "5"],
     "decimal comma": ["1,2E+11", "5"],
+    "spaces": [" 1.23456E+11 ", "5"],
     "R": ["1e+05", "99999"],
     "a float as text": ["9007199254740994.0", "5.0"],
 }
@@ -134,6 +135,22 @@ def test_a_float_id_in_one_file_is_the_whole_number_in_the_other(tmp_path, kind)
     for ids in ([7.0, 12.0], [7, 12], ["7", "12"], ["7.0", "12.0"]):
         table = attach_features(read(measured(ids)), tmp_path / "f.npz")
         identical(table.features["x"], [[7.0], [12.0]])
+
+
+def test_an_empty_id_is_refused_by_the_name_of_its_column():
+    """A row without a measurement, as below a table of a spreadsheet, needs no id."""
+    frame = measured(["a", "b"]).rename({"sample_id": "uid"})
+    with input_error("uid"):
+        read(frame.with_columns(uid=pl.Series(["a", "a", "b", None])), id="uid")
+    below = pl.DataFrame([{"uid": None}], schema=frame.schema)
+    assert read(pl.concat([frame, below]), id="uid").num_samples == 2
+
+
+def test_the_index_of_pandas_is_no_feature_of_a_file(tmp_path):
+    rows = pl.DataFrame({"": [0, 1], "sample_id": ["a", "b"], "x": [0.5, 0.1]})
+    rows.write_csv(tmp_path / "f.csv")
+    table = read(measured(["a", "b"]), features=tmp_path / "f.csv")
+    identical(table.features["features"], [[0.5], [0.1]])
 
 
 def test_decimals_are_numbers(tmp_path):

@@ -186,7 +186,8 @@ def wide(**columns):
     st.lists(
         st.lists(st.sampled_from([0.0, 0.25, 1.0, NAN, None]), min_size=3, max_size=3),
         min_size=1,
-        max_size=5,
+        # five samples with a setting each would be a log of decisions
+        max_size=4,
     ).filter(lambda cells: any(x is not None and x == x for row in cells for x in row))
 )
 def test_a_wide_table_is_the_long_one(cells):
@@ -204,6 +205,17 @@ def test_a_wide_table_is_the_long_one(cells):
     long = long.drop("value").drop_nulls("accuracy")
     assert made.digest == read(long, knobs=["configuration"]).digest
     assert int(made.mask.sum()) == sum(x is not None and x == x for row in cells for x in row)
+
+
+def test_columns_that_are_equal_in_a_whole_wide_table_are_no_knobs():
+    rows = wide(version=["v2"] * 3, usd=[0.5] * 3)
+    for unmeasured in (["small", "large"], ["small", "none"]):
+        frame = rows.with_columns(none=pl.lit(None, pl.Float64))
+        table = read(frame, id="prompt", wide=unmeasured, wide_latency=[12, 30])
+        assert [knob.name for knob in table.knobs] == ["configuration"]
+    hot = pl.concat([wide(heat=[0] * 3), wide(heat=[1] * 3)])
+    table = read(hot, id="prompt", **WIDE)
+    assert [knob.name for knob in table.knobs] == ["heat", "configuration"]
 
 
 def test_a_wide_table_from_a_file(tmp_path):

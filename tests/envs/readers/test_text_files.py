@@ -4,9 +4,10 @@ JSON whose rows stand elsewhere."""
 import gzip
 import json
 
+import numpy as np
 import pytest
 import torch
-from helpers import input_error
+from helpers import identical, input_error
 
 import knobwise
 from knobwise.common.text_files import form_of
@@ -166,3 +167,22 @@ def test_features_are_read_in_the_same_forms(tmp_path):
         12,
         2,
     )
+
+
+def test_na_is_missing(tmp_path):
+    """As R writes it."""
+    text = "sample_id,mode,accuracy,latency_ms\na,x,1,2\na,y,NA,3\nb,x,0,n/a\nb,y,0.5,4\n"
+    (tmp_path / "t.csv").write_text(text)
+    identical(knobwise.read(tmp_path / "t.csv").accuracy, [[1.0, np.nan], [np.nan, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("column", "noted"),
+    [("seconds", True), ("latency_s", True), ("usd", True), ("time_ms", False), ("t_min", False)],
+)
+def test_a_unit_in_the_name_of_the_latency_is_noted(tmp_path, column, noted):
+    (tmp_path / "t.csv").write_text(f"sample_id,mode,accuracy,{column}\na,x,1,2\na,y,0,3\n")
+    table = knobwise.read(tmp_path / "t.csv", latency=column)
+    assert any(column in note for note in table.notes) is noted
+    in_s = knobwise.read(tmp_path / "t.csv", latency=column, unit="d")
+    identical(in_s.latency_ms, [[1.728e8, 2.592e8]])

@@ -217,6 +217,16 @@ def test_the_next_command_of_a_run_works_whatever_its_name(name, trained, monkey
     assert main(["compare", str(run), str(renamed), "html=null"]) == 0
 
 
+def test_the_next_command_of_the_only_run_without_a_controller_runs(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(trained)
+    only = tmp_path / "runs" / "alone"
+    shutil.copytree("runs/controller/one", only)
+    (only / "controller.npz").unlink()
+    words = pasted(next_command(only))
+    assert words[0] == "evaluate"
+    assert main([*words, "json=alone.json"]) == 0
+
+
 def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     name = "ü,b (c)=[d]{e}~'\"$x${y}"
