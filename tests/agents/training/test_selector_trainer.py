@@ -135,7 +135,7 @@ def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite():
     rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
     for student, share, wanted in ((rce, 0.0, 2.0), (rce, 1.0, 0.5), (sft, 0.0, torch.inf)):
         student.stage.prepare(share, True)
-        temperature = float(student.imitation.temperature) / student.reward_spread
+        temperature = float(student.imitation.temperature) / (student.reward_spread or 1.0)
         assert temperature == pytest.approx(wanted)
 
 
@@ -338,7 +338,7 @@ def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(s
     rows = student.split.validation
     dists = [distribution_of(selector, table, rows) for selector in (start, sft)]
     log_probs = dists[0].log_prob(student.env.sequences[rows]).detach()
-    scores = student.env.rewards[rows] / student.reward_spread
+    scores = student.env.rewards[rows] / (student.reward_spread or 1.0)
     weight = torch.softmax(scores / temperature, -1)
     first, *others = log.values("Val/Loss")
     assert first == pytest.approx(-float((weight * log_probs).sum(-1).mean()), abs=1e-5)
