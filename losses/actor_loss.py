@@ -18,6 +18,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
+from knobwise.common.checks import at_least, positive
 from knobwise.common.errors import InputError
 from knobwise.losses.functional import LARGEST
 
@@ -179,6 +180,22 @@ class GroupLoss(ActorLoss):
     """An `ActorLoss` of groups, with rewards, old log-probs and perhaps those of a reference."""
 
     kl_to_ref_coeff: Tensor
+    at_least_0 = ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "std_floor", "std_eps")
+    above_0 = ("reward_spread", "advantage_clip", "top")
+
+    def _check_settings(self) -> None:
+        """Refuse numbers that would teach the wrong thing, or nothing; None is a default.
+
+        Raises:
+            InputError: a number is too small or not finite.
+        """
+        for name in (*self.at_least_0, *self.above_0):
+            value = getattr(self, name)
+            if value is not None:
+                key = f"{type(self).__name__}: {name}"
+                at_least(key, float(value), 0)
+                if name in self.above_0:
+                    positive(key, float(value))
 
     def _check_reference(self, tensordict: TensorDictBase) -> None:
         """Refuse contexts that lack the reference's log-probs where β > 0."""

@@ -14,7 +14,6 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.common.checks import at_least, positive
 from knobwise.losses.actor_loss import GroupLoss, Keys, configuration_log_probs, is_zero
 from knobwise.losses.functional import (
     AdvantageFunction,
@@ -190,13 +189,6 @@ class GRPOLoss(GroupLoss):
         super().__init__(actor_network, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
-        least = {"clip_epsilon": clip_epsilon, "entropy_coeff": entropy_coeff, "std_eps": std_eps}
-        least |= {"kl_to_ref_coeff": kl_to_ref_coeff, "std_floor": std_floor or 0.0}
-        for name, value in least.items():
-            at_least(f"GRPOLoss: {name}", value, 0)
-        at_least("GRPOLoss: top", 1 if top is None else top, 1)
-        for name, value in (("reward_spread", reward_spread), ("advantage_clip", advantage_clip)):
-            positive(f"GRPOLoss: {name}", 1.0 if value is None else value)
         self.objective = objective
         self.advantage = known_advantage(advantage)
         self.masked = masked
@@ -208,6 +200,7 @@ class GRPOLoss(GroupLoss):
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
         self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
+        self._check_settings()
         self._forward_value_estimator_keys()
 
     def _loss_keys(self) -> list[Keys]:

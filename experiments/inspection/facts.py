@@ -19,6 +19,7 @@ from torch import Tensor
 
 from knobwise.agents.judging.baselines import Oracle, static_of
 from knobwise.agents.judging.evaluation import judge
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_moments
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.units import in_words
@@ -110,7 +111,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "examples": _examples(table),
         "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }
-    warnings = _warnings(facts) + few_budgets(budgets_ms)
+    warnings = _warnings(facts) + few_budgets(budgets_ms) + _split_faults(table)
     return facts | {"warnings": [in_words(warning, table.unit) for warning in warnings]}
 
 
@@ -193,6 +194,16 @@ def mean_headroom(facts: Facts) -> tuple[float, ...]:
     """Return the mean utility over the budgets of static and of the oracle."""
     columns = pl.DataFrame(facts["headroom"])
     return columns.select(pl.mean("budget_aware_static", "oracle")).row(0)
+
+
+def _split_faults(table: ProfileTable) -> list[str]:
+    """Say why nothing can be trained by the split that a file fixes, if so."""
+    if table.parts:
+        try:
+            table.split()
+        except InputError as error:
+            return [f"Training will refuse its split: {error}."]
+    return []
 
 
 # -- warnings --------------------------------------------------------------------------------------

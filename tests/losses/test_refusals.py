@@ -9,6 +9,7 @@ from helpers import close, input_error
 from tensordict import TensorDict
 
 from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.settings import SelectorLossConfig
 
 INFINITE = (math.nan, math.inf, -math.inf)
 KNOBS = ["crops", "k"]
@@ -219,3 +220,18 @@ def test_contexts_that_are_padding_may_be_anything():
     data["next", "reward"][1, 3] = math.nan
     with input_error(r"at \[1, 3\]"):
         GRPOLoss(linear_actor(4))(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("kl_to_ref_coeff", {"kl_to_ref_coeff": math.inf}),
+        ("reward_spread", {"reward_spread": math.inf}),
+        ("positive_above", {"positive_above": math.nan, "min_positive": 0.5}),
+        # without a share it would have no effect
+        ("positive_above", {"positive_above": 0.5}),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(name, settings):
+    with input_error(f"loss.{name}"):
+        SelectorLossConfig(**settings)

@@ -23,6 +23,7 @@ from helpers import input_error, repeated, small_table, table_of, two_kinds
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.faults import (
     CHECKS,
     Fault,
@@ -284,3 +285,15 @@ def test_time_outs_that_count_as_wrong_need_no_advice_to_count_them_so():
         advice.append(fault.advice)
     assert "Give accuracy 0" not in advice[0]
     assert "Give accuracy 0 to the 30 " in advice[1]
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_split_that_parts_samples_of_an_image_is_noticed(torn):
+    parts = ("train", "test" if torn else "train", "train", "test") * 3
+    images = tuple(
+        f"image{sample // 2 if sample % 4 < 2 else sample + 100}" for sample in range(12)
+    )
+    table = small_table(samples=12, parts=parts, image_ids=images)
+    said = [warning for warning in inspect_table(table)["warnings"] if "split:" in warning]
+    assert len(said) == torn
+    assert all("3 images" in warning for warning in said)
