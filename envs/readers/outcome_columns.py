@@ -52,7 +52,8 @@ REPEATS = re.compile(
 INDEX = re.compile(r"(unnamed(_\d+)*|index_level_\d+|level_0)?")
 """Names of the columns that pandas makes of its index, as `plain` writes them."""
 ROW_NUMBERS = re.compile(
-    r"idx|index|row|line|nr|no|id|uid|uuid|row_?num(ber)?|(row|line)_(id|idx|index|no|nr|num|number)"
+    r"idx|index|row|line|nr|no|id|uid|uuid|row_?num(ber)?"
+    r"|(row|line)_(id|idx|index|no|nr|num|number)"
     r"|(request|trace|prompt|example|doc|item|query|record|question)_(id|idx|index|no|nr|number)"
 )
 """Names of numbers of rows."""
