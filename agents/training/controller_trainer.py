@@ -59,13 +59,12 @@ VALUE_COEFF = 1.0
 VALUE_UNIT = 3.0
 """PPO's rewards and values are in units of so many spreads of rewards: the value network begins at
 0, and what it learns is near 1."""
-
-# settings of the teacher's regression, as in `Stage`
 RCE_TEMPERATURES = 3.0, 0.6
 """τ of the RCE warm-up at its beginning and its end, in units of the spread of rewards; it falls
 linearly."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
+# settings of the teacher's regression, as in `Stage`
 TEACHER_LR = 3e-3
 TEACHER_DECAY = 0.05
 TEACHER_CLIP = 5.0
