@@ -29,9 +29,9 @@ from timing import Bench, Way
 from torch import nn
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.agents.stack.deployed import DeployedController, Settled

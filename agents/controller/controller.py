@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.distributions import actions_by_name
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.configurations.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable

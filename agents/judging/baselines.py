@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.judging.policy import Array, Baseline
 from knobwise.agents.policy.arrays import Arrays, pick
 from knobwise.agents.policy.calibrated import Static
 from knobwise.agents.predictors.experts import Expert, Experts
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.reward import expected_utility

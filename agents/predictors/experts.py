@@ -17,7 +17,7 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import FOLDS, Fold, Rows, Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant

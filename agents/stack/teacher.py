@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import WIDEST, OutcomeNetwork
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.policy.arrays import Array, Arrays
 from knobwise.agents.predictors.experts import Expert, Experts, Measured
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.network import WIDEST, OutcomeNetwork
 from knobwise.agents.predictors.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weights_of_folds
 from knobwise.envs.configurations.budgets import thinned

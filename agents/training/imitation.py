@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.teacher import Fitted
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.drift import drawn_drift

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.policy import Policy, choices_of, requests_of
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import ridge
 from knobwise.agents.stack.deployed import Arrays, DeployedController, Settled
 from knobwise.agents.stack.guard import calibrate

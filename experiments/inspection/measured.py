@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import log_measured, thinned
 from knobwise.envs.tables.profile_table import ProfileTable
 

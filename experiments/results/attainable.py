@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import outcomes_of
 from knobwise.agents.judging.policy import choices_of
 from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.stack.weights import HeldOut, weights_of_folds
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS

@@ -27,6 +27,7 @@ from knobwise.experiments.settings.selector_options import (
 from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.builtin import builtin_demonstrations
 from knobwise.profiling.demonstrations.canvases import VARIANTS
+from knobwise.profiling.demonstrations.learner_task import BLOCKS
 from knobwise.profiling.demonstrations.pools import Kinds
 from knobwise.profiling.demonstrations.scorers import (
     SCORES,
@@ -34,7 +35,7 @@ from knobwise.profiling.demonstrations.scorers import (
     Scorer,
     recorded_scores,
 )
-from knobwise.profiling.demonstrations.tasks import BLOCKS, kinds_of, read_answerer
+from knobwise.profiling.demonstrations.tasks import kinds_of, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from knobwise.agents import policy as policy_package
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.judging.baselines import (
     Oracle,
@@ -25,7 +26,6 @@ from knobwise.agents.judging.baselines import (
     static_of,
 )
 from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import FOLDS
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.serving.own_cost import expected_cost_ms

@@ -17,14 +17,15 @@ from knobwise.envs.demonstrations.beam_table import INTEGERS, BeamTable
 from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
 from knobwise.profiling import DATA
 from knobwise.profiling.demonstrations.canvases import digest
-from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
-from knobwise.profiling.demonstrations.settings import LearnerTaskConfig
-from knobwise.profiling.demonstrations.tasks import (
+from knobwise.profiling.demonstrations.learner_scorer import LearnerScorer
+from knobwise.profiling.demonstrations.learner_task import (
     PARTS,
     builtin_learner,
     draw_part,
     part_table,
 )
+from knobwise.profiling.demonstrations.scorers import Scorer
+from knobwise.profiling.demonstrations.settings import LearnerTaskConfig
 
 
 class Demonstrations(NamedTuple):

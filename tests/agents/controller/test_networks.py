@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from knobwise.agents.controller.networks import BINS, KnobHeads, OutcomeNetwork, UtilityHead
+from knobwise.agents.controller.networks import KnobHeads, UtilityHead
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.predictors.network import BINS, OutcomeNetwork
 from knobwise.losses import dropping_out
 
 NAN = math.nan

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.predictors.experts import SPREAD_FACTORS, Expert, Experts, Measured
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
 from knobwise.agents.predictors.outcomes import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, Trees

@@ -14,7 +14,7 @@ from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsRegressor
 
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import (
     AT_ONCE,
     COMPONENTS,

@@ -11,9 +11,9 @@ from helpers import arrays, close, equal_states, small_table, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.outcomes import Prediction
 from knobwise.agents.stack.teacher import Mixture, Teacher, fit_teacher

@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from knobwise.agents import PolicyConfig, load_checkpoint
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.configurations.drift import COPIES
 from knobwise.envs.configurations.settings import BalanceConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import TAUGHT, arrays, close, controller_trainer, repeated, small_table
 
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.training import imitation
 from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.configurations.budgets import default_budgets

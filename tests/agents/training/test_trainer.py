@@ -21,10 +21,10 @@ from helpers import (
     table_of,
 )
 
-from knobwise.agents.controller.networks import BEYOND, WIDEST
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import static_of
 from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.predictors.network import BEYOND, WIDEST
 from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.settings import OptimiserConfig

@@ -13,8 +13,8 @@ from page_parts import printed, report_of
 from ruled import Ruled, ruled_at_means
 
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.judging.baselines import Oracle, Random, StaticPerDataset, static_of
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.report import print_results

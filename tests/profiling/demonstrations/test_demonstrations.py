@@ -22,8 +22,7 @@ from knobwise.profiling.demonstrations.builtin import (
     load_demonstrations,
 )
 from knobwise.profiling.demonstrations.canvases import VARIANTS, draw_covering_pools, paint
-from knobwise.profiling.demonstrations.settings import LearnerTaskConfig, PoolConfig
-from knobwise.profiling.demonstrations.tasks import (
+from knobwise.profiling.demonstrations.learner_task import (
     BLOCKS,
     DATA,
     SIZES,
@@ -31,6 +30,7 @@ from knobwise.profiling.demonstrations.tasks import (
     draw_part,
     learner_task,
 )
+from knobwise.profiling.demonstrations.settings import LearnerTaskConfig, PoolConfig
 
 SMALL = {"queries": 30, "candidates": 400}
 CARELESS = VARIANTS["careless"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from numpy.random import RandomState
 
-from knobwise.profiling.demonstrations import scorers
+from knobwise.profiling.demonstrations import learner_scorer
 from knobwise.profiling.demonstrations.canvases import VARIANTS, draw_bank, draw_queries
-from knobwise.profiling.demonstrations.scorers import LearnerScorer
-from knobwise.profiling.demonstrations.tasks import builtin_learner
+from knobwise.profiling.demonstrations.learner_scorer import LearnerScorer
+from knobwise.profiling.demonstrations.learner_task import builtin_learner
 
 QUERIES = draw_queries(RandomState(0), 20, False)
 BANK = draw_bank(RandomState(1), 50, False, VARIANTS["careless"])
@@ -89,7 +89,7 @@ def test_neither_chunks_nor_order_nor_padding_change_scores(chunk, monkeypatch):
     queries, demonstrations = prompts(24)
     found = SCORER(queries, demonstrations)
     wider = torch.cat([demonstrations, torch.full((24, 2), -1)], 1).flip(0)
-    monkeypatch.setattr(scorers, "CHUNK", chunk)
+    monkeypatch.setattr(learner_scorer, "CHUNK", chunk)
     for name, values in SCORER(queries.flip(0), wider).items():
         assert (values.shape, values.dtype) == ((24,), torch.float32)
         torch.testing.assert_close(found[name].flip(0), values, rtol=1e-4, atol=1e-5)
