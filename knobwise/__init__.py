@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 gymnasium.register(
     id="knobwise/ConfigBandit-v0",
-    entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditEnv",
-    vector_entry_point="knobwise.envs.configurations.gymnasium_vector_env:ConfigBanditVectorEnv",
-    kwargs={"inputs": "knobwise.profiling.elastic.adapter:builtin_input"},
+    entry_point="knobwise.registration:config_bandit",
+    vector_entry_point="knobwise.registration:config_bandit_vector",
 )
 
 gymnasium.register(

@@ -4,7 +4,6 @@ hand. It is a batch of one of `ConfigBanditVectorEnv`."""
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +66,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
 
     Args:
-        table: the profile; None for the built-in one.
+        table: the profile. `gymnasium.make` takes the built-in one where none is given.
         budget, reward: see `Replay`.
         rows: int64 [n], the samples to draw from; None for all.
         render_mode: None, "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which
@@ -75,8 +74,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         numeric_infos: leave out what is not a number, and write configurations as value indices.
             TorchRL needs it in environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by
             side.
-        inputs: a function from a sample id to its question and picture, for rendering. A text
-            `module:function` names such a function for the built-in profile alone.
+        inputs: a function from a sample id to its question and picture, for rendering.
         options: `unprofiled`, `action`, `action_keys` and `repeats`, see `Replay`.
 
     Raises:
@@ -87,12 +85,12 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     def __init__(
         self,
-        table: ProfileTable | None = None,
+        table: ProfileTable,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
-        inputs: Inputs | str | None = None,
+        inputs: Inputs | None = None,
         numeric_infos: bool = False,
         **options: Any,
     ) -> None:
@@ -106,8 +104,6 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
         self._inputs = inputs
-        if self.table.name != "builtin" and not callable(inputs):
-            self._inputs = None
         self._last: tuple[dict[str, Any], float | None] | None = None
         self._action_masks: dict[bytes, list[NDArray[np.int8]] | None] = {}
 
@@ -132,11 +128,10 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
         info, reward = self._last
-        # a name is looked up only where it is needed
-        inputs = self._inputs
-        if isinstance(inputs, str):
-            inputs = pkgutil.resolve_name(inputs)
-        question, picture = inputs(info["sample_id"]) if callable(inputs) else ("", None)
+        question = ""
+        picture = None
+        if self._inputs is not None:
+            question, picture = self._inputs(info["sample_id"])
         view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
         return view.words() if self.render_mode == "ansi" else view.image()
 

@@ -65,25 +65,19 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
     def __init__(
         self,
-        num_envs: int = 1,
-        table: ProfileTable | None = None,
+        num_envs: int,
+        table: ProfileTable,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[int] | None = None,
         render_mode: str | None = None,
-        inputs: Inputs | str | None = None,
+        inputs: Inputs | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
         **options: Any,
     ) -> None:
         if os.getpid() != _PROCESS:
             # torch would wait for its threads, which a fork leaves behind
             torch.set_num_threads(1)
-        if table is None:
-            # it is read once: a forked process could not, because polars would use threads that a
-            # fork leaves behind
-            from knobwise.envs.readers.builtin import builtin_profile
-
-            table = builtin_profile()
         if not isinstance(table, ProfileTable):
             raise InputError(
                 f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"

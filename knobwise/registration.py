@@ -1,0 +1,37 @@
+"""What `gymnasium.make("knobwise/ConfigBandit-v0")` makes: without a table, the bandit of the
+built-in profile, whose questions and pictures can be drawn again to be looked at.
+
+The environments themselves know no profile that comes with knobwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv
+from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.profiling.elastic.adapter import builtin_input
+
+
+def config_bandit(table: ProfileTable | None = None, **options: Any) -> ConfigBanditEnv:
+    """Return a `ConfigBanditEnv`, for the built-in profile if there is no table."""
+    if table is None or getattr(table, "name", "") == "builtin":
+        options.setdefault("inputs", builtin_input)
+    if table is None:
+        table = builtin_profile()
+    return ConfigBanditEnv(table, **options)
+
+
+def config_bandit_vector(
+    num_envs: int = 1, table: ProfileTable | None = None, **options: Any
+) -> ConfigBanditVectorEnv:
+    """Return a `ConfigBanditVectorEnv`, for the built-in profile if there is no table."""
+    if table is None:
+        table = builtin_profile()
+    return ConfigBanditVectorEnv(num_envs, table, **options)
+
+
+# gymnasium looks here for the ways to render
+config_bandit.metadata = ConfigBanditEnv.metadata  # type: ignore[attr-defined]
