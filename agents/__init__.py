@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
+    from knobwise.agents.calibration.deployed_controller import (
+        DeployedController as DeployedController,
+    )
     from knobwise.agents.checkpoint import load_checkpoint as load_checkpoint
     from knobwise.agents.checkpoint import save_checkpoint as save_checkpoint
     from knobwise.agents.controller.actor import make_actor as make_actor
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
-    from knobwise.agents.judging.evaluation import judge as judge
-    from knobwise.agents.policy.controller import NumpyController as NumpyController
+    from knobwise.agents.deployed.controller import NumpyController as NumpyController
+    from knobwise.agents.evaluation.evaluation import judge as judge
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
     from knobwise.agents.serving.adaptive_model import AdaptiveModel as AdaptiveModel
-    from knobwise.agents.stack.deployed import DeployedController as DeployedController
     from knobwise.agents.training.controller_trainer import ControllerTrainer as ControllerTrainer
     from knobwise.agents.training.selector_trainer import SelectorTrainer as SelectorTrainer
     from knobwise.agents.training.settings import OptimiserConfig as OptimiserConfig
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 MODULES = {
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
-    "judge": "judging.evaluation",
+    "judge": "evaluation.evaluation",
     "Controller": "controller.controller",
     "make_actor": "controller.actor",
     "LossConfig": "knobwise.losses.settings",
@@ -41,8 +43,8 @@ MODULES = {
     "SelectorLossConfig": "knobwise.losses.settings",
     "StageConfig": "training.settings",
     "AdaptiveModel": "serving.adaptive_model",
-    "NumpyController": "policy.controller",
-    "DeployedController": "stack.deployed",
+    "NumpyController": "deployed.controller",
+    "DeployedController": "calibration.deployed_controller",
 }
 __getattr__ = lazy(__name__, MODULES)
 __all__ = list(MODULES)

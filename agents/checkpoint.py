@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say

@@ -28,20 +28,20 @@ from sklearn.ensemble import RandomForestRegressor
 from timing import Bench, Way
 from torch import nn
 
+from knobwise.agents.calibration.deployed_controller import DeployedController, Settled
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
-from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
-from knobwise.agents.stack.deployed import DeployedController, Settled
 from knobwise.agents.training.settle import latency_of
 from knobwise.envs import builtin_profile
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
+from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
 TABLE = builtin_profile()
 BUDGETS_MS = default_budgets(TABLE).tolist()

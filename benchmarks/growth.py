@@ -17,11 +17,11 @@ import torch
 from timing import Bench
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.evaluation import judge
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 SIZES = [10**power for power in range(3, 8)]

@@ -18,7 +18,7 @@ from decision import deployed_on
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs import builtin_profile
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 REQUESTS = [ElasticRequests().request(str(number)) for number in range(20)]
 

@@ -11,14 +11,14 @@ from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.common.errors import InputError as InputError
-    from knobwise.envs.configurations.budgets import default_budgets as default_budgets
-    from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
-    from knobwise.envs.configurations.gymnasium_vector_env import (
+    from knobwise.envs.bandit.budgets import default_budgets as default_budgets
+    from knobwise.envs.bandit.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
+    from knobwise.envs.bandit.gymnasium_vector_env import (
         ConfigBanditVectorEnv as ConfigBanditVectorEnv,
     )
-    from knobwise.envs.configurations.settings import BudgetConfig as BudgetConfig
-    from knobwise.envs.configurations.settings import RewardConfig as RewardConfig
-    from knobwise.envs.configurations.torchrl_env import ConfigBandit as ConfigBandit
+    from knobwise.envs.bandit.settings import BudgetConfig as BudgetConfig
+    from knobwise.envs.bandit.settings import RewardConfig as RewardConfig
+    from knobwise.envs.bandit.torchrl_env import ConfigBandit as ConfigBandit
     from knobwise.envs.demonstrations.beam_files import read_beam_data as read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable as BeamTable
     from knobwise.envs.demonstrations.gymnasium_env import (
@@ -29,26 +29,20 @@ if TYPE_CHECKING:
     )
     from knobwise.envs.demonstrations.settings import GroupConfig as GroupConfig
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
-    from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
     from knobwise.envs.readers.joint import join_tables as join_tables
-    from knobwise.envs.simulated.calibrated import simulate as simulate
-    from knobwise.envs.simulated.settings import SimulatedConfig as SimulatedConfig
     from knobwise.envs.tables.profile_table import Knob as Knob
     from knobwise.envs.tables.profile_table import ProfileTable as ProfileTable
     from knobwise.envs.tables.splits import Split as Split
 
 MODULES = {
-    "ConfigBandit": "configurations.torchrl_env",
-    "BudgetConfig": "configurations.budgets",
-    "default_budgets": "configurations.budgets",
-    "builtin_profile": "readers.builtin",
+    "ConfigBandit": "bandit.torchrl_env",
+    "BudgetConfig": "bandit.budgets",
+    "default_budgets": "bandit.budgets",
     "InputError": "knobwise.common.errors",
-    "ConfigBanditEnv": "configurations.gymnasium_env",
-    "ConfigBanditVectorEnv": "configurations.gymnasium_vector_env",
-    "RewardConfig": "configurations.reward",
+    "ConfigBanditEnv": "bandit.gymnasium_env",
+    "ConfigBanditVectorEnv": "bandit.gymnasium_vector_env",
+    "RewardConfig": "bandit.reward",
     "join_tables": "readers.joint",
-    "SimulatedConfig": "simulated.settings",
-    "simulate": "simulated.calibrated",
     "Knob": "tables.profile_table",
     "ProfileTable": "tables.profile_table",
     "Split": "tables.splits",
@@ -59,5 +53,7 @@ MODULES = {
     "DemonstrationRewardConfig": "demonstrations.reward",
     "DemonstrationBanditEnv": "demonstrations.gymnasium_env",
 }
-__getattr__ = lazy(__name__, MODULES)
+# these moved; programs that look for them here still find them
+MOVED = dict.fromkeys(("builtin_profile", "SimulatedConfig", "simulate"), "knobwise.testbeds")
+__getattr__ = lazy(__name__, MODULES | MOVED)
 __all__ = list(MODULES)

@@ -12,8 +12,8 @@ import torch
 
 import knobwise
 from knobwise.agents import AdaptiveModel
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.scenes import draw_samples
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.testbeds.elastic.scenes import draw_samples
 
 
 def main(run: str = "runs/latest", requests: int = 6) -> list[bool]:

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import knobwise
-from knobwise.envs import builtin_profile
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
+from knobwise.testbeds import builtin_profile
 
 
 def builtin_files(folder: Path) -> tuple[Path, Path]:

@@ -15,7 +15,8 @@ from torchrl.modules import MLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from knobwise.envs import ConfigBandit, builtin_profile
+from knobwise.envs import ConfigBandit
+from knobwise.testbeds import builtin_profile
 
 
 class Network(MLP):

@@ -12,8 +12,9 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
-from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
+from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
+from knobwise.testbeds import builtin_profile
 
 
 def main(

@@ -9,8 +9,9 @@ from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDic
 from torchrl.trainers import DefaultOptimizationStepper, ReplayBufferTrainer, Trainer
 
 from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
-from knobwise.envs import ConfigBandit, builtin_profile, default_budgets
+from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss
+from knobwise.testbeds import builtin_profile
 
 
 def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tuple[float, float]:

@@ -24,8 +24,8 @@ from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.report import verdict
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
-from knobwise.envs.configurations.gymnasium_vector_env import ConfigBanditVectorEnv
-from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs.bandit.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.bandit.gymnasium_vector_env import ConfigBanditVectorEnv
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.elastic.adapter import builtin_input
+from knobwise.testbeds.elastic.adapter import builtin_input
+from knobwise.testbeds.profiles import builtin_profile
 
 
 def config_bandit(table: ProfileTable | None = None, **options: Any) -> ConfigBanditEnv:

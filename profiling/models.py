@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, instance
+from knobwise.profiling.huggingface.smollm import source_of
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
 from knobwise.profiling.measuring.requests import DrawnQuestions, Questions, Requests
 from knobwise.profiling.measuring.settings import BUILT_IN, VLMProfileConfig
-from knobwise.profiling.smollm.folder import source_of
 
 MEMBERS = ("name", "knobs", "set_knobs", "first_stage", "answer")
 """What a model of the user's own must have."""

@@ -16,7 +16,7 @@ import yaml
 from commands import VARIABLES
 from PIL import Image
 
-from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common import interruption
 
 PRELOADED = [
@@ -35,11 +35,11 @@ hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 LONG = ("test_docs.py", "test_layout.py", "test_everywhere.py")
 LESS = {
-    "agents.serving.own_cost.ROUNDS": (1, "serving"),
-    "agents.serving.own_cost.CALLS": (4, "serving"),
-    "agents.serving.own_cost.WARM_UP": (1, "serving"),
+    "agents.evaluation.own_cost.ROUNDS": (1, "serving", "evaluation"),
+    "agents.evaluation.own_cost.CALLS": (4, "serving", "evaluation"),
+    "agents.evaluation.own_cost.WARM_UP": (1, "serving", "evaluation"),
     # by this clock every decision takes 30 µs, so that nothing hangs on how busy the machine is
-    "agents.serving.own_cost.clock_ns": (itertools.count(0, 30_000).__next__,),
+    "agents.evaluation.own_cost.clock_ns": (itertools.count(0, 30_000).__next__,),
     "agents.learning.adaptation.STEPS": (50, "learning", "serving"),
     "agents.learning.adaptation.LR": (4e-3, "learning", "serving"),
     "agents.learning.update.FOLDS": (2,),
@@ -50,8 +50,8 @@ LESS_OF_RUNS = {
     "experiments.deploy.live.WARM_UP": (1,),
     "experiments.deploy.live.CALIBRATION": (6,),
     "experiments.deploy.export.CALLS": (20,),
-    "experiments.results.explanation.REPEATS": (1, "results", "deploy"),
-    "experiments.results.explanation.TOP": (2, "results", "deploy"),
+    "experiments.evidence.explanation.REPEATS": (1, "evidence", "deploy"),
+    "experiments.evidence.explanation.TOP": (2, "evidence", "deploy"),
 }
 """The same for tests that run commands; others need not import these modules."""
 CURVES = 3
@@ -82,7 +82,7 @@ def _little_work(request):
     runs = part not in ("agents", "envs", "losses")
     with pytest.MonkeyPatch.context() as patch:
         boosting = FAMILIES["gradient_boosting"]
-        trees = {"predictors": (50, 100), "judging": boosting.settings}
+        trees = {"teacher": (50, 100), "evaluation": boosting.settings}
         settings = trees.get(folder, (10, 40))
         patch.setitem(FAMILIES, "gradient_boosting", boosting._replace(settings=settings))
         for name, (value, *about) in (LESS | LESS_OF_RUNS if runs else LESS).items():

@@ -16,7 +16,7 @@ from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
 from knobwise.envs.tables.profile_table import Knob, median_of
 from knobwise.experiments.settings import beams
-from knobwise.profiling.demonstrations import builtin
+from knobwise.testbeds.canvases import builtin
 
 
 def small_table(samples=60, seed=0, holes=0.0, features=True, **changes):

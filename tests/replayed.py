@@ -13,10 +13,10 @@ from helpers import driven_apart, small_table
 from tensordict import TensorDict
 
 from knobwise.agents import AdaptiveModel, Controller, DeployedController, PolicyConfig
-from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.calibration.deployed_controller import Settled
+from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.learning.logged import Logged
-from knobwise.agents.stack.deployed import Settled
-from knobwise.agents.stack.teacher import Teacher
+from knobwise.agents.teacher.teacher import Teacher
 from knobwise.envs import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from knobwise.agents.stack.prices import MeanBudgetPolicy
+from knobwise.agents.calibration.prices import MeanBudgetPolicy
 
 
 class Ruled:

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 from omegaconf import OmegaConf
 
-from knobwise.experiments.results.decisions import write_decisions
+from knobwise.experiments.evidence.decisions import write_decisions
 
 BUDGETS = (10.0, 20.0)
 SETTINGS = {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from knobwise.profiling.elastic.adapter import ElasticAdaptive
-from knobwise.profiling.elastic.model import read_model
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive
+from knobwise.testbeds.elastic.model import read_model
 
 FILE = Path(__file__).with_name("elastic_small.safetensors")
 

@@ -65,19 +65,20 @@ from knobwise.agents import (
     make_actor,
 )
 from knobwise.agents.checkpoint import save_checkpoint
-from knobwise.envs import BeamTable, ConfigBandit, builtin_profile
-from knobwise.envs.configurations.budgets import BudgetSampler
+from knobwise.envs import BeamTable, ConfigBandit
+from knobwise.envs.bandit.budgets import BudgetSampler
 from knobwise.envs.demonstrations.reward import demonstration_reward
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.experiments.command_line.compose import CONF, read_settings
-from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.losses import GRPOLoss, RCELoss, group_advantage
 from knobwise.losses.functional import clipped_surrogate, k3
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.testbeds import builtin_profile
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 pytestmark = pytest.mark.usefixtures("home")
 LEAN = words_of(OPTIMISER, "seeds=[0] baselines=false own_cost=false name=run")

@@ -25,7 +25,7 @@ from PIL import Image
 import knobwise
 from knobwise import envs
 from knobwise.agents.learning.logged import read_log
-from knobwise.envs import builtin_profile
+from knobwise.testbeds import builtin_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {

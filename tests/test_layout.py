@@ -19,17 +19,18 @@ from commands import SIMULATED, words_of
 from knobwise import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("losses", "envs", "profiling", "agents", "experiments")
+FOLDERS = ("losses", "envs", "profiling", "agents", "testbeds", "experiments")
 MAY_IMPORT = {
     "common": {"common"},
     "losses": {"losses", "common"},
     "envs": {"envs", "common"},
     "profiling": {"profiling", "envs", "common"},
     "agents": {"agents", "envs", "losses", "profiling", "common"},
+    "testbeds": {"testbeds", "agents", "envs", "losses", "profiling", "common"},
     "experiments": {*FOLDERS, "common"},
 }
 COMMON = ROOT / "knobwise/common"
-EXPORTED = ROOT / "agents/policy"
+EXPORTED = ROOT / "agents/deployed"
 """What is copied beside an exported controller, where it is a package of its own."""
 SOURCES = [path for folder in (*FOLDERS, COMMON) for path in sorted((ROOT / folder).rglob("*.py"))]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -189,7 +190,7 @@ def test_the_links_point_to_the_folders():
 def test_the_spine_can_be_read_in_one_sitting():
     spine = [
         "envs/tables/profile_table.py",
-        "envs/configurations/torchrl_env.py",
+        "envs/bandit/torchrl_env.py",
         "agents/controller/controller.py",
         "losses/grpo.py",
         "agents/training/loop.py",

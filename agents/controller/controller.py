@@ -19,8 +19,8 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.budgets import BudgetEncoding, limits_seen, thinned
-from knobwise.envs.configurations.contexts import LIMIT_KEYS
+from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, thinned
+from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.policy.arrays import below
+from knobwise.agents.deployed.arrays import below
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.columns import Column, columns_of
 from knobwise.envs.tables.profile_table import ProfileTable

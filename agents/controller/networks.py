@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.policy.network import places_of
-from knobwise.envs.configurations.budgets import BudgetEncoding
+from knobwise.agents.deployed.network import places_of
+from knobwise.envs.bandit.budgets import BudgetEncoding
 from knobwise.losses.dropout import Dropout
 
 

@@ -8,7 +8,7 @@ from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
 
 EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
-"""The families of `knobwise.agents.predictors.regressors`."""
+"""The families of `knobwise.agents.teacher.regressors`."""
 
 
 @dataclass

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.stack.teacher import NARROWEST, Teacher
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.teacher.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import log_measured
-from knobwise.envs.configurations.drift import drawn_drift
+from knobwise.envs.bandit.budgets import log_measured
+from knobwise.envs.bandit.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
-from knobwise.agents.policy.arrays import LEAST_MS
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.deployed.arrays import LEAST_MS
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.paired import lower_bound
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.logged import Logged, of_choices
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.common.paired import lower_bound
 from knobwise.losses.functional import doubly_robust
 
 LEAST_DIFFERENT = 10

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.adaptation import (
     LEAST_CELLS,
     Offsets,
@@ -36,10 +38,8 @@ from knobwise.agents.learning.adaptation import (
 from knobwise.agents.learning.doubts import FEW, MOST_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
-from knobwise.agents.policy.arrays import configurations_of
-from knobwise.agents.predictors.outcomes import Prediction
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.stack.teacher import NARROWEST
+from knobwise.agents.teacher.outcomes import Prediction
+from knobwise.agents.teacher.teacher import NARROWEST
 from knobwise.common.errors import InputError
 
 LATENCIES = "latencies"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
 from knobwise.agents.serving.inputs import blocks_of, limit_of, numbers
 from knobwise.agents.serving.request_log import RequestLog, Result
@@ -30,7 +30,7 @@ from knobwise.agents.serving.wrapper import Front, left_of
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import log_ms
+from knobwise.envs.bandit.budgets import log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time
 from knobwise.profiling.measuring.adaptive_model import (

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from knobwise.agents.policy.controller import Expected
+from knobwise.agents.deployed.controller import Expected
 from knobwise.agents.serving.request_log import Result
 from knobwise.common import checks
 

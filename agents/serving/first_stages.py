@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
-from knobwise.agents.policy.controller import Expected, NumpyController
+from knobwise.agents.deployed.controller import Expected, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from knobwise.agents.policy.arrays import Array, as_limit, as_numbers, encoded
-from knobwise.agents.policy.controller import MOST_MS
+from knobwise.agents.deployed.arrays import Array, as_limit, as_numbers, encoded
+from knobwise.agents.deployed.controller import MOST_MS
 from knobwise.common.errors import InputError
 
 

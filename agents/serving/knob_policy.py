@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
-from knobwise.agents.policy.controller import Drift
+from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
+from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.serving.inputs import blocks_of, numbers
 from knobwise.common.errors import InputError
 

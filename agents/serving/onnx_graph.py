@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.policy.arrays import Array, Arrays, configurations_of
-from knobwise.agents.policy.controller import NumpyController
-from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 Decide = Callable[[Arrays, Array], Array]

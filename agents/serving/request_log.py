@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.arrays import Arrays
-from knobwise.agents.policy.controller import Drift, NumpyController
+from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED

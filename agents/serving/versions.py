@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
 
-from knobwise.agents.policy.controller import NumpyController
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.files import replace_link, sync
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knobwise.agents.policy.arrays import LEAST_MS, configurations_of
-from knobwise.agents.policy.controller import Drift, NumpyController
+from knobwise.agents.deployed.arrays import LEAST_MS, configurations_of
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.first_stages import Overhead
 from knobwise.agents.serving.inputs import blocks_of, limit_of

@@ -25,23 +25,23 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import ClipPPOLoss
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.checkpoint import load_checkpoint, started_from
 from knobwise.agents.controller.actor import Behaviour, make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.stack.teacher import Fitted, Teacher, fit_teacher
-from knobwise.agents.training.imitation import lessons_of
+from knobwise.agents.teacher.distillation import lessons_of
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.teacher import Fitted, Teacher, fit_teacher
 from knobwise.agents.training.judged_trainer import JudgedTrainer
 from knobwise.agents.training.loop import NOTHING
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
-from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_moments
-from knobwise.envs.configurations.drift import copies_of, rows_of_copies
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.bandit.budgets import default_budgets, judged_worths, log_moments
+from knobwise.envs.bandit.drift import copies_of, rows_of_copies
+from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss
 from knobwise.losses.functional import (

@@ -16,13 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.evaluation import Judged, moments, outcomes_of
-from knobwise.agents.predictors.folds import folds_of
+from knobwise.agents.evaluation.evaluation import Judged, moments, outcomes_of
+from knobwise.agents.teacher.folds import folds_of
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import thinned
-from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_JUDGED = 1 << 16

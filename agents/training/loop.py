@@ -25,7 +25,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.checkpoint import Loaded, load_if_whole, save_checkpoint
-from knobwise.agents.judging.evaluation import LOGGED
+from knobwise.agents.evaluation.evaluation import LOGGED
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Log, Stage

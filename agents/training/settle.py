@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.calibration.deployed_controller import Arrays, DeployedController, Settled
+from knobwise.agents.calibration.guard import calibrate
+from knobwise.agents.calibration.prices import StaticMix, compared, outcomes_of, worths_for
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.judging.policy import Policy, choices_of, requests_of
-from knobwise.agents.predictors.regressors import ridge
-from knobwise.agents.stack.deployed import Arrays, DeployedController, Settled
-from knobwise.agents.stack.guard import calibrate
-from knobwise.agents.stack.prices import StaticMix, compared, outcomes_of, worths_for
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
+from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.envs.configurations.budgets import log_moments
+from knobwise.envs.bandit.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_LATENCIES = 1 << 18

@@ -18,8 +18,9 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, TensorSpec, Un
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.contexts import fresh_seed
-from knobwise.envs.configurations.replay import UNPROFILED
+from knobwise.envs.bandit.contexts import fresh_seed
+from knobwise.envs.bandit.replay import UNPROFILED
+from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, bank_rows
 from knobwise.envs.demonstrations.reward import (
     coherence_and_diversity,
@@ -33,7 +34,6 @@ from knobwise.envs.demonstrations.settings import (
     DemonstrationRewardConfig,
     GroupConfig,
 )
-from knobwise.envs.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.tables.tensor_file import joined_by_name
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]

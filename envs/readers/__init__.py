@@ -1,4 +1,4 @@
-"""Readers that make tables of files of measurements, and the built-in profiles.
+"""Readers that make tables of files of measurements.
 
 A new type of file that holds long tables is only a branch of `frames.read_frame`.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import polars as pl
 
-from knobwise.common.arff import arff_frame
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
@@ -30,6 +29,7 @@ from knobwise.common.text_files import (
     text_of,
     with_points,
 )
+from knobwise.envs.readers.arff import arff_frame
 from knobwise.envs.tables.profile_table import Knob
 
 KEYS = frozenset(

@@ -108,10 +108,10 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
 
 def _profile_beams(config: ProfileRun) -> None:
     """Record sequences of demonstrations, or the draws of a trained selector as one more round."""
-    from knobwise.profiling.demonstrations.learner_task import learner_task
     from knobwise.profiling.demonstrations.profile import profile_beams
     from knobwise.profiling.demonstrations.tasks import vlm_task
     from knobwise.profiling.measuring.machine import one_thread
+    from knobwise.testbeds.canvases.task import learner_task
 
     limits: AbstractContextManager[Any] = nullcontext()
     if config.model == "learner":

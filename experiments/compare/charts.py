@@ -7,6 +7,7 @@ import polars as pl
 
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.evidence.problem import FEASIBLE
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure, colours_of, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
@@ -20,7 +21,6 @@ from knobwise.experiments.report.words import (
     shots_words,
     shown_by,
 )
-from knobwise.experiments.results.problem import FEASIBLE
 
 
 @unchecked

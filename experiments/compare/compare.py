@@ -20,9 +20,9 @@ from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import find_runs
+from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.report.tables import Folded, reworded
 from knobwise.experiments.report.words import read_results, shown_by
-from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import ComparedRun
-from knobwise.experiments.results.statistics import FEWEST, Difference, paired
+from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
 """The columns that tell the decisions of a policy apart."""

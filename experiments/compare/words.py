@@ -8,6 +8,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.evidence.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
+from knobwise.experiments.evidence.statistics import CHANCE, Difference
 from knobwise.experiments.report.tables import Table, print_lines, print_table, reworded, table_of
 from knobwise.experiments.report.words import (
     COMPARED,
@@ -23,8 +25,6 @@ from knobwise.experiments.report.words import (
     shown_by,
     sign_of,
 )
-from knobwise.experiments.results.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
-from knobwise.experiments.results.statistics import CHANCE, Difference
 
 
 def place_name(comparison: Comparison, place: float | None) -> str:

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 import numpy as np
 import polars as pl
 
-from knobwise.agents.policy.arrays import Array
-from knobwise.agents.policy.controller import MOST_MS, NumpyController
+from knobwise.agents.deployed.arrays import Array
+from knobwise.agents.deployed.controller import MOST_MS, NumpyController
 from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
@@ -26,8 +26,8 @@ from knobwise.common.text_files import LOOKED_AT, encoding_of, form_of, with_poi
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
+from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.words import counted
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
 
 AT_ONCE = 50_000

@@ -18,15 +18,15 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
-from knobwise.envs.configurations.budgets import judged_budgets
-from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.bandit.budgets import judged_budgets
+from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
+from knobwise.experiments.evidence.controllers import gain_on_held_out, held_out_choices
+from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.selectors import judge_selectors
 from knobwise.experiments.report.report import print_results
-from knobwise.experiments.results.controllers import gain_on_held_out, held_out_choices
-from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.results.selectors import judge_selectors
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile

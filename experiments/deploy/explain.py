@@ -12,21 +12,21 @@ import torch
 from rich.console import Console
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.policy.controller import Drift
+from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time, in_words
 from knobwise.experiments.deploy.evaluate import fitting_profile
+from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.choice_sentences import decision, setting
 from knobwise.experiments.report.report import print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
 from knobwise.experiments.report.words import number, quantity, read_results
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
 

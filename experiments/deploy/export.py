@@ -15,6 +15,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.onnx_graph import (
     Deployed,
@@ -23,13 +24,12 @@ from knobwise.agents.serving.onnx_graph import (
     quantise,
     write_onnx,
 )
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.common.files import write_json, written_whole
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
+from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.train.controller import copy_policy
 

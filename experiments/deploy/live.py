@@ -29,8 +29,8 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.judging.baselines import BestStatic, averages, static_of
-from knobwise.agents.policy.calibrated import Static
+from knobwise.agents.deployed.calibrated import Static
+from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -38,7 +38,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import (
     Record,
@@ -49,11 +49,11 @@ from knobwise.experiments.deploy.live_results import (
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
-from knobwise.profiling.elastic.adapter import ElasticRequests
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
+from knobwise.testbeds.elastic.adapter import ElasticRequests
 
 IN_A_ROW = 20
 """Number of requests that one policy serves before the next policy serves the same ones. Caches are

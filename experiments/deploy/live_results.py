@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knobwise.agents.policy.controller import Drift, NumpyController
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LEAST_SPREAD
-from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.results.statistics import mean_interval, with_interval
+from knobwise.experiments.evidence.statistics import mean_interval, with_interval
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
 

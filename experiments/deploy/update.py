@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.update import Update, update
-from knobwise.agents.policy.controller import NumpyController
 from knobwise.agents.serving.versions import (
     CONTROLLER,
     CURRENT,
@@ -35,8 +35,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.units import check_time
+from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.report.words import counted
-from knobwise.experiments.results.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from knobwise.envs.configurations.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
+from knobwise.envs.bandit.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
 from knobwise.experiments.inspection.measured import (
     Fault,
     Faults,

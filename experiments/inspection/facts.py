@@ -17,18 +17,18 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import Oracle, static_of
-from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.evaluation.baselines import Oracle, static_of
+from knobwise.agents.evaluation.evaluation import judge
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_moments
+from knobwise.envs.bandit.budgets import default_budgets, few_budgets, log_moments
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.units import in_words
+from knobwise.experiments.evidence.attainable import attainable, oracle_of_halves, repeated_share
+from knobwise.experiments.evidence.explanation import difficulty_of
+from knobwise.experiments.evidence.statistics import pareto_front
+from knobwise.experiments.evidence.summary import configurations_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.report.words import number
-from knobwise.experiments.results.attainable import attainable, oracle_of_halves, repeated_share
-from knobwise.experiments.results.explanation import difficulty_of
-from knobwise.experiments.results.statistics import pareto_front
-from knobwise.experiments.results.summary import configurations_of
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
@@ -58,7 +58,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
         - `headroom`: see `_headroom`
-        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.results.attainable`
+        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.evidence.attainable`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader),

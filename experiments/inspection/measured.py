@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.envs.configurations.budgets import log_measured, thinned
+from knobwise.envs.bandit.budgets import log_measured, thinned
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_SAMPLES = 20_000

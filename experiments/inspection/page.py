@@ -251,7 +251,7 @@ def _pictures(facts: Facts) -> list[Any]:
         return []
     from PIL import Image
 
-    from knobwise.profiling.elastic.adapter import builtin_input
+    from knobwise.testbeds.elastic.adapter import builtin_input
 
     cells = []
     cell = Markup('<div><img src="{}" alt="{}"><small>{}<br>{}</small></div>')

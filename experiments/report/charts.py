@@ -21,10 +21,10 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.tables.units import in_words
+from knobwise.experiments.evidence.problem import Results, Row
+from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report.page import HUES, colours_of
 from knobwise.experiments.report.words import policy_name
-from knobwise.experiments.results.problem import Results, Row
-from knobwise.experiments.results.statistics import pareto_front
 
 GREY = HUES["grey"]
 DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}

@@ -7,6 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from knobwise.envs.tables.units import in_words
+from knobwise.experiments.evidence.problem import (
+    DEADLINE,
+    Results,
+    Row,
+    problem_of,
+)
 from knobwise.experiments.report.words import (
     LEARNED,
     number,
@@ -14,12 +20,6 @@ from knobwise.experiments.report.words import (
     sign_of,
     span,
     unit_of,
-)
-from knobwise.experiments.results.problem import (
-    DEADLINE,
-    Results,
-    Row,
-    problem_of,
 )
 
 

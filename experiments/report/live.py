@@ -6,6 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from knobwise.experiments.evidence.problem import (
+    ACCURACY,
+    FEASIBLE,
+    ON_TIME,
+    UTILITY,
+    Metric,
+    Results,
+)
 from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import (
     Folded,
@@ -29,14 +37,6 @@ from knobwise.experiments.report.words import (
     policy_name,
     ranked,
     sign_of,
-)
-from knobwise.experiments.results.problem import (
-    ACCURACY,
-    FEASIBLE,
-    ON_TIME,
-    UTILITY,
-    Metric,
-    Results,
 )
 
 COLUMNS = (

@@ -15,6 +15,17 @@ from rich.console import Console
 
 from knobwise.common.progress import duration
 from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.evidence.problem import (
+    ACCURACY,
+    DEADLINE,
+    DECISION,
+    DEMONSTRATIONS,
+    FEASIBLE,
+    Results,
+    Row,
+    problem_of,
+    shown_at,
+)
 from knobwise.experiments.report import charts, tables, words
 from knobwise.experiments.report.choice_sentences import (
     condition,
@@ -43,17 +54,6 @@ from knobwise.experiments.report.words import (
     policy_name,
     quantity,
     shots_words,
-)
-from knobwise.experiments.results.problem import (
-    ACCURACY,
-    DEADLINE,
-    DECISION,
-    DEMONSTRATIONS,
-    FEASIBLE,
-    Results,
-    Row,
-    problem_of,
-    shown_at,
 )
 
 

@@ -9,18 +9,7 @@ import altair as alt
 import polars as pl
 
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.report import charts, page, words
-from knobwise.experiments.report.page import Figure
-from knobwise.experiments.report.tables import reworded
-from knobwise.experiments.report.words import (
-    MIX,
-    ORACLE,
-    STATIC,
-    baselines,
-    policy_name,
-    shots_words,
-)
-from knobwise.experiments.results.problem import (
+from knobwise.experiments.evidence.problem import (
     CONTROLS,
     DEMONSTRATIONS,
     FEASIBLE,
@@ -31,6 +20,17 @@ from knobwise.experiments.results.problem import (
     Row,
     problem_of,
     shown_at,
+)
+from knobwise.experiments.report import charts, page, words
+from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.tables import reworded
+from knobwise.experiments.report.words import (
+    MIX,
+    ORACLE,
+    STATIC,
+    baselines,
+    policy_name,
+    shots_words,
 )
 
 Figures = dict[str, Figure]
@@ -230,7 +230,7 @@ def difficulty(explained: Row, unit: str) -> Figure:
     the means of groups, of the policy with their intervals and of static.
 
     Args:
-        explained: from `knobwise.experiments.results.explanation.by_difficulty`.
+        explained: from `knobwise.experiments.evidence.explanation.by_difficulty`.
         unit: of the latencies.
     """
     rows = []

@@ -7,6 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.evidence.problem import (
+    DEMONSTRATIONS,
+    MEAN_BUDGET,
+    Results,
+    Row,
+    problem_of,
+    shown_at,
+)
 from knobwise.experiments.report.words import (
     COMPARED,
     LEARNED,
@@ -35,14 +43,6 @@ from knobwise.experiments.report.words import (
     unit_of,
     value_of,
     with_score,
-)
-from knobwise.experiments.results.problem import (
-    DEMONSTRATIONS,
-    MEAN_BUDGET,
-    Results,
-    Row,
-    problem_of,
-    shown_at,
 )
 
 

@@ -11,17 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from knobwise.envs.tables.units import TIMES, in_words
-from knobwise.experiments.report import words
-from knobwise.experiments.report.sentences import promise
-from knobwise.experiments.report.words import (
-    cell,
-    difference_cell,
-    number,
-    policy_name,
-    quantity,
-    shots_words,
-)
-from knobwise.experiments.results.problem import (
+from knobwise.experiments.evidence.problem import (
     DECISION,
     FEASIBLE,
     FREE,
@@ -31,6 +21,16 @@ from knobwise.experiments.results.problem import (
     Row,
     problem_of,
     shown_at,
+)
+from knobwise.experiments.report import words
+from knobwise.experiments.report.sentences import promise
+from knobwise.experiments.report.words import (
+    cell,
+    difference_cell,
+    number,
+    policy_name,
+    quantity,
+    shots_words,
 )
 
 

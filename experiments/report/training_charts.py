@@ -12,11 +12,11 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.units import in_words
+from knobwise.experiments.evidence.problem import CONTROLS, Results, problem_of
 from knobwise.experiments.report import charts, words
 from knobwise.experiments.report.page import HUES, Figure
 from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.report.tables import Folded
-from knobwise.experiments.results.problem import CONTROLS, Results, problem_of
 
 TITLES = {
     "Utility": "utility (0 to 1)",

@@ -16,16 +16,16 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded, is_deeper
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.results.decisions import FILE
-from knobwise.experiments.results.problem import (
+from knobwise.experiments.evidence.decisions import FILE
+from knobwise.experiments.evidence.problem import (
     DEMONSTRATIONS,
     Metric,
     Results,
     Row,
     problem_of,
 )
-from knobwise.experiments.results.statistics import Difference
-from knobwise.experiments.results.statistics import sign_of as sign_of
+from knobwise.experiments.evidence.statistics import Difference
+from knobwise.experiments.evidence.statistics import sign_of as sign_of
 
 LEARNED = "controller"
 TEACHER = "teacher"

@@ -24,10 +24,6 @@ from knobwise.experiments.settings.selector_options import (
     SmollmBeams,
     StoredEncoder,
 )
-from knobwise.profiling import DATA
-from knobwise.profiling.demonstrations.builtin import builtin_demonstrations
-from knobwise.profiling.demonstrations.canvases import VARIANTS
-from knobwise.profiling.demonstrations.learner_task import BLOCKS
 from knobwise.profiling.demonstrations.pools import Kinds
 from knobwise.profiling.demonstrations.scorers import (
     SCORES,
@@ -37,6 +33,10 @@ from knobwise.profiling.demonstrations.scorers import (
 )
 from knobwise.profiling.demonstrations.tasks import kinds_of, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
+from knobwise.testbeds import DATA
+from knobwise.testbeds.canvases.builtin import builtin_demonstrations
+from knobwise.testbeds.canvases.canvases import VARIANTS
+from knobwise.testbeds.canvases.task import BLOCKS
 
 SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
 """`knobwise profile model=smollm2 vlm.chats=false vlm.dtype=float32 vlm.batch_size=16

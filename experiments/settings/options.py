@@ -11,7 +11,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, OmegaConf
 
 from knobwise.common.errors import InputError
-from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.experiments.settings.config_file import read_settings_file
 from knobwise.experiments.settings.words import escaped
+from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def read_questions(config: Any) -> dict[str, str]:
     import polars as pl
 
     from knobwise.common.parquet import read_parquet
-    from knobwise.envs.readers.builtin import BUILTIN
+    from knobwise.testbeds.profiles import BUILTIN
 
     path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
     if not path.name:
@@ -300,9 +300,9 @@ def read_questions(config: Any) -> dict[str, str]:
 
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     """Call the reader of a config with its settings."""
-    from knobwise.envs.readers.builtin import builtin_profile, ocr_profile, smollm_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.envs.simulated.calibrated import simulate
+    from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
+    from knobwise.testbeds.simulated.calibrated import simulate
 
     if isinstance(config, SimulatedProfile):
         return simulate(config)

@@ -12,8 +12,8 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.progress import say
-from knobwise.experiments.results.decisions import SAMPLE, read_decisions
-from knobwise.experiments.results.problem import DEADLINE, problem_of
+from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
+from knobwise.experiments.evidence.problem import DEADLINE, problem_of
 
 CELLS = 200_000
 """The most cells, about, that the table of decisions has; more make W&B's pages slow."""

@@ -15,43 +15,43 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents import policy as policy_package
+from knobwise.agents import deployed as policy_package
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.prices import make_priced_baselines, mean_budgets
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
-from knobwise.agents.judging.baselines import (
+from knobwise.agents.evaluation.baselines import (
     Oracle,
     StaticPerDataset,
     make_baselines,
     static_of,
 )
-from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.folds import FOLDS
-from knobwise.agents.predictors.regressors import FAMILIES
-from knobwise.agents.serving.own_cost import expected_cost_ms
-from knobwise.agents.stack.deployed import DeployedController
-from knobwise.agents.stack.prices import make_priced_baselines, mean_budgets
+from knobwise.agents.evaluation.own_cost import expected_cost_ms
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.folds import FOLDS
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
-from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
-from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
+from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import MS, in_words
-from knobwise.experiments.inspection.faults import warnings_of
-from knobwise.experiments.results.attainable import add_shares, attainable_by
-from knobwise.experiments.results.controllers import (
+from knobwise.experiments.evidence.attainable import add_shares, attainable_by
+from knobwise.experiments.evidence.controllers import (
     gain_on_held_out,
     held_out_choices,
     judge_on_test,
 )
-from knobwise.experiments.results.explanation import Explained, explain_policy
-from knobwise.experiments.results.problem import DEADLINE
-from knobwise.experiments.results.run_folder import checkpoint_at
-from knobwise.experiments.results.summary import summary_of
+from knobwise.experiments.evidence.explanation import Explained, explain_policy
+from knobwise.experiments.evidence.problem import DEADLINE
+from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.summary import summary_of
+from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings

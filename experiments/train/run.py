@@ -23,16 +23,16 @@ from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.compare.runs import find_runs
-from knobwise.experiments.report.report import print_results, result_images, write_report
-from knobwise.experiments.report.words import write_results
-from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import (
+from knobwise.experiments.evidence.decisions import write_decisions
+from knobwise.experiments.evidence.run_folder import (
     claim,
     command_of,
     finished_run,
     taken_up_if_damaged,
 )
-from knobwise.experiments.results.summary import profile_of
+from knobwise.experiments.evidence.summary import profile_of
+from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.words import write_results
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import Tracker, git_commit, wandb_mode

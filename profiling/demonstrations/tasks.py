@@ -18,10 +18,9 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import Kinds, draw_pools
 from knobwise.profiling.demonstrations.scorers import Scorer
 from knobwise.profiling.demonstrations.settings import SAMPLERS, PoolConfig, VLMTaskConfig
+from knobwise.profiling.huggingface import smollm
 from knobwise.profiling.measuring.machine import digests
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
-from knobwise.profiling.smollm import folder
-from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
 MEMBERS = ("__call__", "vote")
 """What a scorer of the user's own must have."""
@@ -100,12 +99,12 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
 
     Raises InputError for settings that are missing, files that cannot be read, no such model.
     """
-    if not config.data and model != folder.NAME:
+    if not config.data and model != smollm.NAME:
         raise InputError(
             f"{prefix}model={model}: needs {prefix}vlm.data, the items that it answers; only "
-            f"{folder.NAME} has its own"
+            f"{smollm.NAME} has its own"
         )
-    path = Path(config.data) if config.data else QUESTIONS_CSV
+    path = Path(config.data) if config.data else smollm.QUESTIONS_CSV
     if ":" in model:
         key = f"{prefix}model={model}"
         made = imported(key, model, "class", "my_module:MyScorer")
@@ -115,7 +114,7 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
 
-    source = folder.source_of(model)
+    source = smollm.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}

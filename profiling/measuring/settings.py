@@ -11,9 +11,9 @@ from knobwise.profiling.measuring.adaptive_model import CLOCKS, KNOBS
 from knobwise.profiling.measuring.answer_metrics import METRICS
 
 BUILT_IN = {
-    "elastic": "knobwise.profiling.elastic.adapter:ElasticAdaptive",
-    "ocr": "knobwise.profiling.ocr.adapter:RapidOCRModel",
-    "shots": "knobwise.agents.serving.demonstrated_model:SmollmShots",
+    "elastic": "knobwise.testbeds.elastic.adapter:ElasticAdaptive",
+    "ocr": "knobwise.testbeds.ocr.adapter:RapidOCRModel",
+    "shots": "knobwise.testbeds.smollm.demonstrated_model:SmollmShots",
 }
 """Models with knobs that bring their questions along, and their classes."""
 

@@ -23,15 +23,15 @@ from helpers import (
     trained,
 )
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settle import deployed_by
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.bandit.settings import BudgetConfig
 
 
 def heads(table, **settings):

@@ -8,13 +8,13 @@ from helpers import small_beams, small_table
 from torchrl.collectors import Collector
 from torchrl.envs import ExplorationType, set_exploration_type
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.stack.deployed import DeployedController
 from knobwise.envs import ConfigBandit
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 

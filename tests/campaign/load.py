@@ -21,11 +21,12 @@ from helpers import arrays, table_of
 from replayed import ReplayedModel, untrained
 
 from knobwise.agents import AdaptiveModel, ControllerTrainer, OptimiserConfig, PolicyConfig, judge
-from knobwise.agents.judging.baselines import static_of
+from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.envs import ProfileTable, builtin_profile, default_budgets
+from knobwise.envs import ProfileTable, default_budgets
 from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.testbeds import builtin_profile
 
 PART = 100_000
 UNTRAINED = PolicyConfig(hidden=96)

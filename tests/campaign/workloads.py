@@ -16,7 +16,7 @@ from run_folders import write_run
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.teacher.regressors import FAMILIES
 
 QUICK = words_of(TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.members=2")
 CONTROLLER = words_of("train experiment=controller policy.experts=[ridge]", QUICK)

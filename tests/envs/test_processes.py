@@ -17,7 +17,7 @@ from torch import multiprocessing
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import ParallelEnv
 from knobwise.envs import ConfigBandit
-from knobwise.envs.configurations.contexts import fresh_seed
+from knobwise.envs.bandit.contexts import fresh_seed
 
 workers = int(sys.argv[2])
 multiprocessing.set_start_method(sys.argv[1], force=True)

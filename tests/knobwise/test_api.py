@@ -31,9 +31,9 @@ from knobwise import agents, api, envs, losses
 from knobwise.agents import DeployedController, PolicyConfig, Selector, SelectorConfig
 from knobwise.agents.checkpoint import Loaded, save_checkpoint
 from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.envs import builtin_profile
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
+from knobwise.testbeds import builtin_profile
 
 QUICK = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
 QUICK |= {"contexts": 32, "minibatch": 32, "evaluate_every": 4}

@@ -21,7 +21,7 @@ from torchrl.objectives import ClipPPOLoss
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.losses import GRPOLoss, RCELoss, grpo
 from knobwise.losses.settings import ADVANTAGES
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from knobwise.agents.controller.networks import KnobHeads, UtilityHead
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.network import BINS, OutcomeNetwork
+from knobwise.agents.teacher.network import BINS, OutcomeNetwork
 from knobwise.losses import dropping_out
 
 NAN = math.nan

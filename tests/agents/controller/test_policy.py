@@ -13,10 +13,10 @@ from helpers import (
 )
 from tensordict import TensorDict
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.stack.deployed import DeployedController
 
 with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
 every_head = pytest.mark.parametrize("by_knobs", [True, False])

@@ -17,11 +17,11 @@ import knobwise
 from knobwise.agents import AdaptiveModel, Selector, SelectorConfig
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving import request_log
-from knobwise.agents.serving.demonstrated_model import DemonstratedModel
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.testbeds.smollm.demonstrated_model import DemonstratedModel
 
 BUDGETS = (1e-12, 1e-3, 5.0, 12.0, 900.0)
 """Of which the first are spent before anything is decided."""

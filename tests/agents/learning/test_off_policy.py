@@ -8,7 +8,7 @@ from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import of_choices
 from knobwise.agents.learning.off_policy import judge
 from knobwise.envs import default_budgets
-from knobwise.envs.simulated.calibrated import SimulatedConfig, simulate
+from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
 
 def test_every_estimate_by_hand(monkeypatch):

@@ -32,7 +32,7 @@ from knobwise.agents.learning.adaptation import (
     log_ratios,
     posterior,
 )
-from knobwise.agents.stack.teacher import fit_teacher
+from knobwise.agents.teacher.teacher import fit_teacher
 from knobwise.envs import default_budgets
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))

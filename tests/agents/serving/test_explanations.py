@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from replayed import settled_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
+from knobwise.agents.calibration.prices import StaticMix, compared
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.serving.knob_policy import EXACT, KnobPolicy
-from knobwise.agents.stack.prices import StaticMix, compared
 from knobwise.envs import default_budgets
 
 TABLE = small_table(40)

@@ -13,7 +13,7 @@ from replayed import settled_for, untrained
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import save_checkpoint
-from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
 from knobwise.envs import ProfileTable, default_budgets
 from knobwise.experiments.deploy.export import _budgets_of, run

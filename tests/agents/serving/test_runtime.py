@@ -21,11 +21,11 @@ from knobwise.agents.serving.first_stages import content_of
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.model import ElasticVLM
-from knobwise.profiling.elastic.scenes import draw_samples
-from knobwise.profiling.elastic.settings import ElasticSize
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.testbeds.elastic.model import ElasticVLM
+from knobwise.testbeds.elastic.scenes import draw_samples
+from knobwise.testbeds.elastic.settings import ElasticSize
 
 KNOBS = (Knob("max_crops", (1, 6)), Knob("top_k", (1, 3)), Knob("num_active_blocks", (2, 4)))
 GRID = torch.cartesian_prod(*[torch.arange(2)] * 3)

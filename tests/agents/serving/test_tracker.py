@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replayed import Clock, ReplayedModel, serve_requests, small_stack, timed_by
 
 from knobwise.agents import AdaptiveModel
-from knobwise.agents.policy.arrays import configurations_of
+from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,

@@ -18,8 +18,8 @@ from replayed import Clock, child, small_stack, timed_by, untrained
 
 import knobwise
 from knobwise.agents import DeployedController, NumpyController, PolicyConfig
+from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.logged import logged_of, read_log
-from knobwise.agents.policy.arrays import configurations_of
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.wrapper import wrap
 

@@ -21,8 +21,8 @@ from helpers import (
 from knobwise.agents import PolicyConfig, load_checkpoint
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.training.settle import deployed_by
-from knobwise.envs.configurations.drift import COPIES
-from knobwise.envs.configurations.settings import BalanceConfig
+from knobwise.envs.bandit.drift import COPIES
+from knobwise.envs.bandit.settings import BalanceConfig
 from knobwise.losses.settings import LossConfig
 
 ALONE = PolicyConfig(hidden=8, dropout=0.0, augment=0.2)

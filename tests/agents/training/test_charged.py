@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers import arrays, close, controller_trainer, identical, repeated, small_table, trained
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.training.settle import deployed_by
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.settings import RewardConfig
 
 ONCE = small_table(40, holes=0.2)
 

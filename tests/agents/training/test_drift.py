@@ -9,10 +9,10 @@ from helpers import TAUGHT, arrays, close, controller_trainer, repeated, small_t
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
-from knobwise.agents.training import imitation
+from knobwise.agents.teacher import distillation
 from knobwise.agents.training.settle import deployed_by, latency_of
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.drift import COPIES, copies_of, drawn_drift
+from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
@@ -114,7 +114,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
         drawn.append(drawn_drift(*settings))
         return drawn[-1]
 
-    monkeypatch.setattr(imitation, "drawn_drift", noted)
+    monkeypatch.setattr(distillation, "drawn_drift", noted)
     student.run()
     names = "x", "limit", "worth", "by_value"
     x, limits, worths, told = (student.lessons[name][-1, :40] for name in names)

@@ -21,16 +21,16 @@ from helpers import (
     table_of,
 )
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.predictors.network import BEYOND, WIDEST
-from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.settle import deployed_by
-from knobwise.envs.configurations.budgets import judged_worths
-from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.envs.bandit.budgets import judged_worths
+from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from helpers import table_of
 
-from knobwise.agents.judging.baselines import static_of
-from knobwise.agents.predictors.experts import Experts
-from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs import default_budgets
-from knobwise.experiments.results.attainable import (
+from knobwise.experiments.evidence.attainable import (
     QUICK,
     attainable_by,
     quick_predictions,

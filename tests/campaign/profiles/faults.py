@@ -17,12 +17,12 @@ import torch
 from campaign import ROOT
 from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal
 from campaign.profiles.written import SELDOM, WRITTEN
-from knobwise.envs.readers.builtin import builtin_profile, ocr_profile
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.envs.simulated.calibrated import simulate
-from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.inspection.faults import faults_by_check
+from knobwise.testbeds.profiles import builtin_profile, ocr_profile
+from knobwise.testbeds.simulated.calibrated import simulate
+from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 MEASURED = ROOT / "experiments/studies/measured"
 SMALL = {"image_width": 24, "language_width": 24, "samples": 500}

@@ -9,7 +9,7 @@ from helpers import identical, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.policy.arrays import encoded
+from knobwise.agents.deployed.arrays import encoded
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.feature_columns import encode, fit_column
 from knobwise.envs.readers.feature_files import read_features

@@ -9,7 +9,7 @@ from helpers import identical, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.predictors.folds import folds_of
+from knobwise.agents.teacher.folds import folds_of
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame

@@ -18,7 +18,7 @@ from tiny_models import picture, tiny_model
 import knobwise
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
-from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.evidence.decisions import read_decisions
 
 QUICK = words_of(
     OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 seeds=[0] budgets_ms=[8,12]"

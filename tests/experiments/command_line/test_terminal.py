@@ -12,8 +12,8 @@ import pytest
 from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, visible, words_of, write_table
 from rich.console import Console
 
+from knobwise.experiments.evidence.problem import DEADLINE
 from knobwise.experiments.report.tables import MINOR, Table, print_table
-from knobwise.experiments.results.problem import DEADLINE
 
 HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]
 SCORES = ["0.738\n[0.709, 0.765]", "0.738", "-131%\n[-160%, -103%]"]

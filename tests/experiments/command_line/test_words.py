@@ -21,7 +21,7 @@ from knobwise.experiments.command_line.compose import (
     text_options,
 )
 from knobwise.experiments.deploy.update import CURRENT
-from knobwise.experiments.results.run_folder import command_of, run_name
+from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.words import TEXT, kinds_of, typed
@@ -262,7 +262,7 @@ def test_the_next_command_of_a_measured_profile_reads_it(name, folder, monkeypat
 def test_the_next_command_of_recorded_beams_reads_them(name, home, monkeypatch, capsys):
     recorded = "knobwise.profiling.demonstrations.profile.profile_beams"
     monkeypatch.setattr(recorded, lambda out, *_: Path(out).mkdir())
-    monkeypatch.setattr("knobwise.profiling.demonstrations.learner_task.learner_task", Mock())
+    monkeypatch.setattr("knobwise.testbeds.canvases.task.learner_task", Mock())
     Path(name).touch()  # so that it is taken as it is
     settings = read_settings("profile", ["model=learner", f"out={name}"])
     Path(name).unlink()

@@ -19,8 +19,8 @@ from knobwise.experiments.compare.words import (
     settings_cells,
     verdict,
 )
-from knobwise.experiments.results.run_folder import UNFINISHED
-from knobwise.experiments.results.statistics import sign_of
+from knobwise.experiments.evidence.run_folder import UNFINISHED
+from knobwise.experiments.evidence.statistics import sign_of
 
 
 def group_size(size):

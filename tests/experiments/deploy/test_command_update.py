@@ -342,7 +342,7 @@ def test_updates_go_on_while_the_log_grows(table, agent, words, tmp_path, monkey
 KILLING = """
 import os, signal, sys
 from knobwise.__main__ import main
-from knobwise.agents.stack.deployed import DeployedController
+from knobwise.agents.calibration.deployed_controller import DeployedController
 
 write, left = DeployedController.export, int(sys.argv.pop(1))
 

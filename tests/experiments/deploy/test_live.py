@@ -18,15 +18,16 @@ from replayed import small_stack, untrained
 
 from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.agents.judging.baselines import static_of
-from knobwise.envs import builtin_profile, default_budgets
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import Served, Stream, live_results
 from knobwise.experiments.settings.options import EvaluateRun
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
-from knobwise.profiling.elastic.scenes import SEED, draw_samples
+from knobwise.testbeds import builtin_profile
+from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
+from knobwise.testbeds.elastic.scenes import SEED, draw_samples
 
 CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10)

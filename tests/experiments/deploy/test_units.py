@@ -17,9 +17,9 @@ from replayed import ReplayedModel, untrained
 import knobwise
 from knobwise.agents import AdaptiveModel, NumpyController
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.deployed.arrays import digest_of
+from knobwise.agents.evaluation.own_cost import expected_cost_ms, own_costs
 from knobwise.agents.learning.adaptation import log_ratios
-from knobwise.agents.policy.arrays import digest_of
-from knobwise.agents.serving.own_cost import expected_cost_ms, own_costs
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs import ConfigBanditEnv, ProfileTable, default_budgets
 from knobwise.envs.readers.feature_files import write_features

@@ -14,13 +14,13 @@ from ruled import Ruled, ruled_at_means
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.judging.baselines import Oracle, Random, StaticPerDataset, static_of
-from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, static_of
+from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.controllers import judge_on_test
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.report.words import read_results
-from knobwise.experiments.results.controllers import judge_on_test
 
 TWO_SETS = table_of(
     [[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 3 + [[0.0, 0.0]],

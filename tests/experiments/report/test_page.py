@@ -17,14 +17,14 @@ from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.evidence.problem import DECISION, GAP, OVER_MIX, UTILITY
 from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.page import lead, print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
 from knobwise.experiments.report.tables import Folded, Table, Tile
 from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
-from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
-from knobwise.profiling.elastic.adapter import builtin_input
+from knobwise.testbeds.elastic.adapter import builtin_input
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"
 CHROMIUM = shutil.which("chromium")

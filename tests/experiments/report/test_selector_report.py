@@ -24,13 +24,13 @@ from page_parts import (
 )
 
 from knobwise.agents.selector.evaluation import Decided
+from knobwise.experiments.evidence.problem import CONTROLS, LEARNED
+from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images
 from knobwise.experiments.report.tables import policies
 from knobwise.experiments.report.words import policy_name
-from knobwise.experiments.results.problem import CONTROLS, LEARNED
-from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import SelectorData
 
 SEEDS, QUERIES = (0, 1, 2), 600

@@ -11,7 +11,7 @@ import yaml
 from helpers import small_beams
 
 from knobwise.agents import Controller, OptimiserConfig
-from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import READERS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
@@ -25,8 +25,8 @@ from knobwise.experiments.settings.profiles import (
     read_questions,
 )
 from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
+from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.profiling.measuring.questions import read_vqa_data
-from knobwise.profiling.smollm.questions import QUESTIONS_CSV
 
 CONFIGS = [*VERBS.values()]
 for readers in READERS.values():

@@ -28,10 +28,10 @@ from polars.testing import assert_frame_equal
 import knobwise
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging import baselines
+from knobwise.agents.evaluation import baselines
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.experiments.results.attainable import QUICK
-from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.evidence.attainable import QUICK
+from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.train import controller
 
 TRAIN = words_of(

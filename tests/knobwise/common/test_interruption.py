@@ -27,7 +27,7 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
-from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 pytestmark = pytest.mark.usefixtures("_signals_arrive")

@@ -1,0 +1,293 @@
+"""The object that a run deploys: a controller, and the results of calibrating it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from knobwise.agents.calibration import guard as guards
+from knobwise.agents.calibration.prices import MeanBudgetPolicy, StaticMix
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.deployed.arrays import Array, digest_of
+from knobwise.agents.deployed.calibrated import Guard, Static
+from knobwise.agents.deployed.controller import FORMAT, Drift, NumpyController
+from knobwise.agents.evaluation.baselines import FittedStatic
+from knobwise.agents.evaluation.policy import Guarded
+from knobwise.agents.teacher.teacher import Teacher
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+
+Arrays = dict[str, Array]
+ARRAYS = ("static", "latency", "mean")
+"""Fields of `Settled` that hold arrays; the others hold rows of plain values."""
+
+
+@dataclass
+class Settled:
+    """Everything that was settled on held-out samples, in plain values and arrays.
+
+    Attributes:
+        guard: a row for each calibrated budget, see `knobwise.agents.calibration.guard.calibrate`,
+            or under mean budgets `knobwise.agents.calibration.prices.compared`; [] without a guard.
+        guard_if_free: the rows if decisions and features cost nothing, for comparison.
+        guard_of_teacher: the rows of the teacher, which decides for free, without margins.
+        static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
+        latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
+            [width, C].
+        mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
+    """
+
+    guard: list[dict[str, Any]] = field(default_factory=list)
+    guard_if_free: list[dict[str, Any]] = field(default_factory=list)
+    guard_of_teacher: list[dict[str, Any]] = field(default_factory=list)
+    static: Arrays = field(default_factory=dict)
+    latency: Arrays = field(default_factory=dict)
+    mean: Arrays = field(default_factory=dict)
+
+    def scale_static(self, times: Array, accuracies: Array) -> None:
+        """Multiply times and accuracies that static knows by factors [C] of the configurations."""
+        if self.static:
+            self.static = FittedStatic(self.static).scaled(times, accuracies).arrays()
+
+
+class _Made(NamedTuple):
+    """A NumPy controller, the tensors that it was made of, and how they were then."""
+
+    decider: NumpyController
+    tensors: list[Tensor]
+    weights: list[tuple[int, int]]
+
+
+class DeployedController(nn.Module):
+    """A controller, the teacher of it, and what was settled on held-out samples.
+
+    It decides in NumPy, by `decider`; the torch modules are there to be trained further, to be
+    asked what they expect, and to be exported to other forms.
+    """
+
+    def __init__(
+        self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None
+    ) -> None:
+        super().__init__()
+        self.controller = controller
+        self.knobs = controller.knobs
+        self.sense = controller.sense
+        self.teacher: Any = teacher
+        """A `Teacher`, or None."""
+        self.settled = settled or Settled()
+
+    @property
+    def if_free(self) -> NumpyController:
+        """The controller that would decide if decisions and features cost nothing."""
+        settled = replace(self.settled, guard=self.settled.guard_if_free)
+        return DeployedController(self.controller, None, settled).decider
+
+    @property
+    def guarded_teacher(self) -> Any:
+        """The teacher, and static where its guard found that it was no better; None without one."""
+        rows = self.settled.guard_of_teacher
+        if self.teacher is None or not rows:
+            return self.teacher
+        guard = Guard(guards.arrays_of(rows), Static(self.settled.static))
+        return Guarded(self.teacher, guard)
+
+    @property
+    def configurations(self) -> Tensor:
+        """The value index of each knob for each configuration, int64 [C, K]."""
+        return self.controller.configurations
+
+    @property
+    def decider(self) -> NumpyController:
+        """The NumPy controller that decides.
+
+        It is made at the first use, and anew where a step of training has changed a weight or
+        `load_state_dict` all of them.
+        """
+        made = self.__dict__.get("_made")
+        if made is None or made.weights != _changes_of(made.tensors):
+            tensors = [*self.controller.parameters(), *self.controller.buffers()]
+            made = _Made(NumpyController(self.arrays()), tensors, _changes_of(tensors))
+            # no module, so it stands beside them
+            self.__dict__["_made"] = made
+        return made.decider
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy makes its own decider
+        return {name: value for name, value in self.__dict__.items() if name != "_made"}
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, and forget the `decider`, for weights that were replaced as a whole."""
+        self.__dict__.pop("_made", None)
+        return super().train(mode)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Take over weights, see `nn.Module`, and forget the `decider`."""
+        self.__dict__.pop("_made", None)
+        return super().load_state_dict(*arguments, **options)
+
+    def choose(
+        self,
+        features: Mapping[str, Any],
+        limits: Any,
+        mask: Any = None,
+        drift: Drift = None,
+        random: np.random.Generator | None = None,
+    ) -> Array:
+        """Return configurations int64 [n], see `NumpyController.choose`.
+
+        Raises:
+            InputError: the features are not those that it reads, as with a checkpoint of another
+                profile, or another argument is refused.
+        """
+        try:
+            return self.decider.choose(features, limits, mask, drift, random)
+        except ValueError as error:
+            # NumPy's folder stands alone and knows no errors of ours
+            raise InputError(str(error)) from error
+
+    def reads_features(self, limits: Array) -> Array:
+        """Return where it reads features, by limits [n]: bool [n]."""
+        return self.decider.reads_features(limits)
+
+    def under_mean_budgets(self) -> MeanBudgetPolicy:
+        """Return a policy for the mean budgets that it was calibrated for.
+
+        Its static mix gives expectations instead of draws.
+        """
+        mean = self.decider.mean
+        assert mean is not None
+
+        def decide(features: Mapping[str, Array], group: int, mask: Array) -> Array:
+            limits = np.full(len(mask), mean.budgets_ms[group])
+            return self.decider.log_probs(features, limits, mask).argmax(1)
+
+        columns = mean.budgets_ms, mean.worths, mean.deployed
+        budgets_ms, worths, deployed = map(torch.from_numpy, columns)
+        mix = None
+        if mean.mix:
+            averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
+            accuracy, cost = map(torch.from_numpy, averages)
+            mix = StaticMix(accuracy, cost, budgets_ms)
+        return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
+
+    def arrays(self) -> Arrays:
+        """Return the content of an exported file: every array by name, and `header`, JSON."""
+        controller = self.controller
+        normaliser = controller.normaliser
+        settled = self.settled
+        by_knobs = controller.network.head.by_knobs
+        limit = "budget_ms"
+        if controller.sense == "mean":
+            # before its worths are calibrated it decides under none
+            limit = "mean" if settled.mean else ""
+        # what is no array: settings and names, as JSON
+        header = {
+            "format": FORMAT,
+            "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
+            "features": normaliser.sizes,
+            "clip": normaliser.clip,
+            "layers": controller.config.layers,
+            "heads": "knobs" if by_knobs else "configurations",
+            "budget_width": controller.config.budget_width,
+            "drift_values": len(controller.network.values),
+            "sharpness": controller.config.sharpness,
+            "datasets": normaliser.datasets,
+            "columns": normaliser.columns,
+            "limit": limit,
+            "unit": controller.unit,
+            "guard": bool(settled.guard and settled.static),
+        }
+        arrays = {"configurations": controller.configurations.cpu().numpy()}
+        if len(controller.network.values):
+            by_value = DRIFT_SCALE * controller.network.values
+            arrays["values"] = by_value.cpu().float().numpy()
+        # where no latency was expected, ln ms is 0 with a spread of 1
+        zeros = np.zeros(len(controller.configurations), np.float32)
+        parts = {
+            "normaliser": _numpy_of(normaliser.state_dict()),
+            "network": _network_arrays(controller),
+            "latency": settled.latency or {"bias": zeros, "spread": zeros + 1},
+            "static": settled.static,
+            "mean": settled.mean,
+        }
+        if header["guard"]:
+            parts["guard"] = guards.arrays_of(settled.guard)
+        for part, named in parts.items():
+            for name, values in named.items():
+                arrays[f"{part}.{name}"] = values
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
+
+    def export(self, path: str | Path) -> NumpyController:
+        """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""
+        arrays = self.arrays()
+        with written_whole(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        return NumpyController(arrays)
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        plain: dict[str, Any] = vars(self.settled) | {
+            "controller": self.controller.plain(),
+            "teacher": self.teacher and self.teacher.plain(),
+        }
+        for part in ARRAYS:
+            arrays = plain[part].items()
+            plain[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
+        return plain
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
+        """Return the controller that `plain` describes, in eval mode.
+
+        Raises:
+            InputError: it does not say the unit of its limits.
+        """
+        if "unit" not in plain["controller"]:
+            # budgets of a profile in s were seconds then
+            raise InputError(
+                "is of an earlier version, which did not keep the unit of budgets; train again"
+            )
+        controller = Controller.restored(plain["controller"])
+        teacher = None
+        if plain["teacher"]:
+            teacher = Teacher.restored(plain["teacher"], controller)
+        settled = Settled(**{name: plain[name] for name in vars(Settled())})
+        for part in ARRAYS:
+            setattr(settled, part, _numpy_of(plain[part]))
+        return cls(controller, teacher, settled).eval()
+
+
+def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return which tensors these are, and how often each was changed in place."""
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+
+
+def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Return tensors as arrays, under the same names."""
+    return {name: values.detach().cpu().numpy() for name, values in tensors.items()}
+
+
+def _network_arrays(controller: Controller) -> Arrays:
+    """Return the arrays of the network that is deployed, as `policy.network` reads them."""
+    network = controller.network
+    assert isinstance(network.head, KnobHeads)
+    tensors = {f"encoding.{name}": values for name, values in network.encoding.state_dict().items()}
+    layers = {
+        f"layers.{i}": layer for i, layer in enumerate([*network.layers, network.head.logits])
+    }
+    if network.utility is not None:
+        layers["utility"] = network.utility.outcomes
+        tensors["utility.slope"] = network.utility.log_slope[-1, 0].exp()
+    for name, layer in layers.items():
+        # the last network is the one that is deployed
+        tensors |= {f"{name}.weight": layer.weight[-1], f"{name}.bias": layer.bias[-1]}
+    return _numpy_of(tensors)

@@ -1,0 +1,188 @@
+"""Two guarantees for a deployed policy, both calibrated per budget on samples that it was not
+fitted on.
+
+The *margin* keeps the share of met budgets at a level: the policy plans with this share of its
+budget. The *comparison* falls back to budget-aware static if the policy at that margin was not
+better by more than chance.
+
+The margin is found by conformal risk control (Angelopoulos, Bates, Fisch, Lei and Schuster 2024,
+"Conformal Risk Control", ICLR, section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where
+R̂ is the share of missed budgets among the n feasible requests (some profiled configuration meets
+the budget), and λ rises as the margin narrows. The guarantee is a mean over the draw of calibration
+samples and of a new one. A narrower margin can make a choice miss that met before, so R̂(λ) is
+replaced by its maximum over all margins from λ down to the *cautious* one, at which the fewest
+budgets are missed; the guarantee is then asymptotic in n, not exact.
+
+Static may miss the level too. If it does and the policy at its margin keeps it, the policy only has
+to be no worse on average.
+
+The level is not enforced at any cost. It is *not possible* if the share on time is below it at
+every margin and with static; there are *too few* requests if it is not, but n is too small for the
+bound above; it *costs too much* if it takes more than a share of the gain over static, measured
+from what would be deployed without it. In all three cases nothing is enforced, and the report says
+so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.common.paired import is_better, standard_error
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.reward import share_in_time
+from knobwise.envs.tables.profile_table import ProfileTable
+
+CONFIDENCE = 0.8
+"""One-sided confidence that it requires for the policy to be better than static."""
+LEVEL_COST = 0.1
+"""Share of the gain over budget-aware static that keeping the level may cost."""
+MARGINS = tuple(0.97**step for step in range(24))
+"""Shares of a budget that are tried, from all of it down to half."""
+ROUNDING = 1e-6
+"""Tolerance for sums of shares of measurements."""
+Decide = Callable[[float], Tensor]
+"""A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
+fitted on."""
+
+
+def calibrate(
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
+    static_choice: Tensor,
+    decide: Decide,
+    level: float,
+    cost_ms: float = 0.0,
+    margins: Sequence[float] = MARGINS,
+) -> list[dict[str, Any]]:
+    """Find margins and fall-backs on n held-out samples, for B budgets.
+
+    Args:
+        rows: int64 [n], the samples.
+        budgets_ms: float [B].
+        static_choice: int64 [n, B], what budget-aware static chooses. It pays for no first look.
+        decide: what the policy chooses.
+        level: share of the feasible requests whose budget is kept.
+        cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
+        margins: to choose from, the widest first.
+
+    Returns:
+        For each budget plain values: `margin`, `deployed`, a `reason` in words, why the level is
+        `missed` ("" if it is kept), the gain of the policy over static, and the share on time of
+        what is deployed, None if no held-out request was feasible.
+    """
+    quickest_ms = table.without_first_look.latency_ms[rows]
+    rulings = []
+    for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
+        left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
+        choices = [decide(margin * left) for margin in margins]
+        # [n, M + 1]: the margins, then static
+        cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)
+        # [n, M + 1, R]; the policy pays for its decision, static not for the first look
+        latency_ms = table.measurements_ms[cells].double()
+        latency_ms[:, :-1] += cost_ms
+        if table.first_look_ms is not None:
+            latency_ms[:, -1] -= table.first_look_ms[rows, by_static].unsqueeze(1)
+        in_time = share_in_time(latency_ms, budget)
+        # only requests that some configuration answers in time count for the level
+        feasible = (quickest_ms <= budget).any(1)
+        utilities = table.accuracy[cells].double() * in_time
+        count = int(feasible.sum())
+        row = _calibrated(utilities, count - in_time[feasible].sum(0), count, level, margins)
+        rulings.append({"budget_ms": float(budget)} | row)
+    return rulings
+
+
+def _calibrated(
+    utilities: Tensor, misses: Tensor, count: int, level: float, margins: Sequence[float]
+) -> dict[str, Any]:
+    """Return the row of one budget.
+
+    Args:
+        utilities: [n, M + 1], at each margin and, last, of static.
+        misses: [M + 1], how many feasible requests are late, shares of measurements added up.
+        count: how many feasible requests there are.
+    """
+    means = utilities.mean(0)
+    # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
+    may_miss = math.floor((1 - level) * (count + 1) + 1e-9) - 1 + ROUNDING
+    widest = _widest(misses[:-1], may_miss)
+
+    # what would be deployed without the level, and what the level costs from there
+    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], CONFIDENCE) else -1]
+    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    if widest is not None and otherwise - means[widest] > may_cost:
+        widest = None
+    chosen = widest or 0
+    gain = utilities[:, chosen] - utilities[:, -1]
+    better = is_better(gain, CONFIDENCE)
+    deployed = better or (widest is not None and bool(misses[-1] > may_miss))
+
+    # why the level is not kept; what is not possible is without the correction for n
+    late, fewest = float(misses[chosen if deployed else -1]), float(misses.min())
+    missed = ""
+    if count and late > may_miss:
+        missed = "too few held-out requests to tell"
+        if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
+            missed = "not possible here"
+        elif fewest <= may_miss:
+            missed = "would cost too much utility"
+    row: dict[str, Any] = {
+        "level": level,
+        "margin": margins[chosen],
+        "deployed": deployed,
+        "missed": missed,
+        "reason": "",
+        "satisfaction_deployed": (count - late) / count if count else None,
+        "utility_static": float(means[-1]),
+        "gain": float(gain.mean()),
+        "gain_se": standard_error(gain),
+        "feasible": count,
+    }
+    row["reason"] = verdict(row, "budget-aware static")
+    if deployed and not better:
+        row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
+    if missed:
+        row["reason"] += (
+            f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count} are"
+        )
+    return row
+
+
+def _widest(misses: Tensor, may_miss: float) -> int | None:
+    """Return the index of the widest margin that keeps the level, or None.
+
+    Args:
+        misses: [M], how many feasible requests are late at each margin.
+        may_miss: how many may be.
+    """
+    cautious = int((misses <= misses.min() + ROUNDING).nonzero()[-1])
+    # the most misses at any margin from here down to the cautious one
+    worst = misses[: cautious + 1].flip(0).cummax(0).values.flip(0)
+    keeps = (worst <= may_miss).nonzero()
+    return int(keeps[0]) if len(keeps) else None
+
+
+def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the arrays that `policy.calibrated.Guard` reads."""
+    names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
+    return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
+
+
+def verdict(row: dict[str, Any], rival: str) -> str:
+    """Say what is deployed at a budget, and by how much the policy is better than its rival.
+
+    Args:
+        row: with `deployed`, and `gain` and `gain_se` on held-out samples.
+        rival: what is deployed instead.
+    """
+    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
+    if row["deployed"]:
+        return f"deployed: better than {rival} by {gain}"
+    return f"fell back to {rival}: no gain with {CONFIDENCE:.0%} confidence ({gain})"

@@ -1,0 +1,392 @@
+"""Mean budgets: the *average* cost over the requests must not exceed the budget, so easy requests
+pay for hard ones.
+
+With a price λ ≥ 0 per unit of cost, each request takes argmax_c Â_c − λ·L̂_c: the Lagrangian of
+"most accuracy at this mean cost". Raising λ moves every request down the upper concave hull of its
+(cost, accuracy) points, one step at each breakpoint. The functions here walk these steps exactly
+instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knobwise.agents.calibration.guard import CONFIDENCE, verdict
+from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
+from knobwise.agents.evaluation.policy import Array, requests_of
+from knobwise.agents.teacher.experts import Experts, Fitted
+from knobwise.agents.teacher.outcomes import pick
+from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.common.paired import is_better, standard_error
+from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+ROUNDING = 1e-9
+"""Relative distance of a price above its breakpoint; rounding of Â − λ·L̂ then does not matter."""
+
+
+def mean_budgets(
+    table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
+) -> Tensor:
+    """Return mean budgets in ms, float64 [B]: those given (see `judged_budgets`), or the default.
+
+    The default are the distinct 10/25/50/75/90 % quantiles of the configurations' mean latencies,
+    so that a single configuration can keep each.
+    """
+    if budgets_ms is not None:
+        return judged_budgets(table, budgets_ms).double()
+    cost = averages(table, rows)[1]
+    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
+
+
+# -- choosing by a price ---------------------------------------------------------------------------
+
+
+def choose_at_price(
+    accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None
+) -> Tensor:
+    """Return argmax_c Â_c − λ·L̂_c inside the mask, among equals the cheaper: int64 [n].
+
+    Args:
+        accuracy_hat, cost_hat, mask: [n, C].
+        price: λ ≥ 0, accuracy per unit of cost, one number for all requests or [n].
+    """
+    price = torch.as_tensor(price, dtype=torch.float64, device=cost_hat.device).reshape(-1, 1)
+    return pick(accuracy_hat.double() - price * cost_hat.double(), cost_hat.double(), mask)
+
+
+def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's upper concave hull, from the cheapest to the most accurate corner.
+
+    Returns:
+        The configurations on it, int64 [n, H + 1], padded with the last one, and H breakpoints in
+        falling order, float64 [n, H]. Step k is taken at prices below breakpoint k; 0 is padding.
+    """
+    accuracy = accuracy.double()
+    cost = cost.double()
+    corners = [pick(-cost, -accuracy, mask)]
+    prices = []
+    while True:
+        # the steepest step from the last corner of each sample
+        last = corners[-1].unsqueeze(1)
+        gain = accuracy - accuracy.gather(1, last)
+        extra = cost - cost.gather(1, last)
+        slope = (gain / extra).where(mask & (gain > 0) & (extra > 0), 0.0)
+        steepest = slope.amax(1)
+        # 0 where a sample has no further step
+        if not (steepest > 0).any():
+            break
+        corners.append(pick(slope, -cost, mask).where(steepest > 0, corners[-1]))
+        prices.append(steepest)
+    breakpoints = cost.new_zeros(len(cost), 0)
+    if prices:
+        breakpoints = torch.stack(prices, 1)
+    return torch.stack(corners, 1), breakpoints
+
+
+def calibrate_prices(
+    accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
+) -> Tensor:
+    """Return the lowest price at which `choose_at_price` keeps each mean budget, float64 [B].
+
+    This is exact: it follows the actual mean cost through the breakpoints of all samples. Wrong
+    predictions can make that cost rise with the price in places. The lowest price still falls as
+    budgets grow. A budget that no price keeps gets the highest breakpoint, from which on every
+    sample takes the configuration predicted to be cheapest.
+
+    Args:
+        accuracy_hat, cost_hat: [n, C], predicted by a model that was not fitted on these rows.
+        cost: [n, C] as measured, NaN where not profiled.
+        mask: bool [n, C], what was profiled.
+        budgets: [B].
+    """
+    corners, prices = _hull(accuracy_hat, cost_hat, mask)
+    falling, order = prices.flatten().sort(descending=True, stable=True)
+    totals = _totals(corners, cost, order)
+    # just above a breakpoint its steps are not taken, nor those of lower ones; at price 0 all are
+    tried = torch.cat([falling * (1 + ROUNDING), falling.new_zeros(1)])
+    means = totals[torch.searchsorted(-falling, -tried)] / len(cost)
+    keeps = means <= budgets.double().unsqueeze(1) * (1 + 1e-12)
+    return tried[torch.arange(len(tried), device=tried.device).where(keeps, 0).amax(1)]
+
+
+def _totals(corners: Tensor, cost: Tensor, order: Tensor) -> Tensor:
+    """Return the total cost after each step along the hulls, from that of the cheapest choices:
+    float64 [n·H + 1], in the order (int64 [n·H]) in which the steps are taken."""
+    paid = cost.double().gather(1, corners)
+    return torch.cat([paid[:, :1].sum(0), paid.diff(dim=1).flatten()[order]]).cumsum(0)
+
+
+def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
+    """Return the most accurate configurations at each mean budget, in hindsight: int64 [n, B].
+
+    From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy
+    per cost until the next one would exceed the budget: the Lagrangian solution, with the steps at
+    its price taken one by one. It is optimal up to one step: the sum of accuracies is below that of
+    the linear relaxation, an upper bound for any choice, by less than the gain of the next step. A
+    budget below the cheapest choices gives these. Accuracy and cost [n, C] are as measured; NaN
+    where not profiled.
+    """
+    corners, prices = _hull(accuracy, cost, mask)
+    order = prices.flatten().argsort(descending=True, stable=True)
+    totals = _totals(corners, cost, order)[1:]
+    count = torch.searchsorted(totals, budgets.double() * len(cost) * (1 + 1e-12), right=True)
+    # a sample takes those of its steps that are among the first `count` of all
+    rank = order.argsort().reshape(prices.shape)
+    steps = (rank.unsqueeze(2) < count).sum(1)
+    return corners.gather(1, steps)
+
+
+# -- one choice for all requests -------------------------------------------------------------------
+
+
+def best_single_at(
+    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor
+) -> Tensor:
+    """Return the most accurate configuration whose mean cost keeps the budget, else the cheapest.
+
+    Args:
+        mean_accuracy, mean_cost: averages [C].
+        budgets: [B].
+        mask: bool [n, C], what each request may get.
+
+    Returns:
+        configurations, int64 [n, B].
+    """
+    # without anything affordable all scores are equal, and `pick` takes the cheapest
+    affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
+    return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
+
+
+def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
+    """Return the upper concave hull of averages [C]: configurations int64 [H] by rising cost."""
+    everything = torch.ones(1, len(mean_cost), dtype=torch.bool, device=mean_cost.device)
+    return _hull(mean_accuracy.unsqueeze(0), mean_cost.unsqueeze(0), everything)[0].squeeze(0)
+
+
+class StaticMix:
+    """The best random mixture of two configurations at each mean budget, for a policy to beat.
+
+    The two are neighbours on the upper concave hull of a table's averages. Below the mean cost of
+    the cheapest configuration the mixture is this configuration alone.
+
+    If one of the two was not profiled for a request, the other replaces it; if neither was, the
+    best single profiled configuration for this budget does. With many holes the mean latency can
+    therefore differ from the budget: report it.
+
+    Args:
+        mean_accuracy, mean_cost: [C], of each configuration.
+        budgets: [B], of the mean latency, in ms.
+
+    Attributes:
+        first, second: the cheaper and the dearer, int64 [B].
+        share: of the requests that gets the dearer, float64 [B].
+    """
+
+    def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
+        self._means = mean_accuracy, mean_cost, budgets
+        corners = static_hull(mean_accuracy, mean_cost)
+        cost = mean_cost.double()[corners]
+        budgets = budgets.double()
+        # the neighbours on the hull whose mean costs enclose the budget
+        low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
+        high = (low + 1).clamp_max(len(cost) - 1)
+        share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
+        self.first = corners[low]
+        self.second = corners[high]
+        self.share = share.where(low < high, 0.0)
+
+    @classmethod
+    def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
+        """Return the static mix of the averages over rows, int64 [n]."""
+        return cls(*averages(table, rows), budgets)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that `policy.calibrated.MeanBudgets` reads."""
+        arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
+        accuracy, cost, _ = self._means
+        return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
+
+    def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cheaper and the dearer configuration of each request at each budget:
+        bool [n, C] → int64 [n, B] each."""
+        instead = best_single_at(*self._means, mask)
+        has_first = mask[:, self.first]
+        has_second = mask[:, self.second]
+        first = self.first.where(has_first, self.second.where(has_second, instead))
+        return first, self.second.where(has_second, first)
+
+    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
+        the noise of draws."""
+        first, second = self.both(table.mask[rows])
+        sides = zip(outcomes_of(table, rows, first), outcomes_of(table, rows, second), strict=True)
+        accuracy, cost = (torch.lerp(*side, self.share) for side in sides)
+        return accuracy, cost
+
+
+def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return accuracy and latency (ms) of choices int64 [n, B] for samples int64 [n], float64
+    [n, B] each."""
+    accuracy = table.accuracy[rows].double().gather(1, chosen)
+    return accuracy, table.latency_ms[rows].double().gather(1, chosen)
+
+
+# -- policies under mean budgets -------------------------------------------------------------------
+
+WORTHS = 400
+"""Worths of a right answer that are tried for a policy whose predictions are not known."""
+Features = dict[str, Array]
+
+
+EVERYWHERE = torch.tensor(True)
+"""Deployed at all mean budgets."""
+
+
+@dataclass
+class MeanBudgetPolicy:
+    """A policy that decides at a worth, calibrated for B mean budgets.
+
+    Args:
+        name: of the policy.
+        decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
+            gives configurations int64 [n].
+        budgets_ms, worths: float [B].
+        deployed: bool [B], or a single one for all budgets.
+        mix: decides where the policy does not.
+    """
+
+    name: str
+    decide: Callable[[Features, int, Array], Array]
+    budgets_ms: Tensor
+    worths: Tensor
+    deployed: Tensor = EVERYWHERE
+    mix: StaticMix | None = None
+
+    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """Return the policy's own configurations for each sample at each calibrated budget, without
+        the mix: int64 [n, B]."""
+        features, mask = requests_of(table, rows)
+        groups = range(len(self.budgets_ms))
+        columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
+        return torch.stack(columns, 1)
+
+    def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
+        """Return accuracy and latency (ms) of each sample at each budget, float64 [n, B] each, of
+        these choices, and where the mix decides, of its expectation instead of a draw."""
+        accuracy, cost = outcomes_of(table, rows, decided)
+        if self.mix is None:
+            return accuracy, cost
+        mixed, mixed_cost = self.mix.expected(table, rows)
+        return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
+
+
+def worths_for(
+    decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Find the worth at which a policy is most accurate within each mean budget, among `WORTHS` of
+    them. A worth is the time in ms that a right answer may cost.
+
+    Args:
+        decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that
+            were not fitted on them.
+        rows: int64 [n].
+        budgets_ms: float [B].
+
+    Returns:
+        worths float64 [B], and the choices at them, int64 [n, B]. For a budget that no worth keeps,
+        the worth with the lowest mean latency.
+    """
+    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
+    choices = torch.stack([decide(worth) for worth in tried], 1)
+    accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
+    keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
+    # [B, worths] → [B]
+    best = accuracy.where(keeps, -torch.inf).argmax(1)
+    index = best.where(keeps.any(1), cost.argmin())
+    return tried[index], choices[:, index]
+
+
+def compared(
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor
+) -> list[dict[str, Any]]:
+    """Compare a policy with the static mix at each budget; plain values, with a `reason` in words.
+
+    The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
+    chance.
+
+    Args:
+        accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
+        mixed: the mix's expected accuracy, likewise.
+    """
+    columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
+    rows = []
+    for budget, right, ms, rival in zip(budgets_ms.tolist(), *columns, strict=True):
+        gains = right - rival
+        spent = float(ms.mean())
+        kept = spent <= budget * (1 + 1e-9)
+        row = {
+            "budget_ms": budget,
+            "deployed": kept and is_better(gains, CONFIDENCE),
+            "reason": "",
+            "accuracy_policy": float(right.mean()),
+            "accuracy_static_mix": float(rival.mean()),
+            "latency_ms_mean": spent,
+            "gain": float(gains.mean()),
+            "gain_se": standard_error(gains),
+        }
+        row["reason"] = verdict(row, "the static mix")
+        if not kept:
+            lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
+            row["reason"] = f"fell back to the static mix: {lowest}"
+        rows.append(row)
+    return rows
+
+
+def make_priced_baselines(
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    experts: Experts | None = None,
+) -> list[MeanBudgetPolicy]:
+    """Return the baselines that read the request, for mean budgets [B].
+
+    They are fitted on all but the test rows and calibrated out of fold.
+
+    Args:
+        experts: see `make_baselines`; None fits them with seed 0.
+    """
+    rows = split.fitted
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
+    measured, normaliser, fitted = experts
+
+    def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
+        accuracy = None
+        if name == "latency_only":
+            accuracy = averages(table, rows)[0].float()
+        predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
+        held_out = predictor.counted(family.out_of_fold)
+        prices = calibrate_prices(
+            held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms
+        )
+
+        def decide(features: Features, group: int, mask: Array) -> Array:
+            expected = predictor.predict(features, len(mask))
+            allowed = torch.from_numpy(mask)
+            return choose_at_price(
+                expected.accuracy, expected.latency_ms, prices[group], allowed
+            ).numpy()
+
+        return MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices)
+
+    return [
+        # the first family is ridge
+        priced("latency_only", fitted[0]),
+        *(priced(family.expert.name, family) for family in fitted),
+    ]

@@ -1,0 +1,1 @@
+"""The Policy protocol, baselines, the outcomes of decisions, and what a decision costs."""

@@ -1,0 +1,274 @@
+"""The simple ways of choosing a configuration, done as well as they can be: what a learned policy
+must beat.
+
+Three read no features (`static_of`, `BestStatic`, `LookupTable`); six predict accuracy and latency
+from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle`
+mark the ends of the scale. `StaticPerDataset` joins them where there are several data sets. All are
+fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.deployed.arrays import Arrays, pick
+from knobwise.agents.deployed.calibrated import Static
+from knobwise.agents.evaluation.policy import Array, Baseline
+from knobwise.agents.teacher.experts import Expert, Experts
+from knobwise.agents.teacher.outcomes import Prediction
+from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.readers.joint import rows_by_dataset
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+# -- without features ------------------------------------------------------------------------------
+
+
+def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean accuracy and mean latency (ms) of each configuration, float64 [C] each.
+
+    A configuration never profiled in these rows counts as always wrong and as slow as the slowest
+    of the others.
+    """
+    accuracy = table.accuracy[rows].double().nanmean(0)
+    latency = table.latency_ms[rows].double().nanmean(0)
+    seen = table.mask[rows].any(0)
+    return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
+
+
+class FittedStatic(Static):
+    """Budget-aware static that can be fitted and kept in files."""
+
+    @classmethod
+    def fit(cls, accuracy: Array, latency_ms: Array, measurements_ms: Array) -> Self:
+        """Fit on n samples.
+
+        A cell that was measured several times counts once. A configuration that was never profiled
+        counts as always wrong and as slow as the slowest of the others.
+
+        Args:
+            accuracy: [n, C], NaN where not profiled.
+            latency_ms: medians [n, C], NaN where not profiled.
+            measurements_ms: [n, C, R], NaN where there is no measurement.
+        """
+        samples, count, repeats = measurements_ms.shape
+        # [n, C, R], and how many samples each configuration has
+        valid: Array = np.logical_not(np.isnan(measurements_ms))
+        count_of = valid.any(2).sum(0)
+        mean_ms = np.nansum(latency_ms.astype(np.float64), 0) / np.maximum(count_of, 1)
+        slowest_ms = mean_ms[count_of > 0].max(initial=0.0)
+        sorted_ms = np.empty((count, samples * repeats))
+        running = np.zeros((count, samples * repeats + 1))
+        # one configuration after the other, since tables may be large
+        for c in range(count):
+            known = valid[:, c]
+            of_cell = np.maximum(known.sum(1, keepdims=True), 1)
+            weight = known / of_cell * np.nan_to_num(accuracy[:, c, None].astype(np.float64))
+            measured = np.where(known, measurements_ms[:, c], np.inf).ravel()
+            order = np.argsort(measured, kind="stable")
+            sorted_ms[c] = measured[order]
+            running[c, 1:] = np.cumsum(weight.ravel()[order]) / max(count_of[c], 1)
+        latency_ms = np.where(count_of > 0, mean_ms, slowest_ms)
+        return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that a file keeps."""
+        # in float32 where nothing is lost
+        sorted_ms: Array = self.sorted_ms.astype(np.float32)
+        if not (sorted_ms == self.sorted_ms).all():
+            sorted_ms = self.sorted_ms
+        return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
+
+    def scaled(self, times: Array, accuracies: Array) -> Self:
+        """Return static for other times and accuracies: factors [C] on each configuration's."""
+        return type(self)(
+            {
+                "latency_ms": self.latency_ms * times,
+                "sorted_ms": self.sorted_ms * times[:, None],
+                "running": self.running * accuracies[:, None],
+            }
+        )
+
+
+def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:
+    """Return budget-aware static, fitted on these rows (int64 [n]); it pays for no first look."""
+    table = table.without_first_look
+    cells = table.accuracy, table.latency_ms, table.measurements_ms
+    return FittedStatic.fit(*(values[rows].numpy() for values in cells))
+
+
+class BestStatic:
+    """Takes the configuration with the best mean utility over the rows and budgets [b] in ms."""
+
+    name = "best_static"
+
+    def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> None:
+        static = static_of(table, rows)
+        self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
+        self._latency_ms = static.latency_ms
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        scores = np.broadcast_to(self._scores, (len(budgets_ms), len(self._scores)))
+        return pick(scores, self._latency_ms, mask)
+
+
+class LookupTable:
+    """Takes the best average accuracy whose mean latency is at most budget·(1 + tolerance).
+
+    Where no configuration fits, it takes the fastest.
+    """
+
+    name = "lookup_table"
+
+    def __init__(self, table: ProfileTable, rows: Tensor, tolerance: float = 0.05) -> None:
+        accuracy, latency_ms = averages(table.without_first_look, rows)
+        self._accuracy = accuracy.numpy()
+        self._latency_ms = latency_ms.numpy()
+        self._tolerance = tolerance
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        fits = self._latency_ms <= np.asarray(budgets_ms)[:, None] * (1 + self._tolerance)
+        return pick(np.where(fits, self._accuracy, -1.0), self._latency_ms, mask)
+
+
+# -- from the features -----------------------------------------------------------------------------
+
+
+@dataclass
+class PredictThenChoose:
+    """Predicts outcomes, then takes the best expected utility Â·Φ((ln b − μ)/σ).
+
+    With `accuracy` [C] this counts for every sample, in the place of a prediction.
+    """
+
+    name: str
+    expert: Expert
+    normaliser: FeatureNormaliser
+    accuracy: Tensor | None = None
+    informed = True
+
+    def predict(self, features: Arrays, n: int) -> Prediction:
+        """Predict the outcomes of every configuration for n samples."""
+        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
+        return self.counted(self.expert(self.normaliser(blocks, n)))
+
+    def counted(self, prediction: Prediction) -> Prediction:
+        """Return a prediction of the expert with the accuracy that counts."""
+        if self.accuracy is None:
+            return prediction
+        return prediction._replace(accuracy=self.accuracy.expand_as(prediction.accuracy))
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        prediction = self.predict(features, len(budgets_ms))
+        score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
+        return pick(score.numpy(), prediction.log_latency.numpy(), mask)
+
+
+# -- the ends of the scale -------------------------------------------------------------------------
+
+
+@dataclass
+class Random:
+    """Draws uniformly from the mask, which it needs; equal seeds and requests give equal
+    choices."""
+
+    seed: int = 0
+    name = "random"
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        generator = torch.Generator().manual_seed(self.seed)
+        weights = torch.as_tensor(mask).float()
+        return torch.multinomial(weights, 1, generator=generator).squeeze(1).numpy()
+
+
+class Oracle:
+    """Takes the best actual utility of each of these rows, among equals the faster.
+
+    Of several measurements the mean utility counts. Where nothing fits, it takes the fastest. It
+    knows the outcomes, so it can only choose for exactly the rows that it was given, in their
+    order.
+    """
+
+    name = "oracle"
+
+    def __init__(self, table: ProfileTable, rows: Tensor) -> None:
+        table = table.without_first_look
+        self._accuracy = table.accuracy[rows]
+        self._latency_ms = table.latency_ms[rows].nan_to_num(torch.inf).numpy()
+        self._measurements_ms = table.measurements_ms[rows]
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
+        limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
+        utility = expected_utility(self._accuracy, self._measurements_ms, limits).nan_to_num(-1.0)
+        return pick(utility.numpy(), self._latency_ms, mask)
+
+
+def make_baselines(
+    table: ProfileTable,
+    split: Split,
+    seed: int,
+    budgets_ms: Tensor,
+    experts: Experts | None = None,
+) -> list[Baseline]:
+    """Return the baselines for deadlines, fitted on all but the test rows; the oracle knows these.
+
+    The learned ones choose their settings out of fold, so they need no validation rows. The caller
+    adds `StaticPerDataset` where there are several data sets.
+
+    A new baseline is listed here; one that predicts is listed in `FAMILIES` of
+    `knobwise.agents.teacher.regressors` instead. Either also needs its name, colour and
+    description in `experiments/report/policies.json`, and a line in `docs/metrics.md`. Mean budgets
+    have a list of their own: `make_priced_baselines` in `knobwise.agents.calibration.prices`.
+
+    Args:
+        budgets_ms: float [b], the budgets that they will be judged on.
+        experts: of all families, fitted on the same rows for the same budgets; None fits them.
+    """
+    rows = split.fitted
+    _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
+    # the experts were fitted once, for the baselines and for teachers
+    named = {family.expert.name: family.expert for family in fitted}
+    mean_accuracy = averages(table, rows)[0].float()
+    return [
+        static_of(table, rows),
+        BestStatic(table, rows, budgets_ms),
+        LookupTable(table, rows),
+        PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy),
+        *(PredictThenChoose(name, expert, normaliser) for name, expert in named.items()),
+        Random(seed),
+        Oracle(table, split.test),
+    ]
+
+
+class StaticPerDataset:
+    """Budget-aware static, fitted on each data set for itself.
+
+    It shows the worth of recognising the data set without looking at the request. A data set
+    without samples to fit on gets static fitted on all rows.
+
+    Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
+    """
+
+    name = "static_per_dataset"
+
+    def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
+        # static of each data set, and the places of its test samples
+        parts = rows_by_dataset(table, fitted)
+        self._parts: list[tuple[Array, Static]] = []
+        for name, positions in rows_by_dataset(table, test).items():
+            rows = fitted[parts.get(name, slice(None))]
+            self._parts.append((positions.numpy(), static_of(table, rows)))
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        chosen = np.empty(len(budgets_ms), np.int64)
+        for positions, static in self._parts:
+            allowed = None if mask is None else mask[positions]
+            chosen[positions] = static.choose({}, budgets_ms[positions], allowed)
+        return chosen

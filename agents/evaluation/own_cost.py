@@ -1,0 +1,107 @@
+"""The cost of a deployed controller itself: the time of a decision for one request.
+
+In front of a model a decision is never repeated at once: the model has run in between, and the
+caches hold its weights and its code. A decision then takes several times as long as in a loop of
+decisions. So a transformer runs before each that is timed, and the features are pooled, whose time
+`ProfileTable.features_ms` is. Where a guard falls back to static, features are neither pooled nor
+charged. Baselines and teachers decide for free.
+
+A machine that is busy for a second makes what is timed in that second look slow. So all controllers
+are timed in turn, in several rounds, and the quickest round counts, as in Python's timeit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import MS
+
+clock_ns = perf_counter_ns
+"""What decisions are timed by."""
+ROUNDS = 3
+CALLS = 20
+"""Number of decisions that are timed for each budget in a round."""
+WARM_UP = 5
+"""Number of decisions before these."""
+# the transformer has 3 MB of weights, as the elastic model; behind larger models, which take
+# longer, decisions cost next to nothing
+WIDTH = 128
+LAYERS = 4
+TOKENS = 32
+EXPECTED_US = 30.0
+"""The time of a decision, by rule of thumb. Training charges this, so that it is repeatable;
+results are charged what was measured."""
+
+
+class OwnCost(NamedTuple):
+    """The costs of a controller's decisions under B budgets, float64 [B] each."""
+
+    decision_us: Tensor
+    """Median time of a decision in µs, in the quickest round, with the features at hand."""
+    charged_ms: Tensor
+    """The time that it is charged: its decision and its features; 0 where budgets are no times."""
+
+
+def own_costs(
+    controllers: Sequence[NumpyController], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> list[OwnCost]:
+    """Time the decisions of controllers on samples `rows` [n] under budgets [B] in ms."""
+    # all controllers in turn, so that a busy second meets all of them alike
+    rounds = []
+    for _ in range(ROUNDS):
+        rounds.append([_round(c, table, rows, budgets_ms) for c in controllers])
+    costs = []
+    for of_controller in zip(*rounds, strict=True):
+        costs.append(OwnCost(*torch.stack(of_controller).amin(0)))
+    return costs
+
+
+def _round(
+    controller: NumpyController, table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> Tensor:
+    """Return `OwnCost` as one tensor [2, B]. The budgets take turns in random order."""
+    limits = budgets_ms.tolist()
+    rng = np.random.default_rng(0)
+    samples = []
+    for row in rows[:CALLS].tolist():
+        samples.append({name: block[row].numpy() for name, block in table.features.items()})
+    # µs of each decision, by call and budget
+    micros = np.zeros((WARM_UP + CALLS, len(limits)))
+    with torch.inference_mode():
+        for call in range(len(micros)):
+            for b in rng.permutation(len(limits)):
+                _transformer()(torch.zeros(1, TOKENS, WIDTH))
+                sample = samples[call % len(samples)]
+                # the mean of two equal tokens is the token
+                blocks = {name: np.stack([x, x]).mean(0) for name, x in sample.items()}
+                start = clock_ns()
+                controller.decide_index(blocks, limits[b])
+                micros[call, b] = (clock_ns() - start) / 1e3
+    # features are charged only where the guard lets the policy read them
+    took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
+    reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
+    charged = (took / 1e3 + table.features_ms * reads) * (table.unit == MS)
+    return torch.stack([took, charged])
+
+
+@cache
+def _transformer() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+        return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
+
+
+def expected_cost_ms(table: ProfileTable) -> float:
+    """Return the expected cost of a decision with its features, in ms."""
+    if table.unit == MS:
+        return EXPECTED_US / 1e3 + table.features_ms
+    return 0.0

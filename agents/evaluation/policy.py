@@ -1,0 +1,88 @@
+"""The protocol of everything that chooses configurations: controllers, teachers, baselines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.deployed.arrays import Array as Array
+from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.calibrated import Guard
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+class Policy(Protocol):
+    """Chooses a configuration for each request, under the request's budget, or at what a right
+    answer is worth."""
+
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None, /) -> Array:
+        """Choose for n requests.
+
+        Args:
+            features: block name → float [n, d]; may be empty.
+            limits: float [n], the requests' budgets in ms; for a policy that knows no budgets the
+                worths of a right answer, the ms that it may cost.
+            mask: bool [n, C], the configurations that may be chosen, at least one for each request;
+                None for all.
+
+        Returns:
+            configuration indices, int64 [n], inside `mask`.
+        """
+        ...
+
+
+class Baseline(Policy, Protocol):
+    """A `Policy` that is judged under its own name."""
+
+    name: str
+
+
+@dataclass
+class Guarded:
+    """A `Policy` that gives way to budget-aware static where its guard says so.
+
+    The margins of the guard are not used.
+    """
+
+    policy: Policy
+    guard: Guard
+
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
+        """Choose for n requests, see `Policy.choose`."""
+        return self.guard.settled(self.policy.choose(features, limits, mask), limits, mask)
+
+    def reads_features(self, limits: Array) -> Array:
+        """Return where the policy itself decides, by limits [n]: bool [n]."""
+        return self.guard.deployed[self.guard.groups(limits)]
+
+
+def reads_features(policy: Any, limits: Array) -> Array:
+    """Return where a policy reads features, by limits [B]: bool [B].
+
+    A policy has a method of this name, or if it always reads them an attribute `informed`.
+    """
+    if hasattr(policy, "reads_features"):
+        return np.asarray(policy.reads_features(limits), bool)
+    return np.full(len(limits), getattr(policy, "informed", False))
+
+
+def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Array]:
+    """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
+    features = {name: block[rows].numpy() for name, block in table.features.items()}
+    return features, table.mask[rows].numpy()
+
+
+def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> Tensor:
+    """Return the choices of a policy for n requests under each of B limits, int64 [n, B].
+
+    Args:
+        features: block name → float [n, d].
+        limits: float [B].
+        mask: bool [n, C].
+    """
+    columns = [policy.choose(features, np.full(len(mask), limit), mask) for limit in limits]
+    return torch.from_numpy(np.stack(columns, 1))

@@ -1,1 +1,0 @@
-"""The Policy protocol, baselines, and the outcomes of decisions."""

@@ -1,1 +1,0 @@
-"""Accuracy and latency of every configuration, predicted without a network."""

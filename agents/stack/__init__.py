@@ -1,1 +1,0 @@
-"""The teacher of a controller, its guard, and what is deployed of both."""

@@ -1,0 +1,1 @@
+"""What teaches a controller: predictors of accuracy and latency, their weights, distillation."""

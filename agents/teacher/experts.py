@@ -1,0 +1,317 @@
+"""Experts: accuracy and log-latency of every configuration, predicted from the features without a
+network.
+
+Each is a family of regressors (`knobwise.agents.teacher.regressors`). The settings with the
+smallest squared error out of fold are kept, one for accuracy and one for latency, and refitted on
+all rows; trees are not, because their mean over the folds is better.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from joblib import Parallel, delayed
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.teacher.folds import FOLDS, Fold, Rows, Targets, folds_of
+from knobwise.agents.teacher.outcomes import Prediction, pick
+from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees, constant
+from knobwise.common.progress import progress
+from knobwise.envs.bandit.budgets import log_measured
+from knobwise.envs.bandit.reward import share_in_time
+from knobwise.envs.tables.profile_table import ProfileTable
+
+SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
+"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more,
+above 1 less."""
+
+
+class Measured(NamedTuple):
+    """The rows that experts are fitted on, and what was measured of them.
+
+    Attributes:
+        rows: int64 [n].
+        accuracy: [n, C], NaN where not profiled.
+        latency_ms: medians [n, C], NaN where not profiled.
+        measurements_ms: every measured latency, [n, C, R].
+        mask: bool [n, C], what was profiled.
+        budgets_ms: [B] that utility is averaged over; empty without deadlines.
+        folds: positions to fit on and to hold out.
+    """
+
+    rows: Tensor
+    accuracy: Tensor
+    latency_ms: Tensor
+    measurements_ms: Tensor
+    mask: Tensor
+    budgets_ms: Tensor
+    folds: Sequence[Fold] = ()
+
+    @classmethod
+    def from_table(
+        cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, folds: Sequence[Fold] = ()
+    ) -> Measured:
+        """Look up these rows (int64 [n])."""
+        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
+        return cls(rows, *cells, table.mask[rows], budgets_ms, folds)
+
+    def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
+        """Return the utility of taking the best score, as the mean over rows and budgets.
+
+        Args:
+            scores: [n, C] for each budget.
+            latency: [n, C], on any monotone scale; it decides among equal scores.
+        """
+        total = 0.0
+        # what the best score would have got at each budget
+        for budget, score in zip(self.budgets_ms, scores, strict=True):
+            chosen = torch.arange(len(score)), pick(score, latency, self.mask)
+            in_time = share_in_time(self.measurements_ms[chosen], budget)
+            total += float((self.accuracy[chosen] * in_time).mean())
+        return total / len(self.budgets_ms)
+
+    def residual_spread(self, log_latency: Tensor) -> Tensor:
+        """Return the root mean square residual of single measurements by configuration, [C].
+
+        Each configuration counts five more cells with the average residual.
+        """
+        residuals = log_measured(self.measurements_ms) - log_latency.unsqueeze(-1)
+        # configurations with few cells are drawn towards the average
+        squares = residuals.square().nanmean(-1).masked_fill(~self.mask, 0.0)
+        overall = squares.sum() / self.mask.sum()
+        return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
+
+
+class Expert(nn.Module):
+    """Predicts outcomes from normalised features by two regressors, for accuracy and log-latency.
+
+    Args:
+        accuracy, log_latency: regressors from [n, d] to [n, C].
+        spread: [C], the standard deviation of ln ms.
+        settings: those that were chosen, in words.
+    """
+
+    spread: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        accuracy: nn.Module,
+        log_latency: nn.Module,
+        spread: Tensor,
+        settings: str,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.settings = settings
+        self.accuracy = accuracy
+        self.log_latency = log_latency
+        self.register_buffer("spread", spread)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Prediction:
+        """Predict for n requests from normalised features [n, d].
+
+        Without features all predictions are equal.
+        """
+        inputs = padded(x)
+        return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        names = "name", "spread", "settings"
+        plain = {name: getattr(self, name) for name in names}
+        for part, regressor in self.named_children():
+            plain[part] = type(regressor).__name__, regressor.state_dict()
+        return plain
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Expert:
+        """Return the expert that `plain` describes."""
+        regressors = {}
+        for part in ("accuracy", "log_latency"):
+            kind, state = plain[part]
+            regressors[part] = KINDS[kind](**state)
+        return cls(**plain | regressors)
+
+
+class Fitted(NamedTuple):
+    """An expert of all rows, and the experts of the folds.
+
+    Attributes:
+        expert: fitted on all rows.
+        out_of_fold: predictions for these rows by the experts of the folds.
+        of_folds: for each fold the expert that was fitted without it.
+    """
+
+    expert: Expert
+    out_of_fold: Prediction
+    of_folds: list[Expert]
+
+
+class Experts(NamedTuple):
+    """Experts for some rows, and the data that they were fitted on.
+
+    The seeds of a run and its baselines share them.
+    """
+
+    measured: Measured
+    normaliser: FeatureNormaliser
+    fitted: list[Fitted]
+
+    @classmethod
+    def fit(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        budgets_ms: Tensor,
+        families: Sequence[str],
+        seed: int,
+        normaliser: FeatureNormaliser | None = None,
+        folds: int = FOLDS,
+    ) -> Experts:
+        """Fit an expert of each family.
+
+        A constant is among the settings of every family, and the only one without features. The
+        spread is that of the residuals out of fold, times the factor with the best utility out of
+        fold (for deadlines only).
+
+        Args:
+            rows: int64 [n].
+            budgets_ms: deadlines [B] that the spreads are chosen for; empty at a price.
+            families: names in `FAMILIES`.
+            seed: of folds and trees.
+            normaliser: None fits one on the same rows.
+            folds: how many the rows are cut into.
+        """
+        division = folds_of(table, rows, seed, folds)
+        measured = Measured.from_table(table, rows, budgets_ms, division)
+        normaliser = normaliser or FeatureNormaliser.fit(table, rows)
+        if not families:
+            return cls(measured, normaliser, [])
+        x = padded(normaliser.of_rows(table, rows)).double().numpy()
+        # the centres and the filled holes must not come from held-out rows
+        lessons = []
+        for fit, hold in division:
+            lessons.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+        # those of all rows, for the final fit
+        targets = Targets(table, rows, x)
+        fitted = []
+        with progress("fitting experts", len(families), quiet_s=2) as tick:
+            for done, name in enumerate(families, 1):
+                # without features there is only padding to learn from
+                settings = FAMILIES[name].settings if normaliser.width else ()
+                fitted.append(_fit(name, measured, targets, lessons, settings, seed))
+                tick(done, name.replace("_", " "))
+        return cls(measured, normaliser, fitted)
+
+    def of_families(self, families: Sequence[str]) -> list[Fitted]:
+        """Return the experts of these families, in their order."""
+        named = {fitted.expert.name: fitted for fitted in self.fitted}
+        return [named[family] for family in families]
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return features [n, d], or a column of zeros where there are none.
+
+    So every regressor has an input.
+    """
+    return x if x.shape[-1] else x.new_zeros(len(x), 1)
+
+
+def _models(
+    name: str, targets: Targets, settings: Sequence[Any], seed: int, columns: slice = slice(None)
+) -> list[Regressor]:
+    """Fit a constant and each setting of a family to some columns of targets."""
+    values = targets.values[:, columns]
+    models: list[Regressor] = [constant(values, targets.x.shape[1])]
+    if settings:
+        models += FAMILIES[name].fit(targets.x, values, settings, seed)
+    units = [unit[columns] for unit in targets.units]
+    return [model.rescaled(*units) for model in models]
+
+
+def _fit(
+    name: str,
+    measured: Measured,
+    targets: Targets,
+    lessons: Sequence[tuple[Rows, Targets]],
+    settings: Sequence[Any],
+    seed: int,
+) -> Fitted:
+    """Fit a family, with these settings and a constant to choose from.
+
+    `lessons` are of each fold the positions that are held out, and the targets of the others.
+    """
+    # float64 to fit on, float32 to predict from
+    x = torch.from_numpy(targets.x).float()
+
+    def fitted(_: Rows, known: Targets) -> list[Regressor]:
+        # a limit on the caller's thread does not hold in this one
+        with threadpool_limits(1, user_api="openmp"):
+            return _models(name, known, settings, seed)
+
+    # the constant comes first, so that it wins where nothing is better
+    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
+    of_folds: list[list[Regressor]] = []
+    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
+    results = fitting(itertools.starmap(delayed(fitted), lessons))
+    for (hold, _), models in zip(lessons, results, strict=True):
+        for setting, model in enumerate(models):
+            held_out[setting, hold] = model(x[hold])
+        of_folds.append(models)
+
+    # the first C columns are accuracies, the others log-latencies
+    count = measured.mask.shape[1]
+    log_latency = log_measured(measured.latency_ms)
+    parts = {
+        "accuracy": (slice(count), measured.accuracy),
+        "latency": (slice(count, None), log_latency),
+    }
+    unseen = []
+    regressors: list[list[Regressor]] = []
+    words = []
+    for part, (columns, wanted) in parts.items():
+        # the setting with the smallest error out of fold, profiled cells only
+        squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
+        best = int(squares.sum((1, 2)).argmin())
+        unseen.append(held_out[best, :, columns])
+        words.append(f"{part} {('constant', *settings)[best]}")
+        in_folds = [models[best].outputs(columns) for models in of_folds]
+        # trees are not refitted: their mean over the folds is better
+        if isinstance(in_folds[0], Trees):
+            of_all: Regressor = Trees.averaged(in_folds)
+        else:
+            # on all rows; where the first is best there is no setting but the constant
+            of_all = _models(name, targets, settings[best - 1 : best], seed, columns)[-1]
+        regressors.append([of_all, *in_folds])
+    spread = _spread(measured, *unseen)
+    # an expert of all rows, and of each fold
+    experts = []
+    for right, fast in zip(*regressors, strict=True):
+        experts.append(Expert(name, right, fast, spread, ", ".join(words)))
+    return Fitted(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
+
+
+def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:
+    """Return the spread of predictions [n, C] that were made out of fold, [C].
+
+    It is that of their residuals, under deadlines times the factor with the best utility.
+    """
+    spread = measured.residual_spread(log_latency)
+    if not len(measured.budgets_ms):
+        return spread
+
+    def utility(factor: float) -> float:
+        prediction = Prediction(accuracy, log_latency, factor * spread)
+        limits = [budget.expand(len(accuracy)) for budget in measured.budgets_ms]
+        return measured.utility([prediction.score(limit) for limit in limits], log_latency)
+
+    # 1 comes first, so that it wins if the factor does not matter
+    factors = sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1))
+    return spread * max(factors, key=utility)

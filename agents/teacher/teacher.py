@@ -1,0 +1,375 @@
+"""The teacher: a network and experts that predict outcomes, weighted by how well each does.
+
+Every member predicts accuracy and latency of each configuration, from which follows what the
+configuration is worth under a limit; the weighted mean decides. It knows whole configurations,
+which makes it a good teacher, and takes a millisecond, which is why it is not deployed.
+
+The members are fitted in folds. A teacher of a fold has the parts that were fitted without it, so
+that what it teaches about the fold's samples is not what was measured of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.deployed.arrays import Array, Arrays
+from knobwise.agents.teacher.experts import Expert, Experts, Measured
+from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
+from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
+from knobwise.agents.teacher.weights import HeldOut, stack_weights, weights_of_folds
+from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.tables.profile_table import ProfileTable
+
+LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
+"""Buffers that `knobwise update` sets after training."""
+NARROWEST = 0.5
+"""The least factor on a predicted spread of what is learned after training."""
+AT_ONCE = 1024
+"""Requests that are predicted together."""
+
+
+class Mixture(NamedTuple):
+    """The predictions of a teacher's members for n requests, whatever limits these have.
+
+    Attributes:
+        weights: of K members, float [K, 1, 1].
+        members: their predictions, [K, n, C].
+        sense: of the budget, see `Controller`.
+    """
+
+    weights: Tensor
+    members: Prediction
+    sense: str
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the weighted mean over the members: [K, n, C] → [n, C]."""
+        return (self.weights * values).sum(0)
+
+    @property
+    def log_latency(self) -> Tensor:
+        """The mean of ln ms, [n, C]."""
+        return self.mean(self.members.log_latency)
+
+    def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the worth of every configuration under limits [n], [n, C].
+
+        Where no configuration inside the mask is likely to be on time, a faster one is worth more.
+        """
+        score = self.mean(self.members.score(limits, self.sense))
+        if self.sense != "deadline":
+            return score
+        likely = self.mean(self.members.meets(limits))
+        if mask is not None:
+            likely = likely.masked_fill(~mask, 0.0)
+        # [n, 1], beside scores [n, C]
+        hopeless = likely.amax(1, keepdim=True) < HOPELESS
+        return torch.where(hopeless, -self.log_latency, score)
+
+    def moments(self) -> Prediction:
+        """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
+        accuracy, log_latency, spread = self.members
+        mean = self.log_latency
+        variance = self.mean(spread**2 + log_latency**2) - mean**2
+        return Prediction(self.mean(accuracy.clamp(0, 1)), mean, variance.clamp_min(1e-6).sqrt())
+
+    def drifted(self, offset: Tensor) -> Mixture:
+        """Return the mixture for a machine where ln ms is off by `offset`, [n, C]."""
+        log_latency = self.members.log_latency + offset
+        return self._replace(members=self.members._replace(log_latency=log_latency))
+
+    def choose(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the best configurations under limits [n] inside the mask, int64 [n]."""
+        return pick(self.score(limits, mask), self.log_latency, mask)
+
+
+def concatenated(predictions: Sequence[Prediction]) -> Prediction:
+    """Join predictions along their first axis."""
+    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
+
+
+class Teacher(nn.Module):
+    """Predicts outcomes by a network of M members and by experts; its own decisions are those of a
+    `Policy`.
+
+    Args:
+        network: of M members, which count alike.
+        normaliser: of the features.
+        experts: beside the network.
+        weights: float [1 + experts], the network's first.
+        sense: of the budget, see `Controller`.
+    """
+
+    informed = True
+    weights: Tensor
+    latency_offset: Tensor
+    latency_variance: Tensor
+    accuracy_logits: Tensor
+
+    def __init__(
+        self,
+        network: OutcomeNetwork,
+        normaliser: FeatureNormaliser,
+        experts: Sequence[Expert] = (),
+        weights: Tensor | None = None,
+        sense: str = "deadline",
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.normaliser = normaliser
+        self.experts = nn.ModuleList(experts)
+        self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
+        self.sense = sense
+        # what was learned after training, see `knobwise update`, [C] each
+        count = network.outcome_head.bias.shape[-1] // 3
+        for name in LEARNED:
+            self.register_buffer(name, torch.zeros(count))
+
+    @classmethod
+    def for_table(
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        config: PolicyConfig,
+        normaliser: FeatureNormaliser,
+        member_rows: Tensor,
+        sense: str = "deadline",
+    ) -> Teacher:
+        """Return a fresh network without experts, at the means of these rows (int64 [n]).
+
+        Each member is fitted on `member_rows`, bool [M, n].
+        """
+        member_rows = thinned(member_rows.T).T
+        rows = thinned(rows)
+        x = normaliser.of_rows(table, rows)
+        bins = 0 < normaliser.width <= WIDEST
+        network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
+        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
+        return cls(network, normaliser, sense=sense)
+
+    @property
+    def members(self) -> int:
+        """The number of networks side by side."""
+        return len(self.network.outcome_head.bias)
+
+    def mixture(self, x: Tensor) -> Mixture:
+        """Predict from normalised features [n, width]."""
+        share, *of_experts = self.weights.tolist()
+        weights = []
+        predictions = []
+        if share > 0:
+            # the network's members count alike
+            weights += [share / self.members] * self.members
+            predictions.append(self.network(x.expand(self.members, -1, -1)).predicted())
+        for weight, expert in zip(of_experts, self.experts, strict=True):
+            if weight > 0:
+                weights.append(weight)
+                # [n, C] or [C] → [1, n, C]
+                parts = (part.expand(1, len(x), -1) for part in expert(x))
+                predictions.append(Prediction(*parts))
+        members = self._moved(concatenated(predictions))
+        return Mixture(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
+
+    def _moved(self, prediction: Prediction) -> Prediction:
+        """Return a prediction with what was learned after training."""
+        if not any(getattr(self, name).any() for name in LEARNED):
+            return prediction
+        accuracy = prediction.accuracy
+        if self.accuracy_logits.any():
+            accuracy = (accuracy.clamp(0.01, 0.99).logit() + self.accuracy_logits).sigmoid()
+        variance = prediction.spread.square()
+        # members may be surer than all of them together, whose spread an update narrows
+        moved = (variance + self.latency_variance).maximum(NARROWEST**2 * variance)
+        return prediction._replace(
+            accuracy=accuracy,
+            log_latency=prediction.log_latency + self.latency_offset,
+            spread=moved.sqrt(),
+        )
+
+    @torch.no_grad()
+    def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return the worths that the heads learn to imitate, for several limits of each request.
+
+        Args:
+            x: normalised features [n, width].
+            limits: [n, V].
+            offsets: of ln ms, [n, V, C]; None for no drift.
+
+        Returns:
+            worths, float [n, V, C].
+        """
+        parts = []
+        for rows, still in self._mixtures(x):
+            columns = []
+            for column, limit in enumerate(limits[rows].unbind(1)):
+                # `still` predicts for a machine without drift
+                mixture = still if offsets is None else still.drifted(offsets[rows, column])
+                columns.append(mixture.score(limit))
+            parts.append(torch.stack(columns, 1))
+        return torch.cat(parts)
+
+    def _mixtures(self, x: Tensor) -> Iterator[tuple[slice, Mixture]]:
+        """Predict from normalised features [n, width], for `AT_ONCE` requests at a time.
+
+        Yields the rows that a prediction is for, and the prediction.
+        """
+        for first in range(0, max(len(x), 1), AT_ONCE):
+            rows = slice(first, first + AT_ONCE)
+            yield rows, self.mixture(x[rows])
+
+    @torch.no_grad()
+    def moments(self, x: Tensor) -> Prediction:
+        """Predict the outcomes of every configuration from features [n, width]."""
+        return concatenated([mixture.moments() for _, mixture in self._mixtures(x)])
+
+    @torch.no_grad()
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
+        """Choose for n requests, see `Policy.choose`."""
+        blocks = {name: torch.as_tensor(block) for name, block in features.items()}
+        x = self.normaliser(blocks, len(limits))
+        # without a mask everything is allowed
+        allowed = torch.ones(len(limits), len(self.latency_offset), dtype=torch.bool)
+        if mask is not None:
+            allowed = torch.as_tensor(mask)
+        limit = torch.tensor(limits, dtype=torch.float32)
+        chosen = [mixture.choose(limit[rows], allowed[rows]) for rows, mixture in self._mixtures(x)]
+        return torch.cat(chosen).numpy()
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the weights and settings chosen on held-out samples, in plain values."""
+        settings = {expert.name: expert.settings for expert in self.experts}
+        weights = dict(zip(["network", *settings], self.weights.tolist(), strict=True))
+        return {"weights": weights, "settings": settings}
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return {
+            "network": self.network.state_dict(),
+            "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
+            "weights": self.weights,
+            "learned": {name: getattr(self, name) for name in LEARNED},
+        }
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any], controller: Controller) -> Teacher:
+        """Return the teacher of a controller that `plain` describes, in eval mode."""
+        state = plain["network"]
+        normaliser = controller.normaliser
+        bins = state["edges"].shape[1] > 0
+        count = len(controller.configurations)
+        network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
+        network.load_state_dict(state)
+        experts = [Expert.restored(expert) for expert in plain["experts"]]
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.sense)
+        for name in LEARNED:
+            getattr(teacher, name).copy_(plain["learned"][name])
+        return teacher.eval()
+
+
+# -- fitting ---------------------------------------------------------------------------------------
+
+
+class Fitted(NamedTuple):
+    """A teacher of all samples, and for each fold one that was fitted without it.
+
+    Attributes:
+        teacher: of all samples.
+        of_folds: for each fold the teacher that was fitted without its samples.
+        rows: int64 [n], the samples.
+        folds: for each fold the positions of its samples in `rows`, int64.
+    """
+
+    teacher: Teacher
+    of_folds: list[Teacher]
+    rows: Tensor
+    folds: list[Tensor]
+
+
+@torch.no_grad()
+def fit_teacher(
+    table: ProfileTable,
+    rows: Tensor,
+    network: Teacher,
+    config: PolicyConfig,
+    limits: Tensor,
+    seed: int,
+    experts: Experts | None = None,
+) -> Fitted:
+    """Fit the experts and weigh all members, all out of fold.
+
+    A member that is worth more alone than with the others, by more than chance, decides alone.
+
+    Args:
+        rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
+            same seed).
+        network: a teacher without experts, of at least two members.
+        limits: float [B] that worth is averaged over, see `Controller`.
+        seed: of folds and trees.
+        experts: fitted on the same rows and features, for the same limits, in as many folds; None
+            fits those of `config`.
+    """
+    sense = network.sense
+    normaliser = network.normaliser
+    families = config.experts if normaliser.width else ()
+    if experts is None:
+        budgets_ms = limits if sense == "deadline" else limits[:0]
+        settings = budgets_ms, families, seed, normaliser, network.members
+        experts = Experts.fit(table, rows, *settings)
+    fitted = experts.of_families(families)
+    measured = experts.measured
+    folds = [torch.from_numpy(hold) for _, hold in measured.folds]
+    # weights from predictions out of fold
+    unseen = _held_out(network, table, rows, folds)
+    predictions = [unseen, *(family.out_of_fold for family in fitted)]
+    known = HeldOut.of_predictions(predictions, measured, limits, sense)
+    weights, of_folds = _weights(known, measured)
+    # the teacher of all samples
+    all_experts = [family.expert for family in fitted]
+    teacher = Teacher(network.network, normaliser, all_experts, weights, sense)
+    # and one for each fold, with the parts that have not seen it
+    teachers = []
+    for member, of_fold in enumerate(of_folds):
+        experts_of_fold = [family.of_folds[member] for family in fitted]
+        inner = _of_member(network.network, member)
+        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
+    return Fitted(teacher.eval(), teachers, rows, folds)
+
+
+def _held_out(
+    teacher: Teacher, table: ProfileTable, rows: Tensor, folds: list[Tensor]
+) -> Prediction:
+    """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
+    x = teacher.normaliser.of_rows(table, rows)
+    # each sample was held out of one member
+    unseen_by = torch.empty(len(rows), dtype=torch.int64)
+    for member, held in enumerate(folds):
+        unseen_by[held] = member
+    predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
+    return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
+
+
+def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
+    """Return the weights fitted on all samples, and for each fold those fitted on the others."""
+    of_folds, joined = weights_of_folds(known, measured.folds)
+    # one member may be better than all together
+    best = known.better_alone(joined)
+    if best is None:
+        return stack_weights(known), of_folds
+    alone = torch.eye(len(known.scores), dtype=torch.float64)[best]
+    return alone, [alone] * len(of_folds)
+
+
+def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
+    """Return one member of a network alone."""
+    alone = copy.deepcopy(network)
+    # every parameter has the members first
+    for parameter in alone.parameters():
+        parameter.data = parameter.data[[member]]
+    return alone

@@ -1,0 +1,161 @@
+"""Weights for a stack of predictors, learned from their predictions for samples that they were not
+fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.teacher.experts import Measured
+from knobwise.agents.teacher.folds import Fold
+from knobwise.agents.teacher.outcomes import Prediction
+from knobwise.common.paired import is_better
+from knobwise.envs.bandit.reward import expected_utility
+
+ROUNDS = 15
+"""Rounds of greedy selection."""
+LEVEL = 0.05
+"""The level of the test for a member that decides alone."""
+
+
+class HeldOut(NamedTuple):
+    """The expected and the actual worth of every configuration for held-out samples.
+
+    Attributes:
+        scores: the worth that each of K members expects, float [B, n, C].
+        worth: the actual worth, float [B, n, C]; anything where not profiled.
+        mask: bool [n, C], what was profiled.
+    """
+
+    scores: list[Tensor]
+    worth: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of_predictions(
+        cls,
+        predictions: Sequence[Prediction],
+        measured: Measured,
+        limits: Tensor,
+        sense: str = "deadline",
+    ) -> HeldOut:
+        """Score the predictions of K members for held-out samples under limits [B], and look up
+        the actual worth; see `Controller` for `sense`."""
+        scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
+        by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
+        worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
+        if sense == "deadline":
+            worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
+        return cls(scores, worth, measured.mask)
+
+    def take(self, positions: Tensor) -> HeldOut:
+        """Return the part for some of the samples, int64 [m]."""
+        scores = [score[:, positions] for score in self.scores]
+        return HeldOut(scores, self.worth[:, positions], self.mask[positions])
+
+    def worth_of_best(self, score: Tensor) -> Tensor:
+        """Return the worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
+        chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
+        return self.worth.gather(-1, chosen).squeeze(-1).double()
+
+    def joined(self, weights: Tensor) -> Tensor:
+        """Return the scores of all members by these weights [K]: Σ_k w_k·scores_k, [B, n, C]."""
+        # members of weight 0 may expect infinite costs
+        pairs = zip(weights.tolist(), self.scores, strict=True)
+        return torch.stack([weight * score for weight, score in pairs if weight > 0]).sum(0)
+
+    def mean_worth(self, score: Tensor) -> float:
+        """Return the mean of `worth_of_best`."""
+        return float(self.worth_of_best(score).mean())
+
+    def better_alone(self, joined: Tensor) -> int | None:
+        """Return the member that is worth most alone, if it beats all members together.
+
+        It must be better by more than chance, at a level of 5 % for all members together
+        (Bonferroni); else None.
+
+        Args:
+            joined: scores [B, n, C] of all members, by weights that have not seen the samples.
+        """
+        together = self.worth_of_best(joined).mean(0)
+        gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
+        best = int(gains.mean(1).argmax())
+        if is_better(gains[best], 1 - LEVEL / len(gains)):
+            return best
+        return None
+
+
+def stack_weights(held_out: HeldOut) -> Tensor:
+    """Return weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
+
+    One fits the worth itself: least squares without negative weights, after subtracting each
+    sample's mean over its configurations, because only differences inside a sample decide (Breiman
+    1996, "Stacked Regressions"). The other fits the decisions: greedy ensemble selection with
+    replacement on mean worth (Caruana et al. 2004, "Ensemble Selection from Libraries of Models"),
+    keeping the best prefix. Few samples mislead either rule more easily alone.
+    """
+    return (_least_squares(held_out) + _greedy(held_out)) / 2
+
+
+def weights_of_folds(held_out: HeldOut, folds: Sequence[Fold]) -> tuple[list[Tensor], Tensor]:
+    """Weigh the members for each fold by the samples of the other folds.
+
+    Returns:
+        weights: of each fold, float64 [K].
+        joined: the scores of the samples by the weights of their folds, [B, n, C].
+    """
+    weights = []
+    joined = torch.zeros_like(held_out.scores[0])
+    for fit, hold in folds:
+        weights.append(stack_weights(held_out.take(torch.from_numpy(fit))))
+        held = held_out.take(torch.from_numpy(hold))
+        joined[:, hold] = held.joined(weights[-1]).to(joined.dtype)
+    return weights, joined
+
+
+def _least_squares(held_out: HeldOut) -> Tensor:
+    """Return the weights that fit the worth itself."""
+    from scipy.optimize import nnls
+
+    mask = held_out.mask
+    count = mask.sum(-1, keepdim=True)
+
+    def inside(values: Tensor) -> Tensor:
+        # in float32 members that nearly agree make a matrix that is not positive definite
+        kept = values.double().masked_fill(~mask, 0.0)
+        return (kept - kept.sum(-1, keepdim=True) / count).masked_fill(~mask, 0.0).flatten()
+
+    columns = torch.stack([inside(score) for score in held_out.scores])
+    gram = (columns @ columns.T).numpy()
+    wanted = (columns @ inside(held_out.worth)).numpy()
+    # the normal equations as least squares: ‖lower.T·w − lower⁻¹·wanted‖²
+    lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(len(gram)))
+    weights, _ = nnls(lower.T, np.linalg.solve(lower, wanted))
+    return _normal(torch.from_numpy(weights))
+
+
+def _greedy(held_out: HeldOut) -> Tensor:
+    """Return the weights that fit the decisions: how often each member is selected."""
+    counts = torch.zeros(len(held_out.scores), dtype=torch.float64)
+    total = torch.zeros_like(held_out.scores[0])
+    most = -np.inf
+    for _ in range(ROUNDS):
+        worth = [held_out.mean_worth(total + score) for score in held_out.scores]
+        winner = int(np.argmax(worth))
+        counts[winner] += 1
+        total = total + held_out.scores[winner]
+        if worth[winner] > most + 1e-9:
+            most = worth[winner]
+            best = counts.clone()
+    return _normal(best)
+
+
+def _normal(weights: Tensor) -> Tensor:
+    """Scale weights to sum 1; all equal if they are all 0."""
+    if not weights.any():
+        weights = torch.ones_like(weights)
+    return weights / weights.sum()

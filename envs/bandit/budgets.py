@@ -1,0 +1,289 @@
+"""Latency budgets: those that train a policy, those that judge it, and their encoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+FACTORS = (0.8, 1.0, 1.2)
+"""Multiples of a sample's own latency that budget=relative draws from."""
+RANGE = (0.03, 0.97)
+"""The quantiles of all profiled latencies that budget=quantiles and budget=uniform lie between."""
+DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
+"""The quantiles of all profiled latencies that default budgets are."""
+FEASIBLE_SHARE = 0.75
+"""The share of the samples that can meet the lowest default budget."""
+TIME_OUT_SHARE = 0.01
+"""The largest latency counts as time-out only if a larger share of the profiled cells has it."""
+TIME_OUT_RATIO = 5
+"""It must also occur more than this many times as often as the second largest. Costs that depend on
+the configuration alone repeat too, but evenly."""
+MOST_SAMPLES = 1 << 19
+"""Statistics such as quantiles use at most this many samples, so that large tables need little
+memory."""
+OCTAVES = 7
+"""Octaves from the lowest to the highest frequency of a budget's encoding by pairs."""
+LEAST_LATENCY_MS = 1e-9
+"""Lower bound of budgets and of the arguments of logarithms. It is below any cost in any unit, even
+USD."""
+
+
+def thinned(samples: Tensor, most: int = MOST_SAMPLES) -> Tensor:
+    """Keep every k-th sample, so that at most `most` are left: [n, *] → [≤ most, *]."""
+    return samples[:: max(1, math.ceil(len(samples) / most))]
+
+
+def log_ms(latency_ms: Tensor) -> Tensor:
+    """Return ln of budgets in ms (or in the unit of the cost that stands for latency)."""
+    return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
+
+
+def log_measured(latency_ms: Tensor) -> Tensor:
+    """Return ln of measured costs.
+
+    A 0, as timers report it for very short times, counts as a tenth of the smallest value above 0.
+    NaN stays.
+    """
+    above = latency_ms[latency_ms > 0]
+    least = float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS
+    return latency_ms.clamp_min(least).log()
+
+
+def log_moments(measurements_ms: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mean and the variance of each cell's `log_measured`.
+
+    float [N, C, R] → [N, C] each.
+    """
+    logs = log_measured(measurements_ms)
+    mean = logs.nanmean(-1)
+    return mean, (logs - mean.unsqueeze(-1)).square_().nanmean(-1)
+
+
+def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
+    """Return the budgets that policies are judged by: five in ms, distinct and rising.
+
+    They are the 10/25/50/75/90 % quantiles of all profiled latencies of these rows, none below a
+    floor: the budget that three quarters of the samples can meet with their fastest configuration.
+    Two budgets without a latency between them are in effect the same. If there are such, the
+    quantiles of the latencies from the floor up are taken instead, and equal ones count once; there
+    are then fewer. Time-outs count as not profiled, and samples that have nothing else do not
+    count.
+
+    Args:
+        table: the profile.
+        rows: int64 [n], None for the whole table.
+
+    Returns:
+        float32 [B].
+    """
+    which = slice(None) if rows is None else rows
+    latency_ms = thinned(table.without_first_look.latency_ms[which])
+    mask = thinned(table.mask[which])
+    quantiles = torch.tensor(DEFAULT_QUANTILES)
+    # the profiled latencies, and how often the largest of them occurs
+    ordered = latency_ms[mask].sort().values
+    values, counts = ordered.unique_consecutive(return_counts=True)
+    if len(values) > 1:
+        usual = max(TIME_OUT_SHARE * len(ordered), TIME_OUT_RATIO * int(counts[-2]))
+        if counts[-1] > usual:
+            # the largest latency is that of time-outs
+            mask = mask & (latency_ms < values[-1])
+            ordered = ordered[: -int(counts[-1])]
+    # three quarters of the samples can meet the floor
+    fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
+    floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
+    budgets = _quantile(ordered, quantiles).maximum(floor)
+    # no latency lies between two budgets that the same number of latencies meet
+    if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
+        above = ordered[ordered >= floor]
+        budgets = above[(quantiles.double() * len(above)).long()]
+    return budgets.clamp_min(LEAST_LATENCY_MS).unique()
+
+
+def few_budgets(budgets_ms: Tensor) -> list[str]:
+    """Return a note if the default budgets [B] are fewer than usual, else no note."""
+    usual = len(DEFAULT_QUANTILES)
+    note = (
+        f"budgets: only {len(budgets_ms)} of {usual} are distinct, because many latencies are "
+        "equal; budgets_ms sets others"
+    )
+    return [note] * (len(budgets_ms) < usual)
+
+
+def judged_budgets(
+    table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None
+) -> Tensor:
+    """Return the budgets in the settings, in ms or the unit of the table, float32 [B].
+
+    The default is `default_budgets` of these rows, int64 [n], or of the whole table.
+
+    Raises:
+        InputError: there is no budget, or one that is not positive.
+    """
+    if budgets_ms is None:
+        return default_budgets(table, rows)
+    if not budgets_ms or not min(budgets_ms) > 0:
+        raise InputError(
+            f"budgets_ms={list(budgets_ms)}: give at least one budget in {table.unit}, all positive"
+        )
+    return torch.tensor(list(budgets_ms))
+
+
+def _quantile(values: Tensor, shares: Tensor) -> Tensor:
+    # torch.quantile refuses more than 16 M values, and profiles may have more
+    ordered = values.sort().values
+    position = shares.double() * (len(ordered) - 1)  # float32 cannot count that far
+    low = position.floor().long()
+    high = position.ceil().long()
+    return torch.lerp(ordered[low], ordered[high], (position - low).to(ordered.dtype))
+
+
+def worths_range(latencies_ms: Tensor) -> Tensor:
+    """Return the least and the greatest worth of a right answer to consider, float32 [2], in ms.
+
+    The price of time under a mean budget is λ = 1/worth. The least worth is the 3 % quantile of the
+    latencies above 0, where only what is nearly free pays. The greatest is thirty times their 97 %
+    quantile, where a gain of some 3 points pays for the slowest.
+    """
+    paid = latencies_ms[latencies_ms > 0]
+    if not len(paid):
+        paid = torch.ones(1)
+    low, high = _quantile(paid, torch.tensor([0.03, 0.97]))
+    return torch.stack([low, 30 * high])
+
+
+def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
+    """Return the limits that a network's encoding of them is standardised by.
+
+    They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
+    the greatest worth, [2].
+    """
+    latencies_ms = table.latency_ms[rows][table.mask[rows]]
+    return latencies_ms if sense == "deadline" else worths_range(latencies_ms)
+
+
+def judged_worths(table: ProfileTable) -> Tensor:
+    """Return five worths in ms by which a policy for mean budgets is validated, float32 [5].
+
+    They are evenly spaced in logarithm inside `worths_range`.
+    """
+    low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
+    return torch.linspace(low, high, 7)[1:-1].exp()
+
+
+class BudgetSampler:
+    """Draw budgets for samples of a table.
+
+    Under `sense="mean"` it draws worths instead.
+
+    Args:
+        table: the profile.
+        config: the settings.
+        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+
+    Raises:
+        InputError: the strategy is unknown, or cannot use the numbers in the settings.
+    """
+
+    STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
+
+    def __init__(
+        self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
+    ) -> None:
+        self.table = table
+        self.config = config
+        rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
+        latencies = table.latency_ms[rows][table.mask[rows]]
+        one_of("budget.sense", config.sense, ("deadline", "mean"))
+        one_of("budget.strategy", config.strategy, self.STRATEGIES)
+        if config.sense == "mean":
+            self._numbers = worths_range(latencies).log()
+        elif config.strategy == "relative":
+            self._numbers = torch.tensor(FACTORS)
+        elif config.strategy == "fixed":
+            values = config.values_ms
+            if not values or not all(0 < value < math.inf for value in values):
+                raise InputError(
+                    "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
+                    f"not {values}"
+                )
+            self._numbers = torch.tensor([*values])
+        else:
+            # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
+            points = 2 if config.strategy == "uniform" else 1025
+            self._numbers = _quantile(latencies, torch.linspace(*RANGE, points))
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
+        n = rows.shape[0]
+        numbers = self._numbers
+        count = numbers.shape[0]
+        if self.config.sense == "mean":
+            low, high = numbers
+            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
+        if self.config.strategy in ("quantiles", "uniform"):
+            # between two neighbours of the grid
+            position = torch.rand(n, generator=generator) * (count - 1)
+            below = position.long().clamp_max_(count - 2)
+            low = numbers.index_select(0, below)
+            high = numbers[1:].index_select(0, below)
+            drawn = torch.lerp(low, high, position.sub_(below))
+        else:
+            drawn = numbers[torch.randint(count, (n,), generator=generator)]
+        if self.config.strategy == "relative":
+            # a factor times the latency of a random profiled cell of the sample
+            cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
+            drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
+        return drawn.clamp_min(LEAST_LATENCY_MS)
+
+
+class BudgetEncoding(nn.Module):
+    """Encode budgets in ms by their standardised logarithm z = (ln budget − μ) / σ.
+
+    The encoding is z, and sin and cos of π·2^k·z/4 for k = 0, 1, …, as in "Attention Is All You
+    Need" (Vaswani et al. 2017, section 3.5), for a real-valued position. μ and σ are those of
+    `latencies_ms`, the profiled latencies of the training samples. An odd `width` is 1 +
+    2·frequencies, and 1 gives z alone. An even `width` is pairs of sin and cos without z. More than
+    `OCTAVES` + 1 pairs divide these octaves evenly, because single precision does not tell higher
+    frequencies apart.
+
+    Args:
+        latencies_ms: float [n].
+        width: the count of numbers that encode a budget.
+
+    Shapes:
+        forward: [*] → [*, width].
+    """
+
+    mean: Tensor
+    scale: Tensor
+    frequencies: Tensor
+
+    def __init__(self, latencies_ms: Tensor, width: int = 9) -> None:
+        super().__init__()
+        logs = log_measured(latencies_ms)
+        self.register_buffer("mean", logs.mean())
+        self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
+        count = width // 2
+        step = 1 if width % 2 else min(1, OCTAVES / max(count - 1, 1))
+        self.register_buffer("frequencies", math.pi / 4 * 2.0 ** (step * torch.arange(count)))
+        self.width = width
+
+    def standardised(self, budget_ms: Tensor) -> Tensor:
+        """Return z for budgets [*], at most 4 from 0."""
+        return ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4)
+
+    def forward(self, budget_ms: Tensor) -> Tensor:
+        z = self.standardised(budget_ms).unsqueeze(-1)
+        # [*, frequencies]
+        angle = z * self.frequencies
+        # an even width cuts z off
+        return torch.cat([z, angle.sin(), angle.cos()], -1)[..., -self.width :]

@@ -1,0 +1,234 @@
+"""The contexts that all environments draw: samples with limits, and the reward that suits these."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import BudgetSampler
+from knobwise.envs.bandit.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
+"""The key of a request's limit, by the sense of the budget."""
+
+
+def fresh_seed() -> int:
+    """Draw a seed from torch's generator, so that `torch.manual_seed` fixes it.
+
+    Processes that were forked from one another share the state of that generator. The name of the
+    process is mixed into the seed, so that they still get different ones.
+    """
+    drawn = int(torch.randint(1 << 62, ()))
+    name = multiprocessing.current_process().name
+    return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
+
+
+def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
+    """Compute how often each sample is drawn, float64 [N].
+
+    Args:
+        table: the profile.
+        by: which groups of samples are balanced, see `BalanceConfig`.
+        rows: int64 [n], the samples to draw from; all others get 0.
+
+    Raises:
+        InputError: there is only one group.
+    """
+    if by == "configuration":
+        members = table.mask[rows].double()
+    else:
+        types = table.question_types or ("unknown",) * table.num_samples
+        names = np.array(table.dataset_names if by == "dataset" else types)
+        kinds, group = np.unique(names[rows.numpy()], return_inverse=True)
+        if len(kinds) < 2:
+            raise InputError(
+                f"balance.by={by}: the training samples of profile {table.name!r} have fewer than "
+                f"two {by}s, so there is nothing to balance"
+            )
+        members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
+    # members [n, groups]: a sample counts 1/size for each group that it is in
+    # a sample that is not drawn from has weight 0
+    weights = torch.zeros(table.num_samples, dtype=torch.float64)
+    weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
+    return weights
+
+
+class ContextSampler:
+    """Draw contexts: rows, uniformly or balanced, and a budget for each.
+
+    All environments draw through this class, so that equal seeds give equal contexts.
+
+    Args:
+        table: the profile.
+        budget: the settings of budgets.
+        rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are
+            drawn in turn, context i from list i mod M.
+        seed: None for a fresh one, see `fresh_seed`.
+        balance: which groups of samples are balanced, see `BalanceConfig`.
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        budget: BudgetConfig,
+        rows: Tensor | Sequence[Tensor] | Sequence[int] | None,
+        seed: int | None,
+        balance: str = "none",
+    ) -> None:
+        if rows is None:
+            rows = torch.arange(table.num_samples)
+        if isinstance(rows, Tensor) or not len(rows) or not isinstance(rows[0], Tensor):
+            rows = [torch.as_tensor(rows)]
+        lists = [torch.as_tensor(part, dtype=torch.long) for part in rows]
+        self.counts = torch.tensor([len(part) for part in lists])
+        if not self.counts.all():
+            raise InputError("the environment got no samples to draw from")
+        self.rows = pad_sequence(lists, batch_first=True)
+        # budgets are those of all lists together
+        together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
+        self.budgets = BudgetSampler(table, budget, together)
+        self.weights: Tensor | None = None
+        if balance != "none":
+            weights = row_weights(table, balance, together)
+            self.weights = pad_sequence([weights[part] for part in lists], batch_first=True)
+        self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
+        self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
+
+    def __call__(self, count: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw `count` contexts.
+
+        Args:
+            count: how many.
+            chosen: int64 [count], rows that take the place of the drawn ones. Their budgets are
+                drawn as ever.
+
+        Returns:
+            rows int64 [count]; budgets float32 [count] in ms.
+
+        Raises:
+            InputError: a chosen row is not among those to draw from.
+        """
+        self.before = self.generator.get_state()
+        rows = self.draw_rows(count, self.generator)
+        if chosen is not None:
+            if not torch.isin(chosen, self.rows).all():
+                raise InputError(
+                    f"reset options: row={chosen.tolist()} is not among the rows of this "
+                    "environment"
+                )
+            rows = chosen
+        return rows, self.budgets(rows, self.generator)
+
+    def draw_rows(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw rows alone, int64 [count]; without a generator by torch's own."""
+        lists, most = self.rows.shape
+        if lists == 1 and self.weights is None:
+            drawn = torch.randint(most, (count,), generator=generator)
+            return self.rows[0].index_select(0, drawn)
+        turn = torch.arange(count) % lists  # the list that each context is drawn from
+        if self.weights is not None:
+            per_list = math.ceil(count / lists)
+            drawn = torch.multinomial(self.weights, per_list, True, generator=generator)
+            drawn = drawn.T.flatten()[:count]
+        else:
+            # a large number modulo the length, because the lists differ in length
+            drawn = torch.randint(1 << 62, (count,), generator=generator) % self.counts[turn]
+        return self.rows.flatten().index_select(0, turn * most + drawn)
+
+    def set_back(self, before: Tensor) -> None:
+        """Return to an earlier value of `before`; the contexts drawn after it come again."""
+        self.generator.set_state(before)
+
+
+def chosen_context(
+    options: Mapping[str, Any], table: ProfileTable, limit_key: str, count: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Read the options of `reset`, by which a person chooses `count` contexts.
+
+    The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
+    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or worth holds for every
+    context; else there is one for each.
+
+    Returns:
+        rows int64 [count], and limits float32 [count] in ms; None for what is to be drawn.
+
+    Raises:
+        InputError: another option, an unknown sample, or a limit that is not positive and finite.
+    """
+    if not options:
+        return None, None
+    known = ["row", limit_key]
+    if "row" not in options:
+        known += ["sample_id", "dataset"]
+    for name in options:
+        one_of("reset options", name, known)
+    rows = options.get("row")
+    if options.keys() & {"sample_id", "dataset"}:
+        rows = _row_of_id(str(options.get("sample_id")), options.get("dataset"), table)
+    float32 = torch.finfo(torch.float32)
+    return (
+        _checked("row", rows, np.int64, 0, table.num_samples - 1, count),
+        _checked(limit_key, options.get(limit_key), np.float32, float32.tiny, float32.max, count),
+    )
+
+
+def _checked(
+    name: str, value: Any, dtype: type[np.generic], low: float, high: float, count: int
+) -> Tensor | None:
+    """Return numbers from low to high as a tensor [count]; one number holds for every context."""
+    if value is None:
+        return None
+    # whole numbers stand for floats too, but nothing else is converted
+    array = np.asarray(value)
+    fits = np.can_cast(array.dtype, dtype, "same_kind") and array.dtype != bool
+    fits = fits and array.shape in ((), (count,))
+    if not fits or not ((low <= array) & (array <= high)).all():
+        raise InputError(
+            f"reset options: {name}={value!r}: must be from {low:g} to {high:g}; give one for all "
+            f"environments, or {count}"
+        )
+    return torch.from_numpy(np.broadcast_to(array, count).astype(dtype))
+
+
+def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
+    known = np.array(table.sample_ids) == sample_id
+    if dataset is not None:
+        known &= np.array(table.dataset_names) == dataset
+    rows = known.nonzero()[0].tolist()
+    if len(rows) != 1:
+        raise InputError(
+            f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} "
+            f"and dataset={dataset!r} (None is any)"
+        )
+    return int(rows[0])
+
+
+def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
+    """Return the settings of a reward that is given as such, by its kind, or not at all.
+
+    The default is the reward of training; under a mean budget it is `priced`.
+
+    Raises:
+        InputError: the reward does not go with the sense of the budget.
+    """
+    priced = budget.sense != "deadline"
+    reward = reward or ("priced" if priced else TRAINING_REWARD.kind)
+    if isinstance(reward, str):
+        reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
+    if (reward.kind == "priced") != priced:
+        raise InputError(
+            f"reward.kind={reward.kind}: does not suit budget.sense={budget.sense}; priced goes "
+            "with mean only"
+        )
+    return reward

@@ -1,0 +1,186 @@
+"""The configuration bandit as a gymnasium environment, with one context at a time, to be stepped by
+hand. It is a batch of one of `ConfigBanditVectorEnv`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.checks import one_of
+from knobwise.envs.bandit.gymnasium_vector_env import (
+    ConfigBanditVectorEnv,
+    Info,
+    Inputs,
+    Observation,
+)
+from knobwise.envs.bandit.rendering import View
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
+    """Choose the knobs of a measured model for one input under a latency budget, and see the
+    outcome.
+
+    Description:
+        A contextual bandit that replays a profile: no model runs, because every outcome was
+        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) a request has no budget
+        of its own. It is limited by the worth of a right answer, in ms, and the reward is
+        accuracy − latency/worth.
+
+    Action space:
+        `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its
+        value. Under `action_keys="knobs"` a `Dict` with one `Discrete` for each knob, by name.
+        Under `action="configuration"` `Discrete(C)`, the index of a configuration in
+        `env.unwrapped.table.configurations`.
+
+    Observation space:
+        A `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing
+        value is the column's median), `budget_ms`, a `Box` of shape (), and `mask`,
+        `MultiBinary(C)`: the configurations that were profiled for the sample. Under a mean budget
+        there is `worth_ms` instead of `budget_ms`.
+
+    Rewards:
+        By default the reward that training uses, see `Replay`.
+
+    Starting state:
+        A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row`
+        or `sample_id` (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
+
+    Episode end:
+        After one step, always.
+
+    Info:
+        After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]),
+        and `action_mask`, for `env.action_space.sample(info["action_mask"])` to draw a profiled
+        action (None if no mask of the knobs allows exactly the profiled configurations). After a
+        step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `configuration` (the
+        knob values that were replayed, by name), and all these with the prefix `oracle_` for the
+        best configuration (its median latency, where it was measured repeatedly). With
+        `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
+
+    Args:
+        table: the profile. `gymnasium.make` takes the built-in one where none is given.
+        budget, reward: see `Replay`.
+        rows: int64 [n], the samples to draw from; None for all.
+        render_mode: None, "ansi" (words) or "rgb_array" (uint8 [520, 900, 3]), which
+            `gymnasium.make` shows in a window for "human".
+        numeric_infos: leave out what is not a number, and write configurations as value indices.
+            TorchRL needs it in environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by
+            side.
+        inputs: a function from a sample id to its question and picture, for rendering.
+        options: `unprofiled`, `action`, `action_keys` and `repeats`, see `Replay`.
+
+    Raises:
+        InputError: a setting, an option of `reset` or an action that does not exist.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        budget: BudgetConfig | None = None,
+        reward: RewardConfig | str | None = None,
+        rows: Tensor | Sequence[int] | None = None,
+        render_mode: str | None = None,
+        inputs: Inputs | None = None,
+        numeric_infos: bool = False,
+        **options: Any,
+    ) -> None:
+        if render_mode is not None:
+            one_of("render_mode", render_mode, self.metadata["render_modes"])
+        # a batch of one
+        self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
+        self.table = self._batch.table
+        self.render_mode = render_mode
+        self.numeric_infos = numeric_infos
+        self.observation_space = self._batch.single_observation_space
+        self.action_space = self._batch.single_action_space
+        self._inputs = inputs
+        self._last: tuple[dict[str, Any], float | None] | None = None
+        self._action_masks: dict[bytes, list[NDArray[np.int8]] | None] = {}
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw a sample and its budget or worth, as far as the options do not choose them."""
+        super().reset(seed=seed)
+        return self._single(*self._batch.draw(seed, options), None)
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Set the knobs and end the episode."""
+        observations, rewards, infos = self._batch.decide(action)
+        reward = rewards[0].item()
+        observation, info = self._single(observations, infos, reward)
+        return observation, reward, True, False, info
+
+    def render(self) -> Any:
+        """Return the last reset or step in words or as a picture, as `render_mode` says."""
+        if self.render_mode is None:
+            return None
+        if self._last is None:
+            raise gymnasium.error.ResetNeeded("call reset() before render()")
+        info, reward = self._last
+        question = ""
+        picture = None
+        if self._inputs is not None:
+            question, picture = self._inputs(info["sample_id"])
+        view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
+        return view.words() if self.render_mode == "ansi" else view.image()
+
+    def _single(
+        self, observations: Observation, infos: Info, reward: float | None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Take the only observation and info out of a batch of one, and keep them for `render`."""
+        # with the dots a number stays an array, of shape ()
+        observation = {name: block[0, ...] for name, block in observations.items()}
+        info = {
+            name: np.array(value[0]) if value.ndim > 1 else value[0].item()
+            for name, value in infos.items()
+        }
+        # after a step TorchRL looks for the parts of a Dict observation in the infos
+        numbers = dict(info) if reward is None else {**info, **observation}
+        # what is added from here on is for people
+        key = self._batch.limit_key
+        mask = observation["mask"].astype(bool)
+        info = {
+            "action_mask": self._action_mask(mask),
+            **info,
+            "sample_id": self.table.sample_ids[info["row"]],
+            key: observation[key].item(),
+            "mask": mask,
+        }
+        for name in info.keys() & {"configuration", "oracle_configuration"}:
+            values = zip(self.table.knobs, info[name], strict=True)
+            info[name] = {knob.name: knob.values[value] for knob, value in values}
+        self._last = dict(info), reward  # a copy, because the caller may change theirs
+        return observation, numbers if self.numeric_infos else info
+
+    def _action_mask(self, mask: NDArray[np.bool_]) -> Any:
+        """Return for each knob the mask of its profiled values, int8 [values], for a mask bool [C].
+
+        None if not all combinations of these values were profiled, because masks of single knobs
+        would then allow too much.
+        """
+        key = mask.tobytes()
+        if key not in self._action_masks:
+            # few masks occur, mostly one
+            profiled = self.table.configurations.numpy()[mask]
+            masks = [np.zeros(size, np.int8) for size in self.table.knob_sizes]
+            for knob, values in zip(masks, profiled.T, strict=True):
+                knob[values] = 1
+            exact = math.prod(map(np.count_nonzero, masks)) == len(profiled)
+            self._action_masks[key] = masks if exact else None
+        known = self._action_masks[key]
+        if known is None:
+            return None
+        copies = tuple(knob.copy() for knob in known)
+        names = self._batch.knob_keys
+        return dict(zip(names, copies, strict=True)) if names else copies

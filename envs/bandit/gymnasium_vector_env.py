@@ -1,0 +1,337 @@
+"""The configuration bandit as a gymnasium vector environment: many contexts at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler, chosen_context
+from knobwise.envs.bandit.replay import Replay
+from knobwise.envs.bandit.reward import RewardTable, expected_utility
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+Observation = dict[str, NDArray[Any]]
+Info = dict[str, NDArray[Any]]
+Inputs = Callable[[str], tuple[str, Any]]
+"""A sample id → its question, and its picture as a PIL image or an array (None if it has none)."""
+_PROCESS = os.getpid()
+"""The process that imported this module; a process forked from it has another id."""
+
+
+class _Contexts(NamedTuple):
+    """The contexts of n environments."""
+
+    rows: Tensor
+    """int64 [n]."""
+    limits: Tensor
+    """float32 [n], in ms."""
+    observations: Observation
+    """Before and after a decision."""
+    infos: Info
+    """Before a decision."""
+
+
+class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
+    """Decide for many contexts at once, as a gymnasium vector environment.
+
+    Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are
+    numbers, because TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value
+    indices, int64 [num_envs, K]; `action_mask`, int8 [num_envs, C], under `action="configuration"`
+    only. What the observation holds is not in them. Nothing is rendered; `gymnasium.make_vec(…,
+    vectorization_mode="sync")` renders each environment.
+
+    Every episode is one decision, so all of them end together. `autoreset_mode` is gymnasium's:
+
+    - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the
+      decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in
+      `infos["final_info"]`.
+    - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new
+      contexts and returns reward 0, not terminated.
+    - `DISABLED`: only `reset` draws new contexts; after the first reset
+      `options["reset_mask"]`, bool [num_envs], says for which environments.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        table: ProfileTable,
+        budget: BudgetConfig | None = None,
+        reward: RewardConfig | str | None = None,
+        rows: Tensor | Sequence[int] | None = None,
+        render_mode: str | None = None,
+        inputs: Inputs | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+        **options: Any,
+    ) -> None:
+        if os.getpid() != _PROCESS:
+            # torch would wait for its threads, which a fork leaves behind
+            torch.set_num_threads(1)
+        if not isinstance(table, ProfileTable):
+            raise InputError(
+                f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"
+            )
+        budget = budget or BudgetConfig()
+        self.table = table
+        self._configurations = table.configurations.numpy()
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
+        self._replay = Replay(table, budget, reward, **options)
+        self._contexts = ContextSampler(table, budget, rows, seed=None)
+        # a Box holds no NaN: here, and only here, a missing feature is its column's median
+        self._features = {
+            name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
+            for name, block in table.features.items()
+        }
+        self.limit_key = LIMIT_KEYS[budget.sense]
+        self.knob_keys = self._replay.knob_keys
+        blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
+        blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
+        blocks["mask"] = spaces.MultiBinary(table.num_configurations)
+        self.single_observation_space: Any = spaces.Dict(blocks)
+        self.single_action_space: Any = self._actions()
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._current: _Contexts | None = None
+        # whose episode has ended
+        self._over = np.zeros(num_envs, dtype=bool)
+
+    def _actions(self) -> spaces.Space[Any]:
+        """Return the space of one action."""
+        if self.knob_keys:
+            knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
+            return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})
+        if self._replay.action == "configuration":
+            return spaces.Discrete(self.table.num_configurations)
+        return spaces.MultiDiscrete(self.table.knob_sizes)
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Draw contexts. One seed serves all of them. Of several each environment gets its own, and
+        the context that `ConfigBanditEnv` draws by it; what is drawn later follows from the first.
+
+        Raises:
+            InputError: there are not as many seeds as environments, or they are no seeds.
+        """
+        seeds = None
+        if isinstance(seed, (Sequence, np.ndarray)):
+            seeds = self._seeds(seed)
+            seed = None
+        super().reset(seed=seed)
+        options = dict(options or {})
+        mask = None
+        if self.autoreset_mode == AutoresetMode.DISABLED and "reset_mask" in options:
+            mask = np.asarray(options.pop("reset_mask"))
+            if mask.dtype != bool or mask.shape != (self.num_envs,):
+                raise InputError(
+                    f"reset options: reset_mask is bool [{self.num_envs}], True where a context "
+                    "is drawn"
+                )
+        observations, infos = self.draw(seed, options, mask, seeds)
+        return observations, self._with_masks(infos, mask)
+
+    def _seeds(self, seeds: Sequence[int | None] | NDArray[Any]) -> list[int | None]:
+        """Return the seeds of all environments, None where one is to draw on."""
+        numbers = [None if number is None else int(number) for number in seeds]
+        if (
+            len(numbers) != self.num_envs
+            or min((n for n in numbers if n is not None), default=0) < 0
+        ):
+            raise InputError(
+                f"reset: seed={seeds!r}: must be one seed from 0 on, or {self.num_envs} of them, "
+                "one for each environment (None for any)"
+            )
+        return numbers
+
+    def step(
+        self, actions: NDArray[Any]
+    ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+        """Decide for every context, and go on as `autoreset_mode` says."""
+        ended = np.ones(self.num_envs, dtype=bool)
+        if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
+            observations, infos = self.draw()
+            rewards = np.zeros(self.num_envs, np.float32)
+            return observations, rewards, ~ended, ~ended, self._with_masks(infos)
+        last, rewards, outcomes = self.decide(actions)
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            return last, rewards, ended, ~ended, self._with_masks(outcomes)
+        observations, infos = self.draw()
+        final_obs = np.empty(self.num_envs, dtype=object)
+        final_obs[:] = _separate(last)
+        # TorchRL looks for the parts of a Dict observation in final_info
+        final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes | last)}
+        return observations, rewards, ended, ~ended, self._with_masks(infos | final)
+
+    def _with_masks(
+        self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None
+    ) -> dict[str, Any]:
+        """Pair every info with the mask of the environments that gave it, as gymnasium does."""
+        mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
+        return infos | {f"_{name}": mask for name in infos}
+
+    def draw(
+        self,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        renewed: NDArray[np.bool_] | None = None,
+        seeds: Sequence[int | None] | None = None,
+    ) -> tuple[Observation, Info]:
+        """Draw contexts and observe them: all, or only the `renewed` ones, bool [num_envs].
+
+        `seeds` are those of the environments, None for one that draws on.
+        """
+        if seed is not None:
+            self._contexts.generator.manual_seed(seed)
+        # as many contexts are drawn whatever is chosen, so that a seed stays a seed
+        chosen, chosen_limits = chosen_context(
+            options or {}, self.table, self.limit_key, self.num_envs
+        )
+        rows, limits = self._contexts(self.num_envs, chosen)
+        if seeds is not None:
+            rows, limits = self._by_seeds(seeds, rows, limits, chosen)
+        if chosen_limits is not None:
+            limits = chosen_limits
+        if renewed is not None and self._current is not None:
+            new = torch.from_numpy(renewed)
+            rows = rows.where(new, self._current.rows)
+            limits = limits.where(new, self._current.limits)
+        # twice as fast as block[rows]
+        observations = {
+            name: block.index_select(0, rows).numpy() for name, block in self._features.items()
+        }
+        mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
+        observations |= {self.limit_key: limits.numpy(), "mask": mask}
+        infos = {"row": rows.numpy()}
+        if self._replay.action == "configuration":
+            infos["action_mask"] = mask
+        self._current = _Contexts(rows, limits, observations, infos)
+        self._over[... if renewed is None else renewed] = False
+        return _copied(observations), _copied(infos)
+
+    def _by_seeds(
+        self, seeds: Sequence[int | None], rows: Tensor, limits: Tensor, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return contexts [n] of which those with a seed are drawn anew by it."""
+        generator = self._contexts.generator
+        rows = rows.clone()
+        limits = limits.clone()
+        drawn_on = generator.get_state()
+        # the first comes last, so that the generator goes on from it
+        for i, seed in reversed([*enumerate(seeds)]):
+            if seed is not None:
+                generator.manual_seed(seed)
+                row = None if chosen is None else chosen[i : i + 1]
+                rows[i : i + 1], limits[i : i + 1] = self._contexts(1, row)
+        if None in seeds:
+            # else the others would draw the same each time
+            generator.set_state(drawn_on)
+        return rows, limits
+
+    def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
+        """Replay an action for each context.
+
+        Returns:
+            the observations once more; rewards, float32 [num_envs]; and the outcomes as infos.
+        """
+        if self._current is None or self._over.any():
+            raise gymnasium.error.ResetNeeded(
+                "call reset() before step(): every episode is one decision"
+            )
+        # actions as [n, 1, K] or [n, 1]
+        rows, limits, observations, infos = self._current
+        if not self.knob_keys:
+            actions = np.array(actions)  # faster than torch for lists and tuples
+        grouped = self._replay.grouped(actions, self.num_envs)
+        choice, reward, *outcome = self._replay(rows, grouped, limits, self._contexts.generator)
+        rewards = self._replay.rewards
+        best = oracle(rewards, rows, limits).unsqueeze(1)
+        outcomes = _copied(infos) | self._outcome("", limits, choice, *outcome)
+        outcomes |= self._outcome("oracle_", limits, best, *rewards.outcome(rows, best))
+        self._over[:] = True
+        return _copied(observations), reward[:, 0].numpy(), outcomes
+
+    def _outcome(
+        self, who: str, limits: Tensor, choice: Tensor, accuracy: Tensor, latency_ms: Tensor
+    ) -> Info:
+        """Return decisions [n, 1] and their outcomes as infos, whose names begin with `who`."""
+        # NumPy has less overhead than torch for the few numbers of one environment
+        took_ms = latency_ms.numpy()[:, 0]
+        info = {f"{who}accuracy": accuracy.numpy()[:, 0], f"{who}latency_ms": took_ms}
+        if self.limit_key == "budget_ms":
+            info[f"{who}violation"] = took_ms > limits.numpy()
+        info[f"{who}configuration"] = self._configurations[choice.numpy()[:, 0]]
+        return info
+
+
+def _separate(observations: Observation) -> list[Observation]:
+    """Take a batch of observations apart into those of each environment, faster than gymnasium's
+    `iterate`."""
+    separate: list[Observation] = [{} for _ in observations["mask"]]
+    for name, values in observations.items():
+        for i, observation in enumerate(separate):
+            # with the dots a number stays an array, of shape (), as its Box has it
+            observation[name] = values[i, ...]
+    return separate
+
+
+def _copied(blocks: Observation) -> Observation:
+    return {name: values.copy() for name, values in blocks.items()}
+
+
+def _box(block: Tensor) -> spaces.Box:
+    """Return the space of a feature block.
+
+    It includes 0, because TorchRL fills in zeros where there is nothing to observe.
+    """
+    low, high = torch.cat([block.flatten(), torch.zeros(1)]).aminmax()
+    return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
+
+
+def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
+    """Find the best profiled configuration of each sample, int64 [n].
+
+    It has the highest utility, and of equal ones the lowest latency; under the reward `priced` it
+    has the highest accuracy − latency/worth instead. Of several measurements of a cell the mean
+    counts.
+
+    Args:
+        rewards: of the table.
+        rows: int64 [n], the samples.
+        limits: float [n], budgets in ms; under `priced` the worth of a right answer in ms.
+    """
+    # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
+    # nothing it is the slowest
+    latency = rewards.latency_ms.index_select(0, rows).nan_to_num_(torch.inf)
+    measured = latency.unsqueeze(-1)
+    if rewards.repeats_ms is not None:
+        measured = rewards.repeats_ms.index_select(0, rows)
+    accuracy = rewards.accuracy.index_select(0, rows)
+    limits = limits.unsqueeze(1)
+    if rewards.config.kind == "priced":
+        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
+    else:
+        count = rewards.count
+        if isinstance(count, Tensor):
+            count = count.index_select(0, rows).clamp_min(1)
+        gain = expected_utility(accuracy, measured, limits, count)
+    beaten = (gain < gain.amax(1, keepdim=True)).to(latency.dtype)
+    slowest = torch.finfo(latency.dtype).max
+    # NumPy's argmin is five times as fast
+    return torch.from_numpy(latency.add_(beaten, alpha=slowest).numpy().argmin(1))

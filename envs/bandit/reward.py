@@ -1,0 +1,281 @@
+"""The reward of a decision, and the utility that decisions are judged by.
+
+`settings.py` lists the kinds of reward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.settings import RewardConfig
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+def share_in_time(
+    measurements_ms: Tensor, budget_ms: Tensor, count: Tensor | int | None = None
+) -> Tensor:
+    """Compute the share of a cell's measurements that are within the budget; 0 if there are none.
+
+    Measurements [*, R], NaN for none, and budgets that broadcast with [*] → float [*]. `count` is
+    how many measurements the cells have, [*] and at least 1; None counts them.
+    """
+    if count is None:
+        count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
+    # torch sums bytes twice as fast as truth values
+    met = (measurements_ms <= budget_ms.unsqueeze(-1)).view(torch.int8)
+    in_time = met.sum(-1, dtype=torch.int32)
+    return in_time.to(measurements_ms.dtype) / count
+
+
+def expected_utility(
+    accuracy: Tensor,
+    measurements_ms: Tensor,
+    budget_ms: Tensor,
+    count: Tensor | int | None = None,
+) -> Tensor:
+    """Compute accuracy · share in time: a policy is judged by accuracy on time, and 0 if late.
+
+    Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
+    `count` see `share_in_time`.
+    """
+    share = share_in_time(measurements_ms, budget_ms, count)
+    return torch.where(share > 0, accuracy * share, 0.0)
+
+
+def reward(
+    accuracy: Tensor,
+    latency_ms: Tensor,
+    budget_ms: Tensor,
+    complexity: Tensor | float,
+    config: RewardConfig,
+) -> Tensor:
+    """Compute the reward of a configuration under a budget, for the kinds that have a formula.
+
+    `utility` = α·accuracy if latency ≤ budget, else −miss.
+
+    `priced` = α·accuracy − latency/worth, where the budget is the worth of a right answer, in ms.
+
+    `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency −
+    budget)/budget)² − ε·complexity + δ·(1 − latency/budget if latency ≤ budget else 0), the formula
+    of the original controller.
+
+    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the kind `function`.
+    """
+    relative = latency_ms / budget_ms
+    if config.kind == "priced":
+        return config.alpha * accuracy - relative
+    if config.kind == "utility":
+        # products with 0 and 1: much faster than torch.where, if the mask has no pattern
+        late = (relative > 1).to(relative.dtype)
+        nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
+        return (config.alpha * accuracy * (1 - late)).sub_(late, alpha=config.miss).add_(nothing)
+    excess = relative - 1
+    return (
+        config.alpha * accuracy
+        - config.beta * torch.sigmoid(10 * excess)
+        - config.gamma * excess.clamp_min(0).square()
+        - config.epsilon * complexity
+        - config.delta * excess.clamp_max(0)
+    )
+
+
+def complexity(table: ProfileTable) -> Tensor:
+    """Compute for each configuration the mean over its knobs of value / largest value, float32 [C].
+
+    Knobs whose values are names or negative have no size and count 0.
+    """
+    columns = []
+    for knob, column in zip(table.knobs, table.configurations.T, strict=True):
+        sizes = torch.tensor([0.0 if isinstance(v, str) else float(v) for v in knob.values])
+        if sizes.min() < 0:
+            sizes = torch.zeros_like(sizes)
+        columns.append(sizes[column] / (sizes.max() or 1.0))
+    return torch.stack(columns).mean(0)
+
+
+class RewardFunction:
+    """A reward that the user wrote: `function(accuracy, latency_ms, budget_ms, knobs)`.
+
+    The first three are float32 tensors of one shape, which may be any. `knobs` holds, by name, a
+    tensor of this shape for each knob: its values, or their indices if the values are names. The
+    function returns a tensor of the same shape. A decision's reward must depend on its own numbers
+    alone, and be the same at every call. A cell that was not profiled is NaN, and its reward is NaN
+    whatever the function returns.
+
+    Args:
+        name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
+        table: the profile; the function is tried on its cells.
+        device: where the arguments will be; None for where the table is.
+
+    Raises:
+        InputError: there is no such function; or it raises, or returns no tensor, a tensor of
+            another shape, or NaN or infinity in a profiled cell. Every call may raise this.
+    """
+
+    def __init__(
+        self, name: str, table: ProfileTable, device: torch.device | str | None = None
+    ) -> None:
+        self.key = f"reward.function={name}"
+        self._function = imported(self.key, name, "function", "examples.rewards:late_answers")
+        self.knobs: dict[str, Tensor] = {}  # float32 [C], the value of each configuration
+        configurations = table.configurations.to(device)
+        for knob, column in zip(table.knobs, configurations.T, strict=True):
+            values: Any = knob.values
+            if any(isinstance(value, str) for value in values):
+                values = range(len(values))
+            sizes = torch.tensor([*values], dtype=torch.float32, device=column.device)
+            self.knobs[knob.name] = sizes[column]
+        # try it on every cell, under the median latency as the budget
+        latency_ms = table.latency_ms.to(device)
+        budget_ms = latency_ms.nanmedian().clamp_min(LEAST_LATENCY_MS)
+        self(table.accuracy.to(device), latency_ms, budget_ms, torch.arange(len(configurations)))
+
+    def __call__(
+        self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor
+    ) -> Tensor:
+        """Return the rewards of decisions, float32, in the shape that all arguments broadcast to.
+
+        The configurations are int64, the other arguments float.
+        """
+        values = [sizes[configurations] for sizes in self.knobs.values()]
+        cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
+        profiled = ~(cells[0].isnan() | cells[1].isnan())
+        by_knob = dict(zip(self.knobs, cells[3:], strict=True))
+        try:
+            rewards = self._function(*cells[:3], by_knob)
+        except Exception as error:
+            raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
+        returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__
+        if returned != [*profiled.shape]:
+            raise InputError(
+                f"{self.key}: returns {returned}; must return a tensor {[*profiled.shape]}, the "
+                "shape of its arguments"
+            )
+        bad = profiled & ~rewards.isfinite()
+        if bad.any():
+            first = [numbers[bad][0].item() for numbers in (rewards, *cells[:3])]
+            raise InputError(
+                f"{self.key}: returns {first[0]} in {int(bad.sum())} of {int(profiled.sum())} "
+                f"profiled cells, the first with accuracy, latency and budget {first[1:]}; must be "
+                "finite"
+            )
+        return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
+
+
+class RewardTable:
+    """The rewards of a table's configurations, computed on demand.
+
+    A cell that was measured repeatedly has a reward for each measurement.
+
+    Args:
+        table: the profile.
+        config: the settings of the reward.
+        device: where rewards are computed; None for where the table is.
+        repeats: `draw` for all measurements of a cell; `median` for its median latency alone.
+        cost_ms: the time that a decision and its features take; it is added to every latency.
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        config: RewardConfig,
+        device: torch.device | str | None = None,
+        repeats: str = "draw",
+        cost_ms: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.complexity = complexity(table).to(device)
+        self.function = config.function and RewardFunction(config.function, table, device)
+        self.accuracy = table.accuracy.to(device).contiguous()
+        self.latency_ms = table.latency_ms.to(device).contiguous()
+        self.repeats_ms: Tensor | None = None
+        self.count: Tensor | int = 1  # measurements of each cell, int16 [N, C], or of every cell
+        if table.repeats_ms is not None and repeats == "draw":
+            self.repeats_ms = table.repeats_ms.to(device).contiguous()
+            self.count = (~self.repeats_ms.isnan()).sum(-1, dtype=torch.int16)
+            counts = self.count[table.mask.to(device)]
+            if counts.min() == counts.max():
+                self.count = int(counts[0])
+        if cost_ms:
+            self.latency_ms = self.latency_ms + cost_ms
+            if self.repeats_ms is not None:
+                self.repeats_ms = self.repeats_ms + cost_ms
+
+    def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+        """Return the reward of every configuration, int64 [n], float [n] → float32 [n, C].
+
+        Rewards are means over the measurements of a cell, and NaN where it was not profiled.
+        """
+        everything = torch.arange(len(self.complexity), device=rows.device)
+        measured = self.latency_ms
+        if self.repeats_ms is not None:
+            measured = self.repeats_ms
+        return self._mean(self.accuracy[rows], measured[rows], budgets_ms, everything)
+
+    def outcome(
+        self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return accuracy and latency in ms of these choices, float32 [n, G] each.
+
+        Args:
+            rows: int64 [n].
+            configurations: int64 [n, G].
+            repeats: int64 [n, G], ≥ 0, the measurement that gives the latency, modulo the number of
+                measurements of the cell; None for the median.
+        """
+        # cells count through the flattened table, and measurements through the flattened cells
+        cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+        if repeats is None or self.repeats_ms is None:
+            latency_ms = _at(self.latency_ms, cells)
+        else:
+            count = self.count
+            if isinstance(count, Tensor):
+                count = _at(count, cells).clamp_min(1)
+            measurement = repeats.fmod(count).add_(cells, alpha=self.repeats_ms.shape[-1])
+            latency_ms = _at(self.repeats_ms, measurement)
+        return _at(self.accuracy, cells), latency_ms
+
+    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
+        """Return the rewards of these choices, means over the measurements of each cell.
+
+        Rows int64 [n], configurations int64 [n, G], budgets float [n] → float32 [n, G].
+        """
+        accuracy, measured = self.outcome(rows, configurations)
+        if self.repeats_ms is not None:
+            measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
+        return self._mean(accuracy, measured, budgets_ms, configurations)
+
+    def _mean(
+        self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor
+    ) -> Tensor:
+        """Return the rewards of cells: means over the last axis of `measured`, if it has one more.
+
+        That axis holds the measurements of a cell."""
+        budgets_ms = budgets_ms.unsqueeze(-1)
+        if measured.ndim == accuracy.ndim:
+            return self.reward_of(accuracy, measured, budgets_ms, configurations)
+        others = (cells.unsqueeze(-1) for cells in (budgets_ms, configurations))
+        return self.reward_of(accuracy.unsqueeze(-1), measured, *others).nanmean(-1)
+
+    def reward_of(
+        self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor
+    ) -> Tensor:
+        """Return the reward of each outcome. The arguments broadcast against each other, and the
+        result has their common shape; configurations are int64."""
+        if self.function:
+            return self.function(accuracy, latency_ms, budgets_ms, configurations)
+        complexity: Tensor | float = 0.0
+        if self.config.kind == "shaped":
+            complexity = self.complexity[configurations]
+        return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """Return values by their index ≥ 0 in the flattened tensor; twice as fast as `take`."""
+    return values.flatten().index_select(0, index.flatten()).view(index.shape)

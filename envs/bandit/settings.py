@@ -1,0 +1,81 @@
+"""The settings of budgets, rewards and contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+
+
+@dataclass
+class BudgetConfig:
+    """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
+
+    strategy: str = "quantiles"
+    """`quantiles`: evenly by rank between the 3 % and 97 % quantiles of all profiled latencies;
+    `uniform`: evenly in ms between these two; `relative`: a random profiled latency of the sample
+    itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of `values_ms`."""
+    values_ms: tuple[float, ...] = ()
+    """The budgets for `fixed`, in ms."""
+    sense: str = "deadline"
+    """`deadline`: every request has its own budget; `mean`: the average over the requests must not
+    exceed it. A policy is then conditioned on the worth of a right answer, the ms that it may cost
+    (1/λ, λ the price of time). Training draws worths evenly on a log scale, and rewards accuracy −
+    latency/worth. The worth that gives a mean latency is calibrated on held-out samples."""
+
+
+@dataclass
+class BalanceConfig:
+    """The balance of samples in training. Elsewhere every sample counts once."""
+
+    by: str = "none"
+    """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
+    ones; `configuration`: samples with rarely profiled configurations more often, in proportion to
+    the sum of 1/n over them, n the number of samples that have a configuration. Experts, and what
+    the heads imitate, are not affected."""
+
+    def __post_init__(self) -> None:
+        one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))
+
+
+@dataclass
+class RewardConfig:
+    """The training signal. The defaults of `shaped` are those of the original controller."""
+
+    kind: str = "shaped"
+    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else
+    −`miss`; `priced`: α·accuracy − latency/worth; `function`: what `function` returns."""
+    function: str | None = None
+    """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
+    `knobwise.envs.bandit.reward.RewardFunction`)."""
+    alpha: float = 1.0
+    """α, weight of the accuracy."""
+    beta: float = 0.5
+    """β, weight of the smooth latency penalty sigmoid(10·(latency/budget − 1))."""
+    gamma: float = 10.0
+    """γ, weight of the squared relative excess over the budget."""
+    delta: float = 0.1
+    """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
+    epsilon: float = 0.05
+    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs
+    that are names)."""
+    miss: float = 0.0
+    """The cost of a missed budget under `utility`."""
+
+    def __post_init__(self) -> None:
+        one_of("reward.kind", self.kind, ("shaped", "utility", "priced", "function"))
+        if (self.kind == "function") != (self.function is not None):
+            raise InputError(
+                "reward=function and reward.function=module:name go together; give both or neither"
+            )
+        if not 0 <= self.miss < math.inf:
+            raise InputError(
+                f"reward.miss={self.miss}: the cost of a missed budget must be 0 or a positive "
+                "number"
+            )
+
+
+TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
+"""The default reward of training and of the environments."""

@@ -1,0 +1,271 @@
+"""The contextual bandit that replays a profile, as a native batched TorchRL environment.
+
+Every episode is one decision. A group of actions for one context is an axis of the action, so one
+forward pass of a policy serves all its draws. In training, observations hold row numbers only:
+features are looked up where they are encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler
+from knobwise.envs.bandit.replay import Replay
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
+from knobwise.envs.tables.profile_table import ProfileTable
+
+OUTCOMES = ("accuracy", "latency_ms")
+"""What is observed of a decision."""
+
+
+class ConfigBandit(SingleStepEnv):
+    """Decide for P contexts at once: one decision for each, or a group of G.
+
+    Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
+    budget `worth_ms` in its place. With `lean=True`, as in the training loop, that is all.
+    Otherwise there are also the feature blocks [P, d], `mask` bool [P, C] (the configurations
+    profiled for the sample), and of the actions `accuracy` and `latency_ms`, float32 [P, G], 0
+    before the step. With `full_information=True` there is also `reward_per_configuration` float32
+    [P, C], means over repeated measurements, NaN if not profiled.
+
+    Action: `action` int64 [P, G, K], for each knob the index of its value. Under
+    `action_keys="knobs"` each knob has a key of its own (`max_crops`, …), int64 [P, G], as
+    `make_actor(…, separate=True)` draws them. Under `action="configuration"` `action` is [P, G],
+    the index of a configuration.
+
+    Reward: float32 [P, G].
+
+    With `group_size=None` actions and outcomes have no axis G, and the reward is [P, 1]. Where a
+    context has one decision, actions may have that axis or lack it.
+
+    A step decides for the contexts in the tensordict. Where rows or limits are missing, it decides
+    for those of the last reset, or before any reset for new ones. Inside TorchRL's wrappers
+    (`TransformedEnv`, `SerialEnv`, …) the rows of the last reset always keep its limits, because a
+    transform may have changed those in the tensordict.
+
+    Args:
+        batch_size: P, or a shape of contexts as in TorchRL, in the place of [P]; `[]` is a single
+            context without an axis.
+        group_size: G.
+        budget, reward: see `Replay`.
+        rows: int64 [n], the samples to draw from (the training split), None for all. From M such
+            lists contexts are drawn in turn, context i from list i mod M.
+        seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
+        lean: leave features, mask and outcomes out of the observations.
+        full_information: add the rewards of all configurations to the observations.
+        balance: how often each sample is drawn, see `BalanceConfig`.
+        options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
+            measurements are drawn from the generator of the contexts. Under `nearest`, the default,
+            any policy may play; with `action="configuration"` and without an axis G, TorchRL's
+            `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
+
+    Raises:
+        InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is
+            called like another key. Raised by `step`: an action is outside its range or of another
+            shape, or under `unprofiled="error"` was never profiled for its sample; or the
+            tensordict has other rows than the last reset, and a transform changes or removes the
+            limits.
+
+    Examples:
+        >>> from knobwise.envs import ConfigBandit
+        >>> from knobwise.testbeds import builtin_profile
+        >>> env = ConfigBandit(builtin_profile(), batch_size=4, group_size=2, seed=0)
+        >>> env.rollout(1)["next", "reward"].shape
+        torch.Size([4, 1, 2])
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        *,
+        batch_size: int | Sequence[int] = 1,
+        group_size: int | None = None,
+        budget: BudgetConfig | None = None,
+        reward: RewardConfig | str | None = None,
+        rows: Tensor | Sequence[Tensor] | None = None,
+        seed: int | None = None,
+        lean: bool = False,
+        full_information: bool = False,
+        device: torch.device | str | None = None,
+        balance: str = "none",
+        **options: Any,
+    ) -> None:
+        budget = budget or BudgetConfig()
+        super().__init__(device=device, batch_size=batch_shape(batch_size))
+        self.table = table
+        self.contexts = ContextSampler(table, budget, rows, seed, balance)
+        self.limit_key = LIMIT_KEYS[budget.sense]
+        self.lean = lean
+        self.full_information = full_information
+        self.replay = Replay(table, budget, reward, device=device, **options)
+        self.rewards = self.replay.rewards
+        self.current: dict[str, Tensor] = {}  # the contexts to decide for
+        self.limits_change = False  # True once a transform changed or removed the limits
+        self.decisions = (self.batch_size.numel(), group_size or 1)
+        self.outcome_shape = self.decisions if group_size else self.decisions[:1]
+        self._set_outcome_specs(group_size or 1)
+        self.action_spec = self._actions().to(self.device)
+        specs = self._observations()
+        self.observation_spec = Composite(specs, shape=self.batch_size).to(self.device)
+        if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
+            raise InputError(
+                f"action_keys=knobs: knob {min(taken)} is called like another key; use "
+                "action_keys=action"
+            )
+
+    def _actions(self) -> TensorSpec:
+        """Return the spec of the actions."""
+        sizes = self.table.knob_sizes
+        shape = (*self.batch_size, *self.outcome_shape[1:])
+        if self.replay.knob_keys:
+            knobs = zip(self.replay.knob_keys, sizes, strict=True)
+            specs = {name: Categorical(size, shape) for name, size in knobs}
+            return Composite(specs, shape=self.batch_size)
+        if self.replay.action == "knobs":
+            return MultiCategorical(sizes, (*shape, len(sizes)), remove_singleton=False)
+        return Categorical(self.table.num_configurations, shape)
+
+    def _observations(self) -> dict[str, TensorSpec]:
+        """Return the spec of each part of an observation."""
+        batch = self.batch_size
+        c = self.table.num_configurations
+        specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, batch)}
+        # what is a float, by its shape for each context
+        shapes: dict[str, tuple[int, ...]] = {self.limit_key: ()}
+        if self.full_information:
+            shapes["reward_per_configuration"] = (c,)
+        if not self.lean:
+            shapes |= {name: block.shape[1:] for name, block in self.table.features.items()}
+            shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape[1:])
+            specs["mask"] = Binary(c, (*batch, c), dtype=torch.bool)
+        return specs | {name: Unbounded((*batch, *shape)) for name, shape in shapes.items()}
+
+    def _about(self) -> str:
+        budget = self.contexts.budgets.config
+        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
+        return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw uniformly among the configurations profiled for each sample."""
+        if tensordict is None:
+            tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
+        if "row" not in tensordict and not self.current:
+            self._reset()
+        rows = one_axis(tensordict.get("row", self.current.get("row")).long())
+        # draw n evenly and take the n-th of the profiled configurations, which is much faster than
+        # torch.multinomial
+        counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
+        action = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
+        if self.replay.action == "knobs":
+            action = self.table.configurations[action]
+        action = action.to(rows.device)
+        if keys := self.replay.knob_keys:
+            columns = action.view(*self.batch_size, *self.outcome_shape[1:], len(keys)).unbind(-1)
+            return tensordict.update(dict(zip(keys, columns, strict=True)))
+        return tensordict.set("action", action.view(self.action_spec.shape))
+
+    # -- one decision ------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        # contexts are drawn where the table is, so that a seed gives the same ones on every device
+        rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
+        # a partial reset draws as many contexts, and keeps some of the old ones
+        wanted = None if tensordict is None else tensordict.get("_reset", None)
+        if wanted is not None and self.current:
+            # the other contexts go on
+            wanted = wanted.reshape(-1)
+            rows = rows.where(wanted, self.current["row"])
+            limits = limits.where(wanted, self.current[self.limit_key])
+        self._set_contexts(rows, limits)
+        return self._with_end(self.current | self._described(), ended=False)
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.contexts.generator.manual_seed(seed)
+
+    # what `state_dict` carries: the state of the generator that contexts are drawn from
+    def get_extra_state(self) -> Tensor:
+        return self.contexts.generator.get_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.contexts.generator.set_state(state)
+
+    def _set_contexts(self, rows: Tensor, limits: Tensor) -> None:
+        """Decide for these contexts from now on; where wanted, compute all their rewards."""
+        self.current = {"row": rows, self.limit_key: limits}
+        if self.full_information:
+            self.current["reward_per_configuration"] = self.rewards.all(rows, limits)
+
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Set the current contexts to those that a step is to decide for.
+
+        The last reset fills in what the tensordict lacks. If `wrapped`, a transform may have
+        changed or removed the limits in the tensordict. The rows of the last reset then keep the
+        limits of that reset, and other rows are refused, because their limits are unknown.
+        """
+        no_limits = self.limit_key not in tensordict
+        if not self.current and (no_limits or "row" not in tensordict):
+            self._reset()
+        old_rows = self.current.get("row")
+        old_limits = self.current.get(self.limit_key)
+        rows = one_axis(tensordict.get("row", old_rows).long())
+        limits = one_axis(tensordict.get(self.limit_key, old_limits).float())
+        same_rows = _same(rows, old_rows)
+        same = same_rows and not no_limits and _same(limits, old_limits)
+        if wrapped and same_rows:
+            # if the limits of the same rows differ, or are gone, that is the work of a transform
+            self.limits_change = not same
+        elif wrapped and (self.limits_change or no_limits):
+            raise InputError(
+                "row: the tensordict has other rows than the last reset, and their limits are "
+                f"unknown, because a transform changes or removes {self.limit_key}; reset before "
+                "each step, and let no two loops share an environment"
+            )
+        elif not same:
+            self._set_contexts(rows, limits)
+
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows = self.current["row"]
+        if len(self.batch_size) > 1:
+            tensordict = tensordict.select(*self.action_keys).reshape(-1)
+        # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
+        actions = tensordict if self.replay.knob_keys else tensordict["action"]
+        action = self.replay.grouped(actions, *self.decisions)
+        limits = self.current[self.limit_key]
+        replayed = self.replay(rows, action, limits, self.contexts.generator)
+        content = self.current | self._described() | {"reward": replayed.reward}
+        if not self.lean:
+            for name in OUTCOMES:
+                content[name] = getattr(replayed, name).view(self.outcome_shape)
+        return self._with_end(content, ended=True)
+
+    def _described(self) -> dict[str, Tensor]:
+        """Return the features, masks and outcomes (still 0) of the current contexts.
+
+        Nothing if `lean`. The tensors are new, because transforms and policies may change in place
+        what they get.
+        """
+        if self.lean:
+            return {}
+        blocks = {**self.table.features, "mask": self.table.mask}
+        rows = self.current["row"].cpu()
+        out = {name: block[rows].to(self.device) for name, block in blocks.items()}
+        if self.replay.action == "configuration":
+            # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
+            mask = out["mask"]
+            mask = mask.unsqueeze(1) if len(self.outcome_shape) > 1 else mask
+            self.action_spec.update_mask(mask.reshape((*self.batch_size, *mask.shape[1:])))
+        return out | {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return first is second or (second is not None and torch.equal(first, second))

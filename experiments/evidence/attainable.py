@@ -1,0 +1,218 @@
+"""Estimate before any training how much a policy could learn from the features.
+
+Three quick predictors (ridge and kernel ridge regression, trees) are fitted in folds and stacked as
+a controller's teacher is. The policy that takes the best score of the stack is compared with
+budget-aware static, each on samples that it was not fitted on. Where static was better at a budget,
+static decides, as a controller's guard falls back to it.
+
+*What the estimate is about.* For each fold, the gain on new inputs of the policy that was fitted
+without it, over static that was fitted without it; and of these the mean over the folds. It is what
+this much data (four fifths of the samples) lets a quick policy gain. A policy that knows every true
+probability gains more, and so may one that was fitted on more data.
+
+*Why its interval holds.* Given what was fitted, the gains of held-out samples are draws with this
+mean, so the paired bootstrap over samples is an interval for it (Bayle et al. 2020,
+"Cross-validation Confidence Intervals for Test Error", NeurIPS). The other folds weigh the
+predictors of a fold and say whether static decides there, so no sample chooses the policy that it
+judges.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.evaluation import outcomes_of
+from knobwise.agents.evaluation.policy import choices_of
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.outcomes import Prediction, pick
+from knobwise.agents.teacher.weights import HeldOut, weights_of_folds
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+
+MOST_ONCE = 0.5
+"""Where more of the cells were measured once, most of the luck cannot be told."""
+QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
+"""The families of the quick predictors."""
+MOST_SAMPLES = 4000
+"""Of larger profiles a random part of this size is used, so that inspection takes seconds."""
+MOST_CELLS = 250_000
+"""Samples × configurations; of profiles with more, a smaller part of the samples is used."""
+WIDEST = 512
+"""More features than this are replaced by their first `COMPONENTS` principal components: fits take
+a time that grows faster than the number of features."""
+COMPONENTS = 256
+
+
+def attainable(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any] | None:
+    """Fit the quick predictors on a profile, and return what `attainable_by` does; None without
+    features, where nothing can be learned.
+
+    Args:
+        budgets_ms: float [B].
+    """
+    if not table.features:
+        return None
+    most = min(MOST_SAMPLES, max(MOST_CELLS // table.num_configurations, 500))
+    rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
+    rows = rows[:most].sort().values
+    normaliser = _narrowed(table, rows)
+    # without budgets no spread is chosen by its utility, which would flatter
+    experts = Experts.fit(table, rows, budgets_ms[:0], QUICK, 0, normaliser)
+    estimate = attainable_by(table, experts, budgets_ms)
+    if estimate is not None and normaliser.projection is not None:
+        estimate["components"] = normaliser.width
+    return estimate
+
+
+def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
+    """Return the normaliser of these rows, which projects very many features onto their principal
+    components."""
+    normaliser = FeatureNormaliser.fit(table, rows)
+    if normaliser.width > WIDEST and len(rows) > COMPONENTS:
+        from sklearn.decomposition import PCA
+
+        x = normaliser.of_rows(table, rows).numpy()
+        axes = PCA(COMPONENTS, svd_solver="randomized", random_state=0).fit(x).components_
+        # each keeps its variance, since the first ones say most
+        normaliser.projection = torch.from_numpy(axes.T).float().contiguous()
+    return normaliser
+
+
+def attainable_by(
+    table: ProfileTable, experts: Experts, budgets_ms: Tensor
+) -> dict[str, Any] | None:
+    """Return what looks learnable from the features: the gain of quick policies over budget-aware
+    static out of fold, see above.
+
+    Args:
+        table: the profile.
+        experts: fitted on some of its samples, among them the families `QUICK`.
+        budgets_ms: float [B] that utility is averaged over.
+
+    Returns:
+        `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images, or
+        clusters). `samples`: how many were used. `learned`: for each fold, at which budgets the
+        quick policy decided, not static. None if there are too few samples for two folds.
+    """
+    folds = experts.measured.folds
+    if len(folds) < 2:
+        return None
+    gains = gains_out_of_fold(table, experts, budgets_ms)
+    total = gains.sum(0)
+    kept = np.empty(len(gains))
+    learned = []
+    for _, hold in folds:
+        # whether it gained anything in the other folds, [B]
+        decides = total - gains[hold].sum(0) > 0
+        kept[hold] = (gains[hold] * decides).mean(1)
+        learned.append(decides.tolist())
+    # samples of one image or cluster are drawn together
+    keys = np.array(table.split_keys)[experts.measured.rows.numpy()]
+    clusters = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    drawn = resampled_means([kept], splits=np.stack([np.zeros_like(clusters), clusters]))
+    return {
+        "gain": float(kept.mean()),
+        "gain_ci95": ends_of(drawn)[0],
+        "samples": len(kept),
+        "learned": learned,
+    }
+
+
+def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> np.ndarray:
+    """Return the utility of the quick policy minus that of static, both fitted without the fold of
+    the sample: float64 [n, B].
+
+    The policy pays for what its features take, `features_ms` and the first look; static does not.
+    The arguments are those of `attainable_by`.
+    """
+    measured = experts.measured
+    rows = measured.rows
+    static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
+    for fit, hold in measured.folds:
+        policy = static_of(table, rows[fit])
+        static[hold] = choices_of(policy, {}, budgets_ms.numpy(), measured.mask[hold].numpy())
+    unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
+    of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
+    _, scores = quick_stack(experts, budgets_ms - table.features_ms)
+    # among equal scores the fastest on average
+    slow = measured.latency_ms.nanmean(0)
+    chosen = torch.stack([pick(score, slow, measured.mask) for score in scores], 1)
+    outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
+    return (outcomes.utility - of_static).double().numpy()
+
+
+def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Stack the quick predictors under limits [B] in ms.
+
+    Returns:
+        weights: of each fold, float64 [predictors].
+        scores: of every configuration for every sample, out of fold, [B, n, C].
+    """
+    predictions = quick_predictions(experts)
+    limits = limits.clamp_min(LEAST_LATENCY_MS)
+    held_out = HeldOut.of_predictions(predictions, experts.measured, limits)
+    return weights_of_folds(held_out, experts.measured.folds)
+
+
+def quick_predictions(experts: Experts) -> list[Prediction]:
+    """Return the predictions out of fold of each family of `QUICK`, [n, C]."""
+    predictions = []
+    for fitted in experts.of_families(QUICK):
+        prediction = fitted.out_of_fold
+        # the spread may have been chosen by utility; that of the residuals was not
+        spread = experts.measured.residual_spread(prediction.log_latency)
+        predictions.append(prediction._replace(spread=spread))
+    return predictions
+
+
+def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
+    """Return the mean utility of an oracle that chooses by one random half of the repeats of each
+    cell and is judged by the other half: what it gains without luck in single latencies.
+
+    Accuracies are the same in both halves, since a profile holds their means. A cell that was
+    measured once counts in both and keeps its luck. None if more than half of the cells were
+    measured once.
+    """
+    table = table.without_first_look
+    if table.repeats_ms is None or repeated_share(table) < 1 - MOST_ONCE:
+        return None
+    # in random order, and NaN last
+    order = torch.rand(table.repeats_ms.shape, generator=torch.Generator().manual_seed(0))
+    order = order.masked_fill(table.repeats_ms.isnan(), 2.0).argsort(-1)
+    shuffled = table.repeats_ms.gather(-1, order)
+    first = shuffled[..., 0::2]
+    second = shuffled[..., 1::2]
+    second = second.where(~second[..., :1].isnan(), first[..., : second.shape[-1]])
+    utilities = []
+    for budget in budgets_ms:
+        for known, hidden in ((first, second), (second, first)):
+            score = expected_utility(table.accuracy, known, budget)
+            chosen = pick(score, median_of(known), table.mask).unsqueeze(1)
+            utility = expected_utility(table.accuracy, hidden, budget)
+            utilities.append(float(utility.gather(1, chosen).double().mean()))
+    return float(np.mean(utilities))
+
+
+def repeated_share(table: ProfileTable) -> float:
+    """Return the share of the profiled cells that were measured more than once."""
+    times = (~table.measurements_ms.isnan()).sum(-1)
+    return float((times > 1).sum() / (times > 0).sum())
+
+
+def add_shares(results: dict[str, Any]) -> None:
+    """Write into the means over the budgets which share of what looked attainable each policy
+    gained over static, `attained`; None where nothing looked attainable."""
+    estimate = results.get("attainable")
+    for row in results["rows"]:
+        if estimate and row["budget_ms"] is None:
+            row["attained"] = None
+            if estimate["gain_ci95"][0] > 0:
+                row["attained"] = row["over_static"] / estimate["gain"]

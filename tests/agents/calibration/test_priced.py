@@ -1,0 +1,135 @@
+"""Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained
+one."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from helpers import BRIEF, deployed, small_table, table_of, trained
+
+from knobwise.agents.calibration import prices
+from knobwise.agents.calibration.prices import (
+    WORTHS,
+    MeanBudgetPolicy,
+    StaticMix,
+    compared,
+    make_priced_baselines,
+    mean_budgets,
+    outcomes_of,
+    worths_for,
+)
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.settle import deployed_by
+from knobwise.envs.bandit.budgets import worths_range
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
+    monkeypatch.setattr(prices, "CONFIDENCE", 0.95)
+    mixed = torch.full((4, 3), 0.5)
+    # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
+    # 0 and 0
+    accuracy = torch.tensor([[0.5, 0.75, 0.75]] * 2 + [[1.0, 0.75, 0.75]] * 2)
+    cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
+    budgets_ms = torch.tensor([2.0, 2.0, 2.9])
+    result = compared(accuracy, cost, mixed, budgets_ms)
+    spread = math.sqrt(0.25 / 12)
+    for row, gains, se in zip(result, (True, True, False), (spread, 0, 0), strict=True):
+        wanted = {"deployed": gains, "gain": 0.25, "accuracy_static_mix": 0.5}
+        assert row | wanted | {"gain_se": pytest.approx(se)} == row
+    # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
+    monkeypatch.setattr(prices, "CONFIDENCE", 0.96)
+    assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
+    alone = accuracy[:1], cost[:1], mixed[:1]
+    assert not any(row["deployed"] for row in compared(*alone, budgets_ms))
+
+
+def test_the_most_accurate_worth_within_each_mean_budget_is_found():
+    # worths are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
+    # on, for both from 60 ms on; from 200 ms on it takes what is dearer still and no better
+    table = table_of([[0.25, 1.0, 1.0], [0.5, 0.75, 0.5]], [[4.0, 10.0, 30.0]] * 2)
+    rows = torch.arange(2)
+    tried = []
+
+    def decide(worth):
+        tried.append(float(worth))
+        steps = ((0, [0, 0]), (20, [1, 0]), (60, [1, 1]), (200, [2, 2]))
+        return torch.tensor([chosen for least, chosen in steps if worth >= least][-1])
+
+    budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
+    worths, choices = worths_for(decide, table, rows, budgets_ms)
+    ends = worths_range(table.latency_ms.flatten()).tolist()
+    np.testing.assert_allclose(tried, np.geomspace(*ends, WORTHS), rtol=1e-5)
+    # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
+    assert choices.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
+    assert [decide(worth).tolist() for worth in worths] == choices.T.tolist()
+
+
+def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide():
+    table = small_table(60)
+    rows, budgets_ms = torch.arange(60), torch.tensor([6.0, 9.0])
+    mix = StaticMix.of_table(table, rows, budgets_ms)
+
+    def decide(features, group, mask):
+        return np.full(len(mask), 3 + group)
+
+    worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
+    policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
+    # what is expected of it needs no draw
+    expected = policy.expected(table, rows, policy.decided(table, rows))
+    cells = table.accuracy, table.latency_ms
+    for values, cell, mixed in zip(expected, cells, mix.expected(table, rows), strict=True):
+        assert values.equal(torch.stack([cell[:, 3].double(), mixed[:, 1]], 1))
+
+
+# -- trained ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("features", "cost_ms"), [(True, 0.5), (False, 0.0)])
+def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
+    table = small_table(120, holes=0.2, features=features)
+    budgets_ms = mean_budgets(table, table.split().fitted)
+    optimiser = replace(BRIEF, warmup_iterations=60)
+    trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
+    agent = deployed_by(trainer, budgets_ms)
+    mean, rows = agent.settled.mean, trainer.judged_rows
+    worths = torch.from_numpy(mean["worths"]).float()
+    chosen = torch.stack([trainer.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
+    assert table.mask[rows].gather(1, chosen).all()
+    accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
+    guard = pl.DataFrame(agent.settled.guard)
+    assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
+    assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
+    kept = spent + cost_ms <= budgets_ms * (1 + 1e-9)
+    assert (kept.numpy() >= mean["deployed"]).all()
+    assert mean["deployed"].tolist() == guard["deployed"].to_list()
+    # what decides is the network of all samples at that worth
+    x = agent.controller.normaliser(table.features, 120)
+    greedy = agent.controller(x, worths[1].expand(120), table.mask).argmax(1)
+    decided = agent.under_mean_budgets().decided(table, torch.arange(120))
+    assert torch.equal(decided[:, 1], greedy)
+
+
+def test_a_taught_policy_spends_more_where_it_may():
+    table = small_table(300)
+    split = table.split()
+    test, budgets_ms = split.test, mean_budgets(table, split.fitted)
+    steps = {"teacher_iterations": 30, "warmup_iterations": 150, "evaluate_every": 30}
+    optimiser = OptimiserConfig(iterations=0, **steps)
+    policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
+    agent = deployed(table, policy, budgets_ms, "mean", optimiser=optimiser)
+    policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
+    names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
+    assert [policy.name for policy in policies] == ["controller", *names]
+    mixed, _ = StaticMix.of_table(table, split.fitted, budgets_ms).expected(table, test)
+    # baselines that look at the request are priced out of fold
+    for policy in policies:
+        accuracy, cost = policy.expected(table, test, policy.decided(table, test))
+        assert (policy.worths.diff() >= 0).all()
+        assert cost.mean(0).tolist() == pytest.approx(budgets_ms.tolist(), rel=0.25)
+        assert policy.name == "latency_only" or accuracy.mean() > mixed.mean() + 0.03

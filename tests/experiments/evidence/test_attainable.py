@@ -1,0 +1,135 @@
+"""What looks learnable before any training, on tables where that is known."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_table, table_of, two_kinds
+
+from knobwise.agents.teacher.experts import Experts
+from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.experiments.evidence import attainable as module
+from knobwise.experiments.evidence.attainable import (
+    QUICK,
+    add_shares,
+    attainable,
+    attainable_by,
+    gains_out_of_fold,
+    oracle_of_halves,
+    repeated_share,
+)
+
+BUDGETS = torch.tensor([11.0, 20.0])
+
+
+def test_kinds_that_the_features_show_can_be_told_apart():
+    # static is on time and right for half of the samples, a policy that knows the kind for all
+    table = two_kinds(200, shown=True)
+    estimate = attainable(table, BUDGETS)
+    share = float((table.features["x"][:, 0] > 0).double().mean())
+    assert estimate["gain"] == pytest.approx(min(share, 1 - share), abs=0.02)
+    assert estimate["gain_ci95"][0] > 0.35
+    assert estimate["samples"] == 200
+    assert np.shape(estimate["learned"]) == (5, 2)
+
+
+def test_features_cost_what_they_take():
+    table = two_kinds(200, shown=True)
+    assert attainable(table, BUDGETS[:1])["gain"] > 0.4
+    # 2 ms later every answer misses the deadline of 11 ms, so static decides
+    paid = replace(table, features_ms=2.0)
+    learned = attainable(paid, torch.tensor([11.0, 100.0]))["learned"]
+    assert not any(at_tight for at_tight, _ in learned)
+    experts = Experts.fit(table, torch.arange(200), BUDGETS[:0], QUICK, 0)
+    assert gains_out_of_fold(paid, experts, BUDGETS[:1]).mean() < -0.4
+
+
+def test_without_features_or_folds_nothing_is_estimated():
+    table = two_kinds(20, shown=True)
+    assert attainable(replace(table, features={}), BUDGETS) is None
+    assert attainable(replace(table, image_ids=("same",) * 20), BUDGETS) is None
+
+
+def test_of_a_large_table_a_part_is_used(monkeypatch):
+    monkeypatch.setattr(module, "MOST_SAMPLES", 50)
+    assert attainable(two_kinds(90, shown=True), BUDGETS)["samples"] == 50
+
+
+@pytest.fixture
+def estimate(monkeypatch):
+    """Return the estimate from the gains of four samples, [4, budgets], in two folds."""
+    halves = np.array([0, 1]), np.array([2, 3])
+    measured = SimpleNamespace(rows=torch.arange(4), folds=[halves[::-1], halves])
+
+    def by_gains(gains, **about):
+        monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: np.array(gains))
+        table = table_of(torch.ones(4, 2), torch.ones(4, 2), **about)
+        return attainable_by(table, SimpleNamespace(measured=measured), BUDGETS)
+
+    return by_gains
+
+
+def test_no_sample_chooses_the_policy_that_it_judges(estimate):
+    # at the first budget the policy is lucky in the first fold, so it decides in the second; at the
+    # second one static is best in both
+    found = estimate([[0.4, -0.4], [0.4, -0.4], [-0.2, -0.4], [-0.2, -0.4]])
+    assert found["learned"] == [[False, False], [True, False]]
+    assert found["gain"] == pytest.approx((0 + 0 - 0.2 - 0.2) / 4 / 2)
+
+
+def test_samples_of_an_image_are_drawn_together(estimate):
+    found = estimate([[1.0], [1.0], [0.5], [0.5]], image_ids=tuple("aabb"))
+    assert found["gain_ci95"] == [0.5, 1.0]
+
+
+def test_an_oracle_has_no_luck_in_latencies_that_it_does_not_know():
+    # every latency is drawn alike, so nothing can be known about the other half
+    latency = torch.rand(2000, 10, 4, generator=torch.Generator().manual_seed(1)) + 1
+    ones, budget = torch.ones(2000, 10), torch.tensor([1.5])
+    assert oracle_of_halves(table_of(ones, latency), budget) == pytest.approx(0.5, abs=0.02)
+    # what is the same in every repeat is no luck
+    same = latency[..., :1].expand(-1, -1, 3)
+    best = float((latency[..., 0] <= 1.5).any(1).double().mean())
+    assert oracle_of_halves(table_of(ones, same), budget) == pytest.approx(best)
+
+
+def test_a_cell_that_was_measured_once_counts_in_both_halves():
+    latency = torch.tensor([[[1.0, torch.nan], [5.0, 5.0]]])
+    assert oracle_of_halves(table_of([[0.5, 1.0]], latency), torch.tensor([2.0, 9.0])) == 0.75
+    once = table_of([[0.5, 1.0]], [[1.0, 5.0]])
+    assert oracle_of_halves(once, default_budgets(once)) is None
+
+
+def test_one_cell_that_was_repeated_says_nothing_about_luck():
+    latency = torch.rand(50, 4, 2) + 1
+    latency[..., 1] = torch.nan
+    latency[3, 1, 1] = 1.5
+    table = table_of(torch.ones(50, 4), latency)
+    assert repeated_share(table) == pytest.approx(1 / 200)
+    assert oracle_of_halves(table, torch.tensor([1.5])) is None
+
+
+def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
+    monkeypatch.setattr(module, "WIDEST", 6)
+    monkeypatch.setattr(module, "COMPONENTS", 3)
+    monkeypatch.setattr(module, "MOST_CELLS", 12 * 600)
+    table = small_table(700)
+    found = attainable(table, default_budgets(table))
+    assert (found["components"], found["samples"]) == (3, 600)
+
+
+def test_shares_of_what_looked_attainable():
+    for ends, share in (
+        ([], {}),
+        ([0.001, 0.04], {"attained": 0.5}),
+        ([-0.001, 0.04], {"attained": None}),
+    ):
+        mean = {"budget_ms": None, "over_static": 0.01}
+        tight = {"budget_ms": 5.0, "over_static": 0.01}
+        results = {"rows": [dict(mean), dict(tight)]}
+        if ends:
+            results["attainable"] = {"gain": 0.02, "gain_ci95": ends}
+        add_shares(results)
+        assert results["rows"] == [mean | share, tight]
