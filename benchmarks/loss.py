@@ -20,7 +20,7 @@ from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs import ConfigBandit, builtin_profile
-from knobwise.losses import GRPOLoss
+from knobwise.losses import ExactGRPOLoss, GRPOLoss
 
 TABLE = builtin_profile()
 BETA = 0.1
@@ -120,13 +120,13 @@ def main() -> None:
     network = functools.partial(controller, x, batch["budget_ms"])
     actor = make_actor(controller, TABLE, GROUP_SIZE)
     options = {"kl_to_ref_coeff": BETA, "clip_epsilon": EPSILON, "advantage": "centred"}
-    for objective, function in (("sampled", sampled), ("exact", exact)):
-        module = GRPOLoss(actor, objective=objective, functional=False, **options)
+    for loss, function in ((GRPOLoss, sampled), (ExactGRPOLoss, exact)):
+        module = loss(actor, functional=False, **options)
         module.diagnostics = False
         ours = functools.partial(loss_of, module, batch)
         bare = functools.partial(function, network, batch)
         bench.line(
-            f"GRPOLoss, {objective}, forward and backward",
+            f"{loss.__name__}, forward and backward",
             "ms",
             functools.partial(learn, ours, controller),
             functools.partial(bare_way, bare, ours, controller),

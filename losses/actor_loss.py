@@ -18,7 +18,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from knobwise.common.checks import at_least, positive
 from knobwise.common.errors import InputError
 from knobwise.losses.functional import LARGEST
 
@@ -174,50 +173,6 @@ class Read(NamedTuple):
     values: Tensor
     log_ratio: Tensor | None = None
     """The logarithm of the ratio that it is part of; None if it is part of none."""
-
-
-class GroupLoss(ActorLoss):
-    """An `ActorLoss` of groups, with rewards, old log-probs and perhaps those of a reference."""
-
-    kl_to_ref_coeff: Tensor
-    at_least_0 = ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "std_floor", "std_eps")
-    above_0 = ("reward_spread", "advantage_clip", "top")
-
-    def _check_settings(self) -> None:
-        """Refuse numbers that would teach the wrong thing, or nothing; None is a default.
-
-        Raises:
-            InputError: a number is too small or not finite.
-        """
-        for name in (*self.at_least_0, *self.above_0):
-            value = getattr(self, name)
-            if value is not None:
-                key = f"{type(self).__name__}: {name}"
-                at_least(key, float(value), 0)
-                if name in self.above_0:
-                    positive(key, float(value))
-
-    def _check_reference(self, tensordict: TensorDictBase) -> None:
-        """Refuse contexts that lack the reference's log-probs where β > 0."""
-        if is_positive(self.kl_to_ref_coeff):
-            meaning = "the reference policy's log-probs, which the KL of β > 0 needs"
-            self._required(tensordict, self._loss_keys()[-1], meaning)
-
-    def _check(self, tensordict: TensorDictBase, group: Any, losses: Sequence[Tensor]) -> None:
-        """Refuse a group that has, or makes, a number that is not finite; see `_refuse`."""
-        # one look at all numbers, since each waits for the device
-        if is_finite(*losses, group.reward, group.old):
-            return
-        # rewards, old log-probs and the reference's are always read, under these keys
-        *_, old_key, reference_key = self._loss_keys()
-        exact = old_key == self.tensor_keys.behaviour_log_probs
-        keys = self.tensor_keys
-        read = [Read(keys.reward_per_configuration if exact else keys.reward, group.reward)]
-        read.append(Read(old_key, group.old, group.log_prob - group.old))
-        if group.reference is not None and is_positive(self.kl_to_ref_coeff):
-            log_ratio = group.reference - group.log_prob
-            read.append(Read(reference_key, group.reference, log_ratio))
-        self._refuse(tensordict, read, losses)
 
 
 def _listed(keys: Keys) -> list[NestedKey]:

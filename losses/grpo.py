@@ -1,10 +1,9 @@
-"""GRPO as a TorchRL loss module.
-
-It is sampled over a group of draws, or exact over every configuration.
-"""
+"""GRPO as TorchRL loss modules: `GRPOLoss` over a group of draws, `ExactGRPOLoss` over every
+configuration."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,16 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import GroupLoss, Keys, configuration_log_probs, is_zero
+from knobwise.common.checks import at_least, positive
+from knobwise.losses.actor_loss import (
+    ActorLoss,
+    Keys,
+    Read,
+    configuration_log_probs,
+    is_finite,
+    is_positive,
+    is_zero,
+)
 from knobwise.losses.functional import (
     AdvantageFunction,
     advantage_diagnostics,
@@ -29,7 +37,7 @@ from knobwise.losses.functional import (
 )
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """A batch of groups: log π, log π_old, log π_ref and rewards, [P, J] each."""
 
     distribution: Any
@@ -41,23 +49,16 @@ class _Group(NamedTuple):
     """[P, J], see `losses.functional`; None for 1/J each."""
 
 
-class GRPOLoss(GroupLoss):
-    """Minimise the loss of GRPO, group relative policy optimisation, over a group axis.
+class GroupLoss(ActorLoss):
+    """GRPO, group relative policy optimisation, over the groups that a subclass reads.
 
     Shao et al. 2024, "DeepSeekMath", equation 3:
 
     −E_j[min(ρ_j A_j, clip(ρ_j, 1 − ε, 1 + ε) A_j)] + β·E_j[k3_j] − η·H, with the advantages A taken
-    inside each group. Under `sampled` the expectation is over the G draws of a context. Under
-    `exact` it is over all its C configurations, weighted by the behaviour policy: the same
-    objective without sampling noise, possible because a profile knows the reward of every
-    configuration.
+    inside each group.
 
     Args:
-        actor_network: a module whose `get_dist(tensordict)` gives a distribution with
-            `log_prob(action)` [P, G] for actions [P, G, K], `entropy()` [P], and, for `exact`,
-            `log_probs` [P, C] (−inf where masked); or a `CompositeDistribution` of draws [P, G]
-            under several keys.
-        objective: `sampled` or `exact`.
+        actor_network: a module whose `get_dist(tensordict)` gives a distribution.
         clip_epsilon: ε.
         entropy_coeff: η.
         kl_to_ref_coeff: β; may be changed between steps.
@@ -69,19 +70,191 @@ class GRPOLoss(GroupLoss):
         advantage: one of `ADVANTAGES`, a function of your own, or its `module:name`; see
             `group_advantage`.
         advantage_clip: advantages are cut to ± this; None for no cut.
-        masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there
-            are.
         top: learn only from this many of a group, those with the highest rewards; None for all.
             Advantages are still taken over the whole group. It may be changed between steps, for a
             curriculum.
         reduction, functional: see `ActorLoss`.
 
-    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (under `torch.compile` and vmap NaN
-    when β > 0 and the reference's log-probs are not there), whose sum is minimised; and as
+    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref`, whose sum is minimised; and as
     diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
     `clip_fraction` (where |ρ − 1| > ε, as in TorchRL), `cut_fraction` (where the clip stops the
     gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing),
     `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
+    """
+
+    out_keys = [
+        "loss_objective",
+        "loss_entropy",
+        "loss_kl_to_ref",
+        "entropy",
+        "kl_to_ref",
+        "kl_approx",
+        "clip_fraction",
+        "cut_fraction",
+        "ESS",
+        "ratio_mean",
+        "zero_advantage_fraction",
+        "advantage_mean",
+        "advantage_std",
+    ]
+    _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
+    clip_epsilon: Tensor
+    entropy_coeff: Tensor
+    kl_to_ref_coeff: Tensor
+    at_least_0 = ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "std_floor", "std_eps")
+    above_0 = ("reward_spread", "advantage_clip", "top")
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        *,
+        clip_epsilon: float = 0.2,
+        entropy_coeff: float = 0.0,
+        kl_to_ref_coeff: float = 0.0,
+        advantage: str | AdvantageFunction = "zscore",
+        advantage_clip: float | None = 5.0,
+        reward_spread: float | None = None,
+        std_floor: float | None = None,
+        std_eps: float = 0.0,
+        top: int | None = None,
+        reduction: str | None = None,
+        functional: bool = True,
+    ) -> None:
+        super().__init__(actor_network, reduction=reduction, functional=functional)
+        self.advantage = known_advantage(advantage)
+        self.top = top
+        self.advantage_clip = advantage_clip
+        self.reward_spread = reward_spread
+        self.std_floor = std_floor
+        self.std_eps = std_eps
+        self._began_with_kl = kl_to_ref_coeff > 0
+        self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
+        self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
+        self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
+        self._check_settings()
+
+    @abstractmethod
+    def _group(self, tensordict: TensorDictBase) -> Group:
+        """Return the groups of contexts, with finite numbers in the place of what is masked."""
+
+    @property
+    @abstractmethod
+    def _keys(self) -> tuple[Keys, Keys, Keys]:
+        """The keys of rewards, old log-probs and log-probs of the reference."""
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Compute the loss of contexts, [P] with the keys above, each with its whole group.
+
+        Raises:
+            InputError: a key is missing, or what is under it is not finite or makes the loss so.
+        """
+        group = self._group(tensordict)
+        # a function of the user's is not to blame for rewards that are not finite
+        if callable(self.advantage):
+            self._check(tensordict, group, [])
+        # PPO's objective with the advantages of each group
+        advantage = group_advantage(
+            group.reward,
+            self.advantage,
+            weight=group.weight,
+            clip=self.advantage_clip,
+            unit=self.reward_spread,
+            std_floor=self.std_floor,
+            std_eps=self.std_eps,
+        )
+        surrogate, cut = clipped_surrogate(
+            group.log_prob, group.old.detach(), advantage, self.clip_epsilon
+        )
+        # a curriculum learns from the best of a group alone
+        learned = group.weight
+        if self.top is not None:
+            learned = weight_of_best(group.reward, self.top, group.weight)
+        # where all draws count alike, one mean over draws and contexts is faster than two
+        if learned is not None or self.reduction != "mean":
+            surrogate = expectation(surrogate, learned)
+        out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
+        out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
+        # terms of weight 0 are not computed
+        if not is_zero(self.entropy_coeff):
+            entropy = self._entropy(group.distribution)
+            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
+        if group.reference is None:
+            self._refuse_without_reference(tensordict)
+        elif not is_zero(self.kl_to_ref_coeff):
+            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
+            reference = torch.where(
+                self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
+            )
+            kl = self._kl(group, reference)
+            out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
+        self._check(tensordict, group, [*out.values()])
+        if self.diagnostics:
+            used = advantage if learned is None else advantage * (learned > 0)
+            with torch.no_grad():
+                # without a reference the policy is its own, and the KL is 0
+                reference = group.log_prob if group.reference is None else group.reference
+                log_ratio = group.log_prob - group.old
+                out["entropy"] = self._entropy(group.distribution).mean()
+                out["kl_to_ref"] = self._kl(group, reference).mean()
+                out |= ratio_diagnostics(log_ratio, group.weight, cut, self.clip_epsilon)
+                out |= advantage_diagnostics(advantage, group.weight, used)
+        return TensorDict(out, batch_size=[])
+
+    def _kl(self, group: Group, reference: Tensor) -> Tensor:
+        """Compute the KL to a reference policy of each context, [P]."""
+        return expected_k3(group.log_prob, reference, weight=group.weight)
+
+    # -- what the loss refuses ---------------------------------------------------------------------
+
+    def _check_settings(self) -> None:
+        """Refuse numbers that would teach the wrong thing, or nothing; None is a default.
+
+        Raises:
+            InputError: a number is too small or not finite.
+        """
+        for name in (*self.at_least_0, *self.above_0):
+            value = getattr(self, name)
+            if value is not None:
+                key = f"{type(self).__name__}: {name}"
+                at_least(key, float(value), 0)
+                if name in self.above_0:
+                    positive(key, float(value))
+
+    def _refuse_without_reference(self, tensordict: TensorDictBase) -> None:
+        """Refuse contexts that lack the reference's log-probs where β > 0.
+
+        Under `torch.compile`, where β is not known beforehand, the compiled code refuses them, by a
+        RuntimeError; under vmap the β of the beginning counts.
+        """
+        meaning = "the reference policy's log-probs, which the KL of β > 0 needs"
+        if torch.compiler.is_compiling():
+            torch._assert_async(self.kl_to_ref_coeff == 0, meaning)
+        elif self._began_with_kl or is_positive(self.kl_to_ref_coeff):
+            self._required(tensordict, self._keys[2], meaning)
+
+    def _check(self, tensordict: TensorDictBase, group: Group, losses: list[Tensor]) -> None:
+        """Refuse a group that has, or makes, a number that is not finite; see `_refuse`."""
+        # one look at all numbers, since each waits for the device
+        if is_finite(*losses, group.reward, group.old):
+            return
+        reward_key, old_key, reference_key = self._keys
+        read = [Read(reward_key, group.reward)]
+        read.append(Read(old_key, group.old, group.log_prob - group.old))
+        if group.reference is not None and is_positive(self.kl_to_ref_coeff):
+            log_ratio = group.reference - group.log_prob
+            read.append(Read(reference_key, group.reference, log_ratio))
+        self._refuse(tensordict, read, losses)
+
+
+class GRPOLoss(GroupLoss):
+    """GRPO over the G draws of each context; see `GroupLoss` for formula, settings and outputs.
+
+    Args:
+        actor_network: a module whose `get_dist(tensordict)` gives a distribution with
+            `log_prob(action)` [P, G] for actions [P, G, K] and `entropy()` [P]; or a
+            `CompositeDistribution` of draws [P, G] under several keys.
+        masked: groups are of different sizes: `group_mask` tells which draws there are.
 
     Examples:
         >>> import torch
@@ -130,10 +303,6 @@ class GRPOLoss(GroupLoss):
                 one, which teach only under `unnormalised`.
             reference_log_prob: float [P, G], of the draws under the reference policy; may be
                 missing when β = 0.
-            reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
-            behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where
-                masked.
-            reference_log_probs: float [P, C], for `exact`; may be missing when β = 0.
         """
 
         action: Keys = "action"
@@ -142,80 +311,33 @@ class GRPOLoss(GroupLoss):
         group_mask: NestedKey = "group_mask"
         sample_log_prob: Keys = "action_log_prob"
         reference_log_prob: Keys = "reference_log_prob"
-        reward_per_configuration: NestedKey = "reward_per_configuration"
-        behaviour_log_probs: NestedKey = "behaviour_log_probs"
-        reference_log_probs: NestedKey = "reference_log_probs"
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
-    out_keys = [
-        "loss_objective",
-        "loss_entropy",
-        "loss_kl_to_ref",
-        "entropy",
-        "kl_to_ref",
-        "kl_approx",
-        "clip_fraction",
-        "cut_fraction",
-        "ESS",
-        "ratio_mean",
-        "zero_advantage_fraction",
-        "advantage_mean",
-        "advantage_std",
-    ]
-    _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
-    clip_epsilon: Tensor
-    entropy_coeff: Tensor
-    kl_to_ref_coeff: Tensor
 
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential,
         *,
-        objective: str = "sampled",
-        clip_epsilon: float = 0.2,
-        entropy_coeff: float = 0.0,
-        kl_to_ref_coeff: float = 0.0,
-        advantage: str | AdvantageFunction = "zscore",
-        advantage_clip: float | None = 5.0,
-        reward_spread: float | None = None,
-        std_floor: float | None = None,
-        std_eps: float = 0.0,
         masked: bool = False,
-        top: int | None = None,
-        reduction: str | None = None,
-        functional: bool = True,
+        **settings: Any,
     ) -> None:
-        super().__init__(actor_network, reduction=reduction, functional=functional)
-        if objective not in ("sampled", "exact"):
-            raise ValueError(f"objective {objective!r}: must be sampled or exact")
-        self.objective = objective
-        self.advantage = known_advantage(advantage)
+        super().__init__(actor_network, **settings)
         self.masked = masked
-        self.top = top
-        self.advantage_clip = advantage_clip
-        self.reward_spread = reward_spread
-        self.std_floor = std_floor
-        self.std_eps = std_eps
-        self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
-        self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
-        self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
-        self._check_settings()
         self._forward_value_estimator_keys()
+
+    @property
+    def _keys(self) -> tuple[Keys, Keys, Keys]:
+        keys = self.tensor_keys
+        return keys.reward, keys.sample_log_prob, keys.reference_log_prob
 
     def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
-        if self.objective == "exact":
-            return [
-                keys.reward_per_configuration,
-                keys.behaviour_log_probs,
-                keys.reference_log_probs,
-            ]
         # the mask says which draws there are, where groups differ in size
         masks = [keys.group_mask] if self.masked else []
         return [keys.action, keys.reward, *masks, keys.sample_log_prob, keys.reference_log_prob]
 
-    def _sampled_group(self, tensordict: TensorDictBase) -> _Group:
+    def _group(self, tensordict: TensorDictBase) -> Group:
         """Return the groups of draws, J = G."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
@@ -247,13 +369,54 @@ class GRPOLoss(GroupLoss):
             log_prob, old, reward = (x.masked_fill(~mask, 0.0) for x in (log_prob, old, reward))
             if reference is not None:
                 reference = reference.masked_fill(~mask, 0.0)
-        return _Group(dist, log_prob, old, reference, reward, weight)
+        return Group(dist, log_prob, old, reference, reward, weight)
 
-    def _exact_group(self, tensordict: TensorDictBase, finite: bool) -> _Group:
+
+class ExactGRPOLoss(GroupLoss):
+    """GRPO in expectation over all C configurations, weighted by the behaviour policy.
+
+    It is the objective of `GRPOLoss` without sampling noise, possible because a profile knows the
+    reward of every configuration; see `GroupLoss` for formula, settings and outputs.
+
+    Args:
+        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs`
+            [P, C], −inf where masked, and `entropy()` [P].
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys of the tensordict.
+
+        Attributes:
+            reward_per_configuration: float [P, C]; anything where not profiled.
+            behaviour_log_probs: float [P, C], the behaviour policy's, −inf where masked.
+            reference_log_probs: float [P, C]; may be missing when β = 0.
+        """
+
+        reward_per_configuration: NestedKey = "reward_per_configuration"
+        behaviour_log_probs: NestedKey = "behaviour_log_probs"
+        reference_log_probs: NestedKey = "reference_log_probs"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+
+    def __init__(self, actor_network: ProbabilisticTensorDictSequential, **settings: Any) -> None:
+        super().__init__(actor_network, **settings)
+        self._forward_value_estimator_keys()
+
+    @property
+    def _keys(self) -> tuple[Keys, Keys, Keys]:
+        keys = self.tensor_keys
+        return keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs
+
+    def _loss_keys(self) -> list[Keys]:
+        return [*self._keys]
+
+    def _group(self, tensordict: TensorDictBase) -> Group:
         """Return the groups of all configurations, J = C.
 
         What is masked has weight 0. Finite numbers in its place keep 0 · ∞ out of values and
-        gradients; log π and log π_ref need them only if `finite`.
+        gradients.
         """
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
@@ -264,80 +427,16 @@ class GRPOLoss(GroupLoss):
         # the behaviour policy never chooses what is masked
         impossible = old == -torch.inf
         weight = old.exp().detach()
-        if finite:
+        # the objective alone can do with log π = −∞, and is faster without this
+        if self.diagnostics or not is_zero(self.kl_to_ref_coeff):
             log_prob = log_prob.masked_fill(impossible, 0.0)
             if reference is not None:
                 reference = reference.masked_fill(impossible, torch.finfo(old.dtype).min)
         old = old.masked_fill(impossible, 0.0)
         reward = reward.masked_fill(impossible, 0.0)
-        return _Group(dist, log_prob, old, reference, reward, weight)
+        return Group(dist, log_prob, old, reference, reward, weight)
 
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute the loss of contexts, [P] with the keys above, each with its whole group.
-
-        Raises:
-            InputError: a key is missing, or what is under it is not finite or makes the loss so.
-        """
-        penalised = not is_zero(self.kl_to_ref_coeff)
-        if self.objective == "sampled":
-            group = self._sampled_group(tensordict)
-        else:
-            # the objective alone can do with log π = −∞
-            group = self._exact_group(tensordict, finite=penalised or self.diagnostics)
-        # a function of the user's is not to blame for rewards that are not finite
-        if callable(self.advantage):
-            self._check(tensordict, group, [])
-        # PPO's objective with the advantages of each group
-        advantage = group_advantage(
-            group.reward,
-            self.advantage,
-            weight=group.weight,
-            clip=self.advantage_clip,
-            unit=self.reward_spread,
-            std_floor=self.std_floor,
-            std_eps=self.std_eps,
-        )
-        surrogate, cut = clipped_surrogate(
-            group.log_prob, group.old.detach(), advantage, self.clip_epsilon
-        )
-        # a curriculum learns from the best of a group alone
-        learned = group.weight
-        if self.top is not None:
-            learned = weight_of_best(group.reward, self.top, group.weight)
-        # where all draws count alike, one mean over draws and contexts is faster than two
-        if learned is not None or self.reduction != "mean":
-            surrogate = expectation(surrogate, learned)
-        out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
-        out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
-        # terms of weight 0 are not computed
-        if not is_zero(self.entropy_coeff):
-            entropy = self._entropy(group.distribution)
-            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
-        # the KL to the reference policy; without one the policy itself, or NaN under a penalty
-        current = group.log_prob.detach()
-        if group.reference is None:
-            self._check_reference(tensordict)
-            reference = torch.where(self.kl_to_ref_coeff == 0, current, torch.nan)
-        else:
-            reference = group.reference.detach()
-        if penalised:
-            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-            kl = self._kl(group, torch.where(self.kl_to_ref_coeff == 0, current, reference))
-            out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
-        self._check(tensordict, group, [*out.values()])
-        if self.diagnostics:
-            used = advantage if learned is None else advantage * (learned > 0)
-            with torch.no_grad():
-                log_ratio = group.log_prob - group.old
-                out["entropy"] = self._entropy(group.distribution).mean()
-                out["kl_to_ref"] = self._kl(group, reference).mean()
-                out |= ratio_diagnostics(log_ratio, group.weight, cut, self.clip_epsilon)
-                out |= advantage_diagnostics(advantage, group.weight, used)
-        return TensorDict(out, batch_size=[])
-
-    def _kl(self, group: _Group, reference: Tensor) -> Tensor:
+    def _kl(self, group: Group, reference: Tensor) -> Tensor:
         """Compute the KL to a reference policy of each context, [P]."""
-        # the weights of `exact` are the behaviour policy's probabilities
-        behaviour = group.old.detach() if self.objective == "exact" else None
-        return expected_k3(group.log_prob, reference, behaviour, group.weight)
+        # the weights are the behaviour policy's probabilities
+        return expected_k3(group.log_prob, reference, group.old.detach(), group.weight)

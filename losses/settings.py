@@ -51,8 +51,8 @@ class GRPOConfig:
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
 
     def of_grpo(self) -> dict[str, Any]:
-        """Return the settings that `GRPOLoss` takes."""
-        names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_clip"
+        """Return the settings that `GRPOLoss` and `ExactGRPOLoss` take."""
+        names = "clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_clip"
         settings = {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
         settings["std_floor"] = self.advantage_std_floor
         settings["std_eps"] = self.advantage_std_eps

@@ -43,7 +43,7 @@ from knobwise.envs.bandit.drift import copies_of, rows_of_copies
 from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.functional import (
     STD_FLOOR,
     even_weight,
@@ -308,7 +308,8 @@ class ControllerTrainer(JudgedTrainer):
         if loss.objective == "exact":
             stage.loss = lambda minibatch: self.grpo(self._with_rewards(minibatch))
         coefficients = loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
-        self.grpo = GRPOLoss(self.actor, **coefficients, functional=False).to(self.device)
+        kind = ExactGRPOLoss if loss.objective == "exact" else GRPOLoss
+        self.grpo = kind(self.actor, **coefficients, functional=False).to(self.device)
         if loss.kl_band:
             stage.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band)]
         return stage

@@ -16,7 +16,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.envs import ConfigBandit
-from knobwise.losses import GRPOLoss, RCELoss, dropping_out
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss, dropping_out
 
 ROWS = torch.arange(40)
 
@@ -44,7 +44,7 @@ def test_the_ratio_is_1_before_the_first_step(training, objective, functional):
     controller = controller_of(table)
     assert not any(module.training for module in controller.modules())
     policy = make_actor(controller, group_size=8, separate=True)
-    loss = GRPOLoss(policy, objective=objective, functional=functional)
+    loss = {"sampled": GRPOLoss, "exact": ExactGRPOLoss}[objective](policy, functional=functional)
     if training:
         everything_in_train_mode(loss, policy, controller, env)
     for draws in Collector(

@@ -10,16 +10,16 @@ from tensordict import TensorDict
 from tensordict.utils import unravel_key
 from torch import nn
 
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
-SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
+SAMPLED = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
 DRAWN = {"action", ("next", "reward")}
 OLD = {"action_log_prob", "reference_log_prob"}
 ALL = {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"}
 KINDS = {
     "sampled": (GRPOLoss, SAMPLED, DRAWN | OLD),
-    "exact": (GRPOLoss, SAMPLED | {"objective": "exact"}, ALL),
+    "exact": (ExactGRPOLoss, SAMPLED, ALL),
     "masked": (GRPOLoss, SAMPLED | {"masked": True}, DRAWN | OLD | {"group_mask"}),
     "rce": (RCELoss, {}, {"reward_per_configuration"}),
     "recorded": (RCELoss, {"recorded": True}, DRAWN | {"group_mask"}),
@@ -214,7 +214,7 @@ def test_it_compiles(kind, functional):
 @library_warning
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
 def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
-    loss = GRPOLoss(make_actor(), objective=objective, functional=False)
+    loss = {"sampled": GRPOLoss, "exact": ExactGRPOLoss}[objective](make_actor(), functional=False)
     data = make_data()
     compiled = in_one_graph(loss)
     far = data.clone()
@@ -227,6 +227,7 @@ def test_terms_that_are_switched_off_are_off_under_compile_too(objective):
     loss.entropy_coeff = 0.01
     assert_same_under_compile(compiled, loss, data)
     del data["reference_log_prob"], data["reference_log_probs"]
-    assert compiled(data)["loss_kl_to_ref"].isnan()
+    with pytest.raises(RuntimeError, match="reference"):
+        compiled(data)
     loss.kl_to_ref_coeff = 0.0
     assert_same_under_compile(compiled, loss, data)

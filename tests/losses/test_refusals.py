@@ -8,7 +8,7 @@ from actors import certain_actor, drawn, linear_actor
 from helpers import close, input_error
 from tensordict import TensorDict
 
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.settings import SelectorLossConfig
 
 INFINITE = (math.nan, math.inf, -math.inf)
@@ -16,7 +16,7 @@ KNOBS = ["crops", "k"]
 LOSSES = {
     "sampled": (GRPOLoss, {"kl_to_ref_coeff": 0.1}),
     "masked": (GRPOLoss, {"masked": True}),
-    "exact": (GRPOLoss, {"objective": "exact", "kl_to_ref_coeff": 0.1}),
+    "exact": (ExactGRPOLoss, {"kl_to_ref_coeff": 0.1}),
     "rce": (RCELoss, {}),
     "recorded": (RCELoss, {"recorded": True}),
 }
@@ -103,7 +103,7 @@ def test_a_reward_that_is_nan_is_to_blame_whatever_the_advantage(objective, adva
     data["next", "reward"][5, 2] = math.nan
     data["reward_per_configuration"][5, 2] = math.nan
     with input_error(r"reward.* is nan at \[5, 2\]"):
-        GRPOLoss(linear_actor(4), objective=objective, advantage=advantage)(data)
+        LOSSES[objective][0](linear_actor(4), advantage=advantage)(data)
 
 
 # -- old log-probs of a policy far away ------------------------------------------------------------
