@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from knobwise.agents.calibration.deployed_controller import (
         DeployedController as DeployedController,
     )
-    from knobwise.agents.checkpoint import load_checkpoint as load_checkpoint
-    from knobwise.agents.checkpoint import save_checkpoint as save_checkpoint
+    from knobwise.agents.calibration.taught import taught_trainer as taught_trainer
     from knobwise.agents.controller.actor import make_actor as make_actor
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
@@ -19,27 +18,34 @@ if TYPE_CHECKING:
     from knobwise.agents.evaluation.evaluation import judge as judge
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
+    from knobwise.agents.selector.training import selector_trainer as selector_trainer
     from knobwise.agents.serving.adaptive_model import AdaptiveModel as AdaptiveModel
-    from knobwise.agents.training.controller_trainer import ControllerTrainer as ControllerTrainer
-    from knobwise.agents.training.selector_trainer import SelectorTrainer as SelectorTrainer
+    from knobwise.agents.training.checkpoint import load_checkpoint as load_checkpoint
+    from knobwise.agents.training.checkpoint import save_checkpoint as save_checkpoint
+    from knobwise.agents.training.controllers import controller_trainer as controller_trainer
     from knobwise.agents.training.settings import OptimiserConfig as OptimiserConfig
     from knobwise.agents.training.settings import StageConfig as StageConfig
+    from knobwise.agents.training.stage import Stage as Stage
+    from knobwise.agents.training.trainer import Trainer as Trainer
     from knobwise.losses.settings import LossConfig as LossConfig
     from knobwise.losses.settings import SelectorLossConfig as SelectorLossConfig
 
 MODULES = {
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "training.checkpoint",
+    "save_checkpoint": "training.checkpoint",
     "judge": "evaluation.evaluation",
     "Controller": "controller.controller",
     "make_actor": "controller.actor",
     "LossConfig": "knobwise.losses.settings",
     "OptimiserConfig": "training.settings",
     "PolicyConfig": "controller.settings",
-    "ControllerTrainer": "training.controller_trainer",
+    "controller_trainer": "training.controllers",
+    "taught_trainer": "calibration.taught",
+    "Trainer": "training.trainer",
+    "Stage": "training.stage",
     "Selector": "selector.selector",
     "SelectorConfig": "selector.settings",
-    "SelectorTrainer": "training.selector_trainer",
+    "selector_trainer": "selector.training",
     "SelectorLossConfig": "knobwise.losses.settings",
     "StageConfig": "training.settings",
     "AdaptiveModel": "serving.adaptive_model",

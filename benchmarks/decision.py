@@ -28,6 +28,7 @@ from sklearn.ensemble import RandomForestRegressor
 from timing import Bench, Way
 from torch import nn
 
+from knobwise.agents.calibration.calibrate import latency_of
 from knobwise.agents.calibration.deployed_controller import DeployedController, Settled
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
@@ -35,7 +36,6 @@ from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
-from knobwise.agents.training.settle import latency_of
 from knobwise.envs import builtin_profile
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable

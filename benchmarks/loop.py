@@ -22,8 +22,8 @@ from loss import grpo_loss
 from timing import Bench, Way
 from torch import Tensor, nn
 
+from knobwise.agents.calibration.taught import taught_trainer
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import builtin_profile
 from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
@@ -45,18 +45,18 @@ Losses = Callable[[], Iterator[Tensor]]
 """Draws contexts, and returns the loss of each minibatch."""
 
 
-def trainer_of(stage: str) -> ControllerTrainer:
+def trainer_of(stage: str) -> taught_trainer:
     """Return a trainer that begins with this stage; nothing is judged or logged."""
     lengths: dict[str, Any] = {"iterations": 1, **STAGES[stage]}
     optimiser = OptimiserConfig(
         contexts=CONTEXTS, minibatch=MINIBATCH, epochs=EPOCHS, evaluate_every=LONG, **lengths
     )
-    trainer = ControllerTrainer(TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser)
+    trainer = taught_trainer(TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser)
     trainer.iteration = 1
     return trainer
 
 
-def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -> Losses:
+def grpo(trainer: taught_trainer, network: nn.Module, reference: nn.Module) -> Losses:
     """Return plain GRPO over drawn actions."""
     env = trainer.env
     table = env.table
@@ -95,7 +95,7 @@ def grpo(trainer: ControllerTrainer, network: nn.Module, reference: nn.Module) -
     return losses
 
 
-def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
+def imitation(trainer: taught_trainer, network: nn.Module) -> Losses:
     """Return the plain cross-entropy to the policy that the teacher's expected worths make."""
     names = "x", "limit", "worth", "by_value"
 
@@ -109,7 +109,7 @@ def imitation(trainer: ControllerTrainer, network: nn.Module) -> Losses:
     return losses
 
 
-def regression(trainer: ControllerTrainer, network: nn.Module) -> Losses:
+def regression(trainer: taught_trainer, network: nn.Module) -> Losses:
     """Return the plain regression on measured accuracies and latencies."""
     accuracy = TABLE.accuracy
 

@@ -15,9 +15,9 @@ from typing import Any
 import polars as pl
 import torch
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
 from knobwise.agents.serving.wrapper import wrap
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from

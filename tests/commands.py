@@ -21,7 +21,7 @@ from helpers import small_table
 import knobwise.__main__
 from knobwise.__main__ import main
 from knobwise.agents import load_checkpoint
-from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
 from knobwise.experiments.command_line.compose import run_hydra, schema_of

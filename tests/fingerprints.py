@@ -88,7 +88,7 @@ SETTINGS = {
     "rounds": [*BUILTIN, "variants={a:{groups:own,rounds:2,epochs:1}}"],
     "calls": [*BUILTIN, "variants={a:{reward_model:{calls:100}}}"],
 }
-STOPS = (1, 3, 2)
+STOPS = (1, 2, 1)
 """A run is stopped at so many metrics that it logs, counted anew each time it goes on."""
 
 

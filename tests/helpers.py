@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch.nn.functional import one_hot
 
-from knobwise.agents import Controller, ControllerTrainer, OptimiserConfig, PolicyConfig
-from knobwise.agents.training.settle import deployed_by
+from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, taught_trainer
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
@@ -309,7 +309,7 @@ BRIEF = OptimiserConfig(
 def controller_trainer(table, policy=TAUGHT, sense="deadline", **settings):
     """A training of a second, which has not begun."""
     options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
-    return ControllerTrainer(table, table.split(), **options)
+    return taught_trainer(table, table.split(), **options)
 
 
 def trained(table, policy=TAUGHT, sense="deadline", **settings):

@@ -56,15 +56,15 @@ import knobwise
 from knobwise.agents import (
     AdaptiveModel,
     Controller,
-    ControllerTrainer,
     NumpyController,
     PolicyConfig,
     Selector,
     SelectorConfig,
     load_checkpoint,
     make_actor,
+    taught_trainer,
 )
-from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import BeamTable, ConfigBandit
 from knobwise.envs.bandit.budgets import BudgetSampler
 from knobwise.envs.demonstrations.reward import demonstration_reward
@@ -519,7 +519,7 @@ def test_k9_small_data_sets_are_drawn_as_often_as_large_ones():
 
     table = small_table(60, datasets=("large",) * 50 + ("small",) * 10)
     balance = read_settings("train", ["balance.by=dataset"]).balance
-    trainer = ControllerTrainer(table, table.split(), balance=balance)
+    trainer = taught_trainer(table, table.split(), balance=balance)
     rows, _ = trainer.env.contexts(4000)
     assert (rows >= 50).float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert torch.isin(rows, table.split().train).all()

@@ -21,13 +21,13 @@ from helpers import small_beams, small_table
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from knobwise.agents import (
-    ControllerTrainer,
     OptimiserConfig,
     PolicyConfig,
     Selector,
     SelectorConfig,
-    SelectorTrainer,
     StageConfig,
+    selector_trainer,
+    taught_trainer,
 )
 from knobwise.envs import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
@@ -128,7 +128,7 @@ def controller(settings):
         "reward": RewardConfig,
     }
     return steps_of(
-        ControllerTrainer(
+        taught_trainer(
             table, table.split(), **{k: kinds[k](**values) for k, values in settings.items()}
         )
     )
@@ -145,7 +145,7 @@ def selector(stage, settings):
 
     def trainer(stage, start, settings):
         loss, config = SelectorLossConfig(**settings["loss"]), StageConfig(**settings["config"])
-        return SelectorTrainer(
+        return selector_trainer(
             stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config
         )
 

@@ -263,7 +263,9 @@ class DeployedController(nn.Module):
         settled = Settled(**{name: plain[name] for name in vars(Settled())})
         for part in ARRAYS:
             setattr(settled, part, _numpy_of(plain[part]))
-        return cls(controller, teacher, settled).eval()
+        deployed = cls(controller, teacher, settled).eval()
+        _ = deployed.decider  # making it checks the controller
+        return deployed
 
 
 def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

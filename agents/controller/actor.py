@@ -7,7 +7,7 @@ blocks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    TensorDictModuleBase,
     composite_lp_aggregate,
 )
 from torch import Tensor, nn
@@ -156,72 +155,50 @@ class Actor(ProbabilisticTensorDictSequential):
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
 
 
-class Behaviour(TensorDictModuleBase):
-    """The policy that collects: it draws, and writes down the log-probs that `GRPOLoss` needs.
+@torch.no_grad()
+def collect(
+    actor: Actor,
+    contexts: TensorDictBase,
+    policies: Mapping[str, Controller],
+    *,
+    draws: bool = True,
+    exact: bool = False,
+) -> TensorDictBase:
+    """Decide for contexts in training, and write down the log-probs that `GRPOLoss` needs.
 
-    Writes `action` and `configuration`, both int64 [P, G], the indices of configurations; for
-    `sampled` also `action_log_prob` and `reference_log_prob` [P, G], for `exact`
-    `behaviour_log_probs` and `reference_log_probs` [P, C], and with a `critic` `state_value`
-    [P, 1].
+    Writes `action` and `configuration`, both int64 [P, G], the indices of configurations.
 
-    Attributes:
-        with_reference: off where neither a penalty nor a log needs the reference, which is faster.
-        with_log_probs: off for a warm-up that learns from the table alone; then the network is not
-            asked either.
-        drawing: off where no loss and no log needs draws, and without log-probs; the action is then
-            the first that was profiled.
+    Args:
+        actor: the policy that draws, which reads rows of a table.
+        contexts: [P], what the actor reads.
+        policies: controllers by the key of their log-probs: those of the draws [P, G], or of all
+            configurations [P, C] if `exact`. The first is the actor's own. Whatever is not needed
+            is better left out, which is faster.
+        draws: False where no loss and no log needs draws; the action is then the first
+            configuration that was profiled.
     """
-
-    def __init__(
-        self,
-        actor: Actor,
-        reference: Controller,
-        objective: str,
-        critic: TensorDictModule | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_keys = actor.in_keys
-        self.out_keys = ["action"]
-        self.actor = actor
-        self.reference = reference
-        self.objective = objective
-        self.critic = critic
-        self.with_reference = self.with_log_probs = self.drawing = True
-
-    @torch.no_grad()
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        exact = self.objective == "exact"
-        encode, draw = self.actor.module
-        inputs = [tensordict[key] for key in encode.in_keys]
-        # the controllers that are asked, by the key of their log-probs
-        needed = {}
-        if self.with_log_probs:
-            needed["behaviour_log_probs" if exact else "action_log_prob"] = encode.module.controller
-        if self.with_reference:
-            needed["reference_log_probs" if exact else "reference_log_prob"] = self.reference
-        policies = {}
-        if needed:
-            log_probs = encode.module.of_controllers(needed.values(), *inputs)
-            for key, values in zip(needed, log_probs, strict=True):
-                policies[key] = draw.distribution_class(values, **draw.distribution_kwargs)
-        # the draws
-        if self.drawing:
-            index = next(iter(policies.values())).sample_index()
+    encode, draw = actor.module
+    inputs = [contexts[key] for key in encode.in_keys]
+    distributions = {}
+    if policies:
+        log_probs = encode.module.of_controllers(policies.values(), *inputs)
+        for key, values in zip(policies, log_probs, strict=True):
+            distributions[key] = draw.distribution_class(values, **draw.distribution_kwargs)
+    # the draws
+    if draws:
+        index = next(iter(distributions.values())).sample_index()
+    else:
+        mask = encode.module.mask
+        index = mask[inputs[0] % len(mask)].int().argmax(-1, keepdim=True)
+        index = index.expand(-1, draw.distribution_kwargs["group_size"])
+    # what the environment and the losses read of them
+    contexts["action"] = contexts["configuration"] = index
+    for key, distribution in distributions.items():
+        if exact:
+            contexts[key] = distribution.log_probs
         else:
-            mask = encode.module.mask
-            index = mask[inputs[0] % len(mask)].int().argmax(-1, keepdim=True)
-            index = index.expand(-1, draw.distribution_kwargs["group_size"])
-        # what the environment and the losses read of them
-        tensordict["action"] = tensordict["configuration"] = index
-        for key, policy in policies.items():
-            if exact:
-                tensordict[key] = policy.log_probs
-            else:
-                tensordict[key] = policy.log_prob_of_index(index)
-        # and of PPO the value of each context
-        if self.critic is None:
-            return tensordict
-        return self.critic(tensordict)
+            contexts[key] = distribution.log_prob_of_index(index)
+    return contexts
 
 
 def make_critic(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -141,6 +142,26 @@ class Controller(nn.Module):
             # [M, …] → [1, …]
             parameter.data = parameter.data[[-1]]
         return controller
+
+    def requirements(self) -> dict[str, Any]:
+        """Return what must be the same for weights to be taken over: name in a message → value."""
+        parts: dict[str, Any] = {
+            f"policy.{name}": value
+            for name, value in asdict(self.config).items()
+            if name not in OUTSIDE_THE_NETWORK
+        }
+        # the order of the configurations matters too
+        checksum = zlib.crc32(self.configurations.numpy().tobytes())
+        return parts | {
+            "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
+            "features": self.normaliser.sizes,
+            "columns": {column.name: column.labels for column in self.normaliser.columns},
+            "the limit of a request": (self.limit_key, self.unit),
+            "the number of configurations and their checksum": (
+                len(self.configurations),
+                checksum,
+            ),
+        }
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""

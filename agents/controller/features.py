@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.deployed.arrays import below
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.columns import Column, columns_of
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.tensor_file import with_prefix
 
 HEAVY_TAILED = 10.0
 """Kurtosis above which a column is taken logarithmically: 3 is a normal variable, 9 an exponential
@@ -130,7 +130,7 @@ class FeatureNormaliser(nn.Module):
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
         """Return the normaliser of a saved controller."""
-        state: dict[str, Any] = below(plain["state"], "normaliser.")
+        state: dict[str, Any] = with_prefix(plain["state"], "normaliser.")
         sizes = plain["features"].items()
         normaliser = cls({name: torch.zeros(1, width) for name, width in sizes})
         normaliser.projection = state.get("projection")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.deployed.network import places_of
 from knobwise.envs.bandit.budgets import BudgetEncoding
 from knobwise.losses.dropout import Dropout
 
@@ -59,7 +58,10 @@ class KnobHeads(nn.Module):
         super().__init__()
         count = len(configurations)
         self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
-        places = torch.from_numpy(places_of(configurations.numpy())) if self.by_knobs else None
+        places = None
+        if self.by_knobs:
+            values = [functional.one_hot(column) for column in configurations.T]
+            places = torch.cat(values, 1).T.float().contiguous()
         self.register_buffer("places", places, persistent=False)
         # one logit for each knob value, or for each configuration
         outputs = count if places is None else len(places)

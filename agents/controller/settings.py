@@ -11,6 +11,21 @@ EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 """The families of `knobwise.agents.teacher.regressors`."""
 
 
+OUTSIDE_THE_NETWORK = (
+    "augment",
+    "dropout",
+    "guard",
+    "level",
+    "sharpness",
+    "teacher",
+    "experts",
+    "teacher_hidden",
+    "teacher_dropout",
+)
+"""Settings that the network's weights do not depend on. A training may change them and still start
+from a checkpoint."""
+
+
 @dataclass
 class PolicyConfig:
     """The policy: a light network with a head for each knob, with or without a teacher."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,77 +10,9 @@ from torch import Tensor
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
-from knobwise.envs.bandit.reward import RewardTable, share_in_time
-from knobwise.envs.bandit.settings import TRAINING_REWARD
+from knobwise.envs.bandit.outcomes import Judged, outcomes_of
+from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
-
-LOGGED = {
-    "loss": "Loss",
-    "loss_objective": "Policy_Loss",
-    "loss_kl_to_ref": "KL_Loss",
-    "loss_critic": "Value_Loss",
-    "grad_norm": "Grad_Norm",
-    "entropy": "Entropy",
-    "kl_to_ref": "KL",
-    "clip_fraction": "Clip_Fraction",
-    "cut_fraction": "Cut_Fraction",
-    "ESS": "ESS",
-    "ratio_mean": "Ratio_Mean",
-    "mean_ratio": "Ratio_Mean",
-    "explained_variance": "Explained_Variance",
-    "zero_advantage_fraction": "Zero_Advantage_Fraction",
-    "advantage_mean": "Advantage_Mean",
-    "advantage_std": "Advantage_Std",
-}
-"""Diagnostics of the loss modules, and the names that they are logged under."""
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """The outcomes of a policy's decisions, n samples × B budgets; of a mixture the mean."""
-
-    chosen: Tensor
-    """int64 [n, B], configuration indices; −1 where a mixture of two decided."""
-    accuracy: Tensor
-    """float [n, B]."""
-    latency_ms: Tensor
-    """float [n, B], with the policy's own cost; of several measurements the median."""
-    utility: Tensor
-    """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
-
-
-@dataclass(frozen=True)
-class Judged(Outcomes):
-    """The outcomes of decisions under deadlines."""
-
-    in_time: Tensor
-    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
-    deadline."""
-    reward: Tensor
-    """float [n, B]."""
-    feasible: Tensor
-    """bool [n, B]: True if some profiled configuration meets the deadline."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return means over samples and deadlines, under the logged names (without `Val/`)."""
-        # where no deadline can be met, all that can be are
-        satisfaction = self.in_time[self.feasible].mean().nan_to_num(1.0)
-        numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
-        return moments(numbers) | {
-            "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
-            "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": float(satisfaction),
-        }
-
-
-def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
-    """Return mean and standard deviation of each tensor, under the names that runs are compared
-    by."""
-    metrics = {}
-    for name, values in numbers.items():
-        metrics[f"{name}_Mean"] = float(values.mean())
-        metrics[f"{name}_Std"] = float(values.std())
-    return metrics
 
 
 def judge(
@@ -109,52 +40,6 @@ def judge(
     chosen = choices_of(policy, features, left, mask)
     reads = torch.from_numpy(reads_features(policy, left))
     return outcomes_of(table, rows, chosen, budgets_ms, rewards, cost_ms, reads)
-
-
-def outcomes_of(
-    table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    budgets_ms: Tensor,
-    rewards: RewardTable | None = None,
-    cost_ms: Tensor | float = 0.0,
-    reads: Tensor | None = None,
-) -> Judged:
-    """Look up the outcomes of choices int64 [n, B].
-
-    The other arguments are those of `judge`. Where `reads` bool [B] is False the choices read no
-    features, and do not pay for a first look (`ProfileTable.first_look_ms`).
-    """
-    if rewards is None:
-        rewards = RewardTable(table, TRAINING_REWARD)
-    if reads is None:
-        reads = torch.ones(len(budgets_ms), dtype=torch.bool)
-    # the cell of each choice, [n, B]
-    cells = rows.unsqueeze(1), chosen
-    quick = table.without_first_look
-    added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
-    limits = (budgets_ms - added_ms).clamp_min(LEAST_LATENCY_MS)
-    device = rewards.accuracy.device
-    # a request of one choice for each sample and deadline
-    request = [values.to(device) for values in (cells[0], chosen.unsqueeze(2), limits)]
-    reward = rewards.chosen(*request)
-    if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(*request)
-        reward = reward.where(reads.to(device).unsqueeze(1), unread)
-        added_ms = added_ms - table.first_look_ms[cells] * ~reads
-    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)
-    accuracy = table.accuracy[cells]
-    # a cell may have been measured several times
-    in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
-    return Judged(
-        chosen=chosen,
-        accuracy=accuracy,
-        latency_ms=table.latency_ms[cells] + added_ms,
-        utility=accuracy * in_time,
-        in_time=in_time,
-        reward=reward.squeeze(2).cpu(),
-        feasible=fastest.unsqueeze(1) <= budgets_ms,
-    )
 
 
 def judge_all(

@@ -146,6 +146,15 @@ class Selector(nn.Module):
         """
         return self.distribution(query, pool, mask, shots).mode
 
+    def requirements(self) -> dict[str, Any]:
+        """Return what must be the same for weights to be taken over: name in a message → value."""
+        parts: dict[str, Any] = {
+            f"selector.{name}": value
+            for name, value in asdict(self.config).items()
+            if name != "dropout"
+        }
+        return parts | {"the width of the embeddings": self.features}
+
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
         return {

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.serving.inputs import blocks_of, numbers
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 
 Numbers = ArrayLike | Tensor

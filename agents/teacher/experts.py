@@ -18,12 +18,13 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.teacher.folds import FOLDS, Fold, Rows, Targets, folds_of
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees, constant
+from knobwise.agents.teacher.targets import Targets
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.envs.bandit.reward import share_in_time
+from knobwise.envs.tables.divisions import FOLDS, Fold, Rows, folds_of
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)

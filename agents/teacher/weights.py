@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.teacher.experts import Measured
-from knobwise.agents.teacher.folds import Fold
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
 from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.tables.divisions import Fold
 
 ROUNDS = 15
 """Rounds of greedy selection."""

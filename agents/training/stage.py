@@ -1,76 +1,168 @@
-"""The stages that a training is made of, and the interface of the log that its metrics go to."""
+"""A stage of a training: what learns, from which data, by which loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
 
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.losses.kl_control import KLControl
 
-
-class Log(Protocol):
-    """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+if TYPE_CHECKING:
+    from knobwise.agents.training.trainer import Best, Trainer
 
 
-@dataclass
-class Stage:
-    """One stage of a training: its loss, its length and its learning rate."""
+class Validation(NamedTuple):
+    """What an agent is worth on held-out data."""
+
+    score: float
+    """Higher is better."""
+    metrics: Mapping[str, float]
+    """What is logged, without `Val/`."""
+    by_sample: Tensor | None = None
+    """The score of each held-out sample, where they are noted."""
+
+
+class Stage(ABC):
+    """One stage of a training.
+
+    In each iteration the trainer calls `prepare`; lets the collector draw contexts, for which
+    `collect` decides; takes the loss of every minibatch; and calls `after` with the mean of what
+    the losses returned.
+
+    Args:
+        module: what learns.
+        settings: the optimiser.
+
+    Attributes:
+        iterations: how many; a stage of 0 is left out.
+        lr: the learning rate of AdamW, before the schedule.
+        reward_spread: how much rewards of a context typically differ, the unit of whatever is
+            relative to rewards; None where nothing is learned from rewards.
+        kl_controls: coefficients that follow the KL to a reference policy.
+        watched: True in an iteration whose diagnostics are read.
+        first: the iteration of the whole training that it begins in; the trainer sets it.
+    """
 
     name: str
     """The name that the progress bar shows."""
-    loss: Callable[[TensorDictBase], TensorDictBase]
-    """The loss of a minibatch: the sum of its outputs that have a gradient is minimised."""
-    iterations: int
-    """Number of iterations; a stage of 0 is left out."""
-    lr: float
-    """Learning rate of AdamW, before the schedule."""
-    weight_decay: float
-    """Weight decay of AdamW."""
-    clip_grad: float
-    """Largest norm of the gradient."""
-    prepare: Callable[[float, bool], None]
-    """Called before each iteration with the share of the stage that is done, and True if
-    diagnostics are read."""
-    begin: Callable[[], object] = lambda: None
-    """Called when the stage begins. The optimiser always starts anew."""
-    kl_controls: list[KLControl] = field(default_factory=list)
-    """Coefficients that follow the KL to the reference policy, after each iteration."""
-    draw: Callable[[int], TensorDictBase] | None = None
-    """Draws a minibatch of so many contexts, for a stage that learns from something else than what
-    is collected. It collects only where diagnostics are read."""
-    dropout: bool = False
+    loss_name = "Loss"
+    """The name that the loss is logged under."""
+    dropout = False
     """True if the network drops out where the loss is computed. GRPO learns without: the old
     log-probs are drawn without dropout, so the new ones are computed without it, and the ratio is 1
     at the first step."""
-    patience: int = 0
-    """The stage ends this many evaluations after its best score; 0 never ends it early."""
-    loss_name: str = "Loss"
-    """The name that the loss is logged under."""
-    judged: str = "policy"
-    """Which network is judged on held-out data: that of the `policy` or of the `teacher`."""
-    start: int = 0
-    """The iteration of the whole training that it begins in; the trainer fills it in."""
+    collects = True
+    """False if it draws its own minibatches; contexts are then collected only where diagnostics are
+    read."""
+    stored: ClassVar[Any] = ()
+    """The collected keys that go into the buffer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: OptimiserConfig,
+        *,
+        iterations: int,
+        lr: float,
+        weight_decay: float | None = None,
+        clip_grad: float | None = None,
+        patience: int = 0,
+    ) -> None:
+        self.module = module
+        self.settings = settings
+        self.iterations = iterations
+        self.lr = lr
+        self.weight_decay = settings.weight_decay if weight_decay is None else weight_decay
+        self.clip_grad = settings.clip_grad if clip_grad is None else clip_grad
+        self.patience = patience
+        """The stage ends this many evaluations after its best score; 0 never ends it early."""
+        self.reward_spread: float | None = None
+        self.kl_controls: list[KLControl] = []
+        self.watched = True
+        self.first = 0
+
+    # -- what a stage does, in the order of an iteration -------------------------------------------
+
+    def start(self, trainer: Trainer) -> None:  # noqa: B027 (most stages need nothing)
+        """Called when the stage begins, before its optimiser is made."""
+
+    def prepare(self, share: float, watched: bool) -> None:
+        """Called before each iteration, with the share of the stage that is done."""
+        self.watched = watched
+
+    @abstractmethod
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Decide for freshly drawn contexts, and write down what the losses need."""
+
+    def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
+        """Return the minibatches of a pass over the collected contexts."""
+        return iter(buffer.sample().split(self.settings.minibatch))
+
+    @abstractmethod
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the loss: the sum of the outputs with a gradient is minimised, others are
+        diagnostics."""
+
+    def after(self, outputs: TensorDictBase) -> None:
+        """Called after an iteration that was watched, with the mean outputs of the losses."""
+        for control in self.kl_controls:
+            control.step(float(outputs["kl_to_ref"]))
+
+    @abstractmethod
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return metrics of collected contexts, to log beside the outputs of the loss."""
+
+    def validate(self, trainer: Trainer) -> Validation:
+        """Judge the agent on held-out data."""
+        return trainer.validate(trainer.log is not None)
+
+    def is_better(self, found: Validation, best: Best) -> bool:
+        """Return True if weights with this validation replace the best."""
+        return found.score > best.score
+
+    def is_past_its_peak(self, iteration: int, scores: list[tuple[int, float]]) -> bool:
+        """Return True if its score has not improved within `patience` evaluations.
+
+        Args:
+            iteration: the present one.
+            scores: iteration and score of every evaluation.
+        """
+        own = [(score, -at) for at, score in scores if at > self.first]
+        patience = self.patience * self.settings.evaluate_every
+        return bool(own) and 0 < patience <= iteration + max(own)[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training needs of it, beside the weights that learn."""
+        coefficients = [float(control.coefficient) for control in self.kl_controls]
+        return {"reward_spread": self.reward_spread, "coefficients": coefficients}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.reward_spread = state["reward_spread"]
+        for control, value in zip(self.kl_controls, state["coefficients"], strict=True):
+            control.coefficient.fill_(value)
+
+    # -- its length and its optimiser --------------------------------------------------------------
 
     @property
     def end(self) -> int:
         """The iteration of the whole training that the next stage begins in."""
-        return self.start + self.iterations
+        return self.first + self.iterations
 
     def share(self, iteration: int) -> float:
         """Return the share of the stage that is done, 0 … 1."""
-        return (iteration - self.start) / max(self.iterations, 1)
+        return (iteration - self.first) / max(self.iterations, 1)
 
     def optimiser(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return a fresh AdamW for the parameters that learn; biases do not decay."""
+        """Return a fresh AdamW for the parameters of a module; biases do not decay."""
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": self.weight_decay},
             {"params": [], "weight_decay": 0.0},
@@ -81,12 +173,12 @@ class Stage:
                 groups[name.endswith("bias")]["params"].append(parameter)
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
-    def learning_rate(self, iteration: int, settings: OptimiserConfig) -> float:
+    def learning_rate(self, iteration: int) -> float:
         """Return the learning rate in an iteration: a linear rise, then a cosine to 0, as the
         settings say."""
         share = self.share(iteration)
-        if settings.schedule == "constant":
+        if self.settings.schedule == "constant":
             return self.lr
-        if share + 1e-2 < settings.rise:
-            return self.lr * (share + 1e-2) / settings.rise
+        if share + 1e-2 < self.settings.rise:
+            return self.lr * (share + 1e-2) / self.settings.rise
         return self.lr * 0.5 * (1 + math.cos(math.pi * share))

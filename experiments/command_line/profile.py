@@ -136,9 +136,9 @@ def _profile_beams(config: ProfileRun) -> None:
 
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
     """Return a function that draws sequences from the selector in a checkpoint."""
-    from knobwise.agents.checkpoint import load_checkpoint
     from knobwise.agents.selector.actor import SelectorActor
     from knobwise.agents.selector.evaluation import draw
+    from knobwise.agents.training.checkpoint import load_checkpoint
     from knobwise.experiments.settings.beams import table_for
 
     loaded = load_checkpoint(checkpoint)

@@ -96,8 +96,8 @@ def _controller_at(path: str) -> NumpyController:
     if exported.exists() and not Path(path, "checkpoints").exists():
         path = str(exported)
     if not path.endswith(".npz"):
-        from knobwise.agents.checkpoint import load_checkpoint
         from knobwise.agents.serving.knob_policy import KnobPolicy
+        from knobwise.agents.training.checkpoint import load_checkpoint
 
         return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
     try:

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded

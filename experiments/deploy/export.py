@@ -16,7 +16,6 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.onnx_graph import (
     Deployed,
     OnnxController,
@@ -24,6 +23,7 @@ from knobwise.agents.serving.onnx_graph import (
     quantise,
     write_onnx,
 )
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.files import write_json, written_whole
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable

@@ -28,12 +28,12 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.learning.logged import logged_of, read_log
@@ -31,6 +30,7 @@ from knobwise.agents.serving.versions import (
     serving,
     versions_in,
 )
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say

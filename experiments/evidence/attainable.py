@@ -27,12 +27,12 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import static_of
-from knobwise.agents.evaluation.evaluation import outcomes_of
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOut, weights_of_folds
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.prices import MeanBudgetPolicy
-from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.evaluation.evaluation import Outcomes, judge_all
+from knobwise.agents.evaluation.evaluation import judge_all
 from knobwise.agents.evaluation.own_cost import own_costs
 from knobwise.agents.evaluation.policy import Baseline
+from knobwise.agents.training.checkpoint import Loaded
+from knobwise.envs.bandit.outcomes import Outcomes
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import decision_rows

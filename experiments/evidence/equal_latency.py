@@ -21,7 +21,7 @@ from knobwise.agents.calibration.prices import (
     static_hull,
 )
 from knobwise.agents.evaluation.baselines import averages
-from knobwise.agents.evaluation.evaluation import Outcomes
+from knobwise.envs.bandit.outcomes import Outcomes
 from knobwise.envs.tables.profile_table import ProfileTable
 
 

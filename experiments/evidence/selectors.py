@@ -13,11 +13,11 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.evidence.decisions import array_of, decision_rows
 from knobwise.experiments.evidence.problem import CONTROLS, GRPO, LEARNED, TRAINED, UPPER

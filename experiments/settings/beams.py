@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.selector.clip_encoder import ClipItems, as_read
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.checks import at_least, distinct
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data

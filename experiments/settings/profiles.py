@@ -17,7 +17,7 @@ from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
 if TYPE_CHECKING:
-    from knobwise.agents.checkpoint import Loaded
+    from knobwise.agents.training.checkpoint import Loaded
     from knobwise.envs.tables.profile_table import ProfileTable
 
 

@@ -16,9 +16,10 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents import deployed as policy_package
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.prices import make_priced_baselines, mean_budgets
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.calibration.taught import taught_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.baselines import (
@@ -29,16 +30,16 @@ from knobwise.agents.evaluation.baselines import (
 )
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.teacher.experts import Experts
-from knobwise.agents.teacher.folds import FOLDS
 from knobwise.agents.teacher.regressors import FAMILIES
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settle import deployed_by
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.training.controllers import kept_is_of_grpo
+from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
-from knobwise.envs.tables.divisions import budget_rows, divide
+from knobwise.envs.tables.divisions import FOLDS, budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import MS, in_words
 from knobwise.experiments.evidence.attainable import add_shares, attainable_by
@@ -113,7 +114,7 @@ class ControllerExperiment(Experiment):
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
         self.trainers = [self._trainer(seed) for seed in config.seeds]
-        if config.policy.augment and not self.trainers[0].augment:
+        if config.policy.augment and not self.trainers[0].setup.augment:
             self.notes.append(
                 f"policy.augment={config.policy.augment} has no effect: profile {table.name!r} has "
                 "no features, or too many cells to copy"
@@ -126,14 +127,14 @@ class ControllerExperiment(Experiment):
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
 
-    def _trainer(self, seed: int) -> ControllerTrainer:
+    def _trainer(self, seed: int) -> Trainer:
         """Return the trainer of a seed."""
         config = self.config
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
         settings = {name: getattr(config, name) for name in names}
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
-        return ControllerTrainer(
+        return taught_trainer(
             self.table,
             self.split,
             seed=seed,
@@ -160,8 +161,8 @@ class ControllerExperiment(Experiment):
                     trainer.title = f"split {self.number}, {trainer.title}"
                 trainer.folder = seed_folder(folder, trainer.seed)
                 trainer.resume(trainer.folder / "last.pt")
-                logged = trainer.logged
-                if trainer.finished:
+                logged = trainer.state.logged
+                if trainer.state.finished:
                     MetricsFile(folder / "metrics.csv", trainer.seed, logged)
                 else:
                     run_logged(trainer, self.config, folder, self.table, known=logged, waits=True)
@@ -198,17 +199,19 @@ class ControllerExperiment(Experiment):
             self.table, self.fitted, budgets_ms, families, self.fold_seed, None, folds
         )
 
-    def completed(self, trainer: ControllerTrainer) -> Loaded:
+    def completed(self, trainer: Trainer) -> Loaded:
         """Return the controller that a finished training deploys, settled on held-out samples."""
         # a finished training that was resumed holds its last weights, not its best
-        trainer.agent.load_state_dict(trainer.best["state"])
+        trainer.agent.load_state_dict(trainer.state.best.state)
         with threadpool_limits(self.config.threads):
-            agent = deployed_by(trainer, self.budgets_ms)
-        extra = trainer.provenance()
+            agent = deployed_by(trainer.setup, self.budgets_ms)
+        extra = trainer.provenance(trainer)
         extra["before_grpo"] = None
         if extra["grpo"]:
             # where the kept weights are from before GRPO, it added nothing
-            before = trainer.reference if trainer.kept_is_of_grpo else agent.controller
+            before = agent.controller
+            if kept_is_of_grpo(trainer):
+                before = trainer.setup.reference
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
@@ -258,13 +261,15 @@ class ControllerExperiment(Experiment):
         scores = [float(loaded.extra["validation_utility"]) for loaded in best]
         controllers = [loaded.controller for loaded in best]
         before = [before_grpo(loaded) for loaded in best]
+        # the column of rewards is free of the decision's own cost
+        free_rewards = self.trainers[0].setup.held_out.free_rewards
         with threadpool_limits(config.threads):
             results, decisions = judge_controllers(
                 config,
                 self.table,
                 self.split,
                 self.budgets_ms,
-                self.trainers[0].free_rewards,  # the column is free of the decision's own cost
+                free_rewards,
                 controllers,
                 config.seeds,
                 experts=self.experts if config.baselines else None,
@@ -283,7 +288,7 @@ class ControllerExperiment(Experiment):
             "hidden": config.policy.hidden,
             # the iterations without a better score after which it stops, and where each seed ended
             "patience": first.patience,
-            "ended_at": [trainer.iteration for trainer in self.trainers],
+            "ended_at": [trainer.state.iteration for trainer in self.trainers],
         }
         results |= held_out_choices(best) | {
             "validation_utility": scores,
@@ -338,20 +343,21 @@ def judge_controllers(
     return judged
 
 
-def best_of(trainer: ControllerTrainer) -> str:
+def best_of(trainer: Trainer) -> str:
     """Return a line with the best validation score of a trainer, and when it was reached."""
-    iteration = trainer.best["iteration"]
+    state = trainer.state
+    iteration = state.best.iteration
     line = (
-        f"{trainer.title}: best validation {trainer.judged_by} {trainer.best['score']:.4f} at "
+        f"{trainer.title}: best validation {trainer.judged_by} {state.best.score:.4f} at "
         f"iteration {iteration} of {trainer.total}"
     )
     last = trainer.stages[-1]
     if last.iterations:
         when = "before" if iteration <= trainer.total - last.iterations else "during"
         line += f" ({when} {last.name})"
-    if trainer.iteration < trainer.total:
+    if state.iteration < trainer.total:
         line += (
-            f"; training stopped at iteration {trainer.iteration}, after "
+            f"; training stopped at iteration {state.iteration}, after "
             f"{trainer.patience} iterations of {last.name} without a better one "
             f"(optimiser.patience={trainer.settings.patience})"
         )

@@ -11,10 +11,10 @@ import torch
 from sklearn.calibration import calibration_curve
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.evaluation import draw
 from knobwise.agents.selector.reward_model import RewardModel
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.seeding import seeded
 from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.experiments.settings.beams import SelectorData, hide

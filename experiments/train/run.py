@@ -18,7 +18,7 @@ import polars as pl
 import torch
 from rich.console import Console
 
-from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.trainer import Trainer
 from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say

@@ -13,7 +13,6 @@ import polars as pl
 import torch
 from joblib import Parallel, delayed
 
-from knobwise.agents.checkpoint import load_checkpoint, started_from
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
@@ -21,8 +20,10 @@ from knobwise.agents.selector.clip_encoder import ClipEncoder, as_read
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig
+from knobwise.agents.selector.training import selector_trainer
+from knobwise.agents.training.checkpoint import load_checkpoint, started_from
 from knobwise.agents.training.seeding import seeded
-from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.trainer import Trainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with, stopped_by_signals
@@ -200,9 +201,7 @@ class SelectorStages:
         self.step = 0  # of the next stage, in metrics.csv
         self.logged = list[Row]()
 
-    def trainer(
-        self, stage: str, table: BeamTable, start: Selector, **settings: Any
-    ) -> SelectorTrainer:
+    def trainer(self, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Trainer:
         """Return the trainer of a stage, with `settings` in place of those of the run.
 
         Raises:
@@ -218,7 +217,7 @@ class SelectorStages:
             "seed": self.seed,
             "device": config.device,
         }
-        return SelectorTrainer(stage, table, self.data.split, start, **(usual | settings))
+        return selector_trainer(stage, table, self.data.split, start, **(usual | settings))
 
     def all(self) -> None:
         """Train every stage and variant that the settings name."""
@@ -346,7 +345,7 @@ class SelectorStages:
         trainer.title = f"seed {self.seed} · {name}"
         # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
-        if not trainer.finished:
+        if not trainer.state.finished:
             run_logged(
                 trainer,
                 self.config,
@@ -354,10 +353,10 @@ class SelectorStages:
                 self.data.table,
                 stage=name,
                 first=self.step,
-                known=self.logged + in_stage(trainer.logged, name, self.step),
+                known=self.logged + in_stage(trainer.state.logged, name, self.step),
             )
         # the rows of the next stage follow in metrics.csv
-        self.logged += in_stage(trainer.logged, name, self.step)
+        self.logged += in_stage(trainer.state.logged, name, self.step)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt").selector
         if best.encoder is not None:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.baselines import cosines, marginal_relevance
 from knobwise.agents.selector.selector import Selector
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import best_places

@@ -23,13 +23,13 @@ from helpers import (
     trained,
 )
 
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, started_from
+from knobwise.agents.calibration.taught import taught_trainer
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settle import deployed_by
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import BudgetConfig
 
@@ -147,7 +147,7 @@ OTHER = small_table(50, seed=5)
 
 def trainer(how, table=TABLE, **settings):
     options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()} | settings
-    return ControllerTrainer(table, **options)
+    return taught_trainer(table, **options)
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 
 from campaign import mutate, oracle
 from knobwise.agents import NumpyController
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, ProfileTable
 from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_data

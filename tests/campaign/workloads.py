@@ -14,9 +14,9 @@ from replayed import logging_model, serve_requests, small_stack
 from run_folders import write_run
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.agents.training.checkpoint import save_checkpoint
 
 QUICK = words_of(TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.members=2")
 CONTROLLER = words_of("train experiment=controller policy.experts=[ridge]", QUICK)

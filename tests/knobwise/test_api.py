@@ -29,8 +29,8 @@ from replayed import untrained
 import knobwise
 from knobwise import agents, api, envs, losses
 from knobwise.agents import DeployedController, PolicyConfig, Selector, SelectorConfig
-from knobwise.agents.checkpoint import Loaded, save_checkpoint
 from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.training.checkpoint import Loaded, save_checkpoint
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.testbeds import builtin_profile

@@ -9,9 +9,9 @@ import torch
 from helpers import arrays, deployed, equal_states, input_error, small_table
 from replayed import untrained
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
 
 

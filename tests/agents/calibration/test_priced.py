@@ -11,6 +11,7 @@ import torch
 from helpers import BRIEF, deployed, small_table, table_of, trained
 
 from knobwise.agents.calibration import prices
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.prices import (
     WORTHS,
     MeanBudgetPolicy,
@@ -23,7 +24,6 @@ from knobwise.agents.calibration.prices import (
 )
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.bandit.budgets import worths_range
 
 # -- by hand ---------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from helpers import close, equal_states, input_error, small_beams
 from safetensors.torch import load_file
 from tiny_models import picture, tiny_clip
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.selector.clip_encoder import ClipEncoder, ClipItems, as_read, load_clip
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.selector.training import selector_trainer
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.profiling.measuring.questions import VQAItem
 
@@ -136,7 +136,7 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(source, b
 
     def trainer(folder):
         split = table.split(0.7, 0.2)
-        return SelectorTrainer("grpo", table, split, start, folder=folder, **options)
+        return selector_trainer("grpo", table, split, start, folder=folder, **options)
 
     whole, resumed = (each.trained for each in stopped_and_resumed(trainer, tmp_path, 3))
     assert equal_states(start, before)

@@ -9,8 +9,8 @@ from helpers import driven_apart, input_error, small_table
 from replayed import untrained
 
 from knobwise.agents import Controller, PolicyConfig
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets
 
 TABLE = small_table(40)

@@ -16,8 +16,8 @@ from replayed import settled_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.calibration.prices import StaticMix, compared
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.serving.knob_policy import EXACT, KnobPolicy
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets
 
 TABLE = small_table(40)

@@ -12,9 +12,9 @@ from helpers import arrays, driven_apart, gappy_table, input_error, small_table
 from replayed import settled_for, untrained
 
 from knobwise.agents import DeployedController, PolicyConfig
-from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
+from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import ProfileTable, default_budgets
 from knobwise.experiments.deploy.export import _budgets_of, run
 from knobwise.experiments.settings.options import ExportRun

@@ -16,9 +16,9 @@ from replayed import Clock, timed_by, untrained
 from torch.utils.data import default_collate
 
 from knobwise.agents import AdaptiveModel, PolicyConfig
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.serving.first_stages import content_of
 from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request

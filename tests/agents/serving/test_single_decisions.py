@@ -11,9 +11,9 @@ from helpers import arrays, input_error, small_table
 from replayed import ReplayedModel, untrained
 
 from knobwise.agents import AdaptiveModel, NumpyController
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.wrapper import wrap
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.columns import Column
 from knobwise.profiling.measuring.adaptive_model import FirstStage, Request

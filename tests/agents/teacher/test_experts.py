@@ -15,10 +15,11 @@ from sklearn.linear_model import Ridge
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.experts import SPREAD_FACTORS, Expert, Experts, Measured
-from knobwise.agents.teacher.folds import Targets, folds_of
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, Trees
+from knobwise.agents.teacher.targets import Targets
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.tables.divisions import folds_of
 
 NAN = math.nan
 FAST = ("ridge", "knn")

@@ -19,8 +19,8 @@ from helpers import (
 )
 
 from knobwise.agents import PolicyConfig, load_checkpoint
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.bandit.drift import COPIES
 from knobwise.envs.bandit.settings import BalanceConfig
 from knobwise.losses.settings import LossConfig

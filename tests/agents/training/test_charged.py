@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import arrays, close, controller_trainer, identical, repeated, small_table, trained
 
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import static_of
-from knobwise.agents.training.settle import deployed_by
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import RewardConfig

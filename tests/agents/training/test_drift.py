@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import TAUGHT, arrays, close, controller_trainer, repeated, small_table
 
+from knobwise.agents.calibration.calibrate import deployed_by, latency_of
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.teacher import distillation
-from knobwise.agents.training.settle import deployed_by, latency_of
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig

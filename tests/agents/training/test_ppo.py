@@ -7,8 +7,8 @@ import torch
 from commands import same, stopped_and_resumed
 from helpers import BRIEF, Lines, controller_trainer, equal_states, input_error, small_table
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.losses.settings import LossConfig
 

@@ -10,12 +10,12 @@ import torch
 from commands import same, stopped_and_resumed
 from helpers import Lines, close, equal_states, input_error, small_beams
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
+from knobwise.agents.selector.training import selector_trainer
 from knobwise.agents.training import selector_trainer
-from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.tables.profile_table import Split
@@ -33,7 +33,7 @@ def fresh(table, config=SMALL):
 def trainer(stage, data, start=None, **settings):
     table, scorer = data
     options = {"scorer": scorer, "config": SHORT} | settings
-    return SelectorTrainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
+    return selector_trainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
 
 
 def distribution_of(selector, table, rows, temperature=1.0):
@@ -95,7 +95,7 @@ def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing()
     split = Split(torch.arange(10), torch.arange(10, 12), torch.arange(0))
     for stage, live in (("sft", False), ("rce", False), ("grpo", False), ("grpo", True)):
         options = {"scorer": scorer, "live": live, "config": SHORT}
-        student = SelectorTrainer(stage, table, split, fresh(table), **options)
+        student = selector_trainer(stage, table, split, fresh(table), **options)
         before = copy.deepcopy(student.agent)
         assert all(p.isfinite().all() for p in student.run().parameters())
         if stage == "grpo" and not live:  # of one recorded sequence nothing is learned

@@ -21,14 +21,14 @@ from helpers import (
     table_of,
 )
 
+from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.evaluation import judge
 from knobwise.agents.teacher.network import BEYOND, WIDEST
-from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.settle import deployed_by
+from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.bandit.budgets import judged_worths
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig

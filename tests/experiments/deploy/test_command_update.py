@@ -21,10 +21,10 @@ from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
 from knobwise.agents import DeployedController, NumpyController, judge
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.learning import adaptation
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.versions import add_version, serve, serving
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 

@@ -17,8 +17,8 @@ from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
 from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live

@@ -16,11 +16,11 @@ from replayed import ReplayedModel, untrained
 
 import knobwise
 from knobwise.agents import AdaptiveModel, NumpyController
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.evaluation.own_cost import expected_cost_ms, own_costs
 from knobwise.agents.learning.adaptation import log_ratios
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import ConfigBanditEnv, ProfileTable, default_budgets
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame

@@ -19,10 +19,10 @@ from ruled import Ruled, ruled_at_means
 from knobwise.__main__ import main
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.prices import StaticMix, mean_budgets
-from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, static_of
 from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.experiments.evidence.controllers import (
@@ -315,7 +315,7 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        worths = "knobwise.agents.training.settle.worths_for"
+        worths = "knobwise.agents.calibration.calibrate.worths_for"
         patch.setattr(worths, Mock(side_effect=KeyboardInterrupt))
         assert main(words) == 130
     evaluate = ["evaluate", *TABLE, "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"]

@@ -12,9 +12,9 @@ from helpers import Always, close, small_table, table_of
 from page_parts import printed, report_of
 from ruled import Ruled, ruled_at_means
 
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, static_of
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.controllers import judge_on_test

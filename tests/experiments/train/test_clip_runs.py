@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from tiny_models import picture, tiny_clip
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BeamFiles, ClipLora

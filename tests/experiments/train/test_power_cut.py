@@ -11,7 +11,7 @@ from commands import OPTIMISER, REPLAY, TABLE, ctrl_c, launch, same, words_of, w
 from helpers import small_beams
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.train import controller
 
 CONTROLLER = words_of("train name=r seeds=[0,2] policy.members=2 policy.experts=[] baselines=false")

@@ -16,7 +16,7 @@ from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS

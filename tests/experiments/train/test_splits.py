@@ -27,8 +27,8 @@ from polars.testing import assert_frame_equal
 
 import knobwise
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.evaluation import baselines
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.evidence.attainable import QUICK
 from knobwise.experiments.evidence.decisions import read_decisions

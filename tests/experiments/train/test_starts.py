@@ -23,9 +23,9 @@ from helpers import equal_states, input_error, small_beams
 from polars.testing import assert_frame_equal
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.experiments.settings.beams import SelectorData
@@ -58,8 +58,8 @@ def test_what_the_stages_start_and_learn_from(monkeypatch, tmp_path):
         "other": {"reward": {"mode": "legacy"}},
         "shuffled": {"reward": {"shuffled": True}},
     }
-    trainer = Mock(side_effect=selector.SelectorTrainer)
-    monkeypatch.setattr(selector, "SelectorTrainer", trainer)
+    trainer = Mock(side_effect=selector.selector_trainer)
+    monkeypatch.setattr(selector, "selector_trainer", trainer)
     SelectorStages(run_of(variants), data_of(*small_beams(60)), 0, tmp_path).all()
     last, starts, tables, settings = {}, {}, {}, {}
     for call in trainer.call_args_list:

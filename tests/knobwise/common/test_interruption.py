@@ -19,11 +19,11 @@ from commands import COMMAND, VARIABLES, ctrl_c, iteration_of, same, visible, wa
 from helpers import controller_trainer, small_beams, small_table
 
 from knobwise.__main__ import main
-from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.selector.training import selector_trainer
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
@@ -160,7 +160,7 @@ def selector(folder, how):
     torch.manual_seed(0)
     config = SelectorConfig(width=16, heads=2, dropout=0.3)
     band = (0.0, 0.001)
-    return SelectorTrainer(
+    return selector_trainer(
         "grpo" if stage == "live" else stage,
         table,
         table.split(0.8, 0.1),

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from test_beam_search import HandScorer
 from tiny_models import saved, tiny_model
 
-from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs.demonstrations.beam_files import read_beam_data
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS

@@ -10,7 +10,7 @@ from commands import launch, mistake, read_json, refused, words_of
 from helpers import close
 from tiny_models import rows, tiny_llama
 
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.huggingface.text_scorer import TextScorer

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import zlib
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import nn
 
-from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.controller.controller import Controller
-from knobwise.agents.selector.selector import Selector
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
-from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/3"
-Agent = DeployedController | Selector
-Trained = TypeVar("Trained", Controller, Selector)
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (DeployedController, Selector)}
+KINDS = {
+    "Controller": "knobwise.agents.controller.controller",
+    "DeployedController": "knobwise.agents.calibration.deployed_controller",
+    "Selector": "knobwise.agents.selector.selector",
+}
+"""The agents that a checkpoint may hold, and the module of each. A file names its kind; what is
+imported for it stands here."""
+Trained = TypeVar("Trained", bound=nn.Module)
 
-OUTSIDE_THE_NETWORK = (
-    "augment",
-    "dropout",
-    "guard",
-    "level",
-    "sharpness",
-    "teacher",
-    "experts",
-    "teacher_hidden",
-    "teacher_dropout",
-)
-"""Settings that the network's weights do not depend on. A training may change them and still start
-from a checkpoint."""
+
+class Table(Protocol):
+    """What a checkpoint notes of the profile or the beams that an agent was trained on."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
 
 
 class Loaded(NamedTuple):
     """The content of a checkpoint."""
 
-    agent: Agent
-    """The agent, in eval mode, on the CPU."""
+    agent: Any
+    """The agent, of one of `KINDS`, in eval mode, on the CPU."""
     profile_name: str
     """The name of the profile that it was trained on."""
     profile_digest: str
@@ -50,36 +46,49 @@ class Loaded(NamedTuple):
     """What the writer added, such as the trainer's state and the run's settings."""
 
     @property
-    def controller(self) -> DeployedController:
-        """The agent, if it is a controller.
+    def kind(self) -> str:
+        """The kind of the agent: one of `KINDS`."""
+        return type(self.agent).__name__
+
+    @property
+    def controller(self) -> Any:
+        """The agent as a `DeployedController`, if it is a controller.
 
         Raises:
             InputError: it is a selector.
         """
-        if isinstance(self.agent, Selector):
-            raise InputError(
-                f"it holds a selector trained on {self.profile_name!r}; give that of a controller, "
-                "or use knobwise.agents.load_checkpoint(…).selector"
-            )
+        self._refuse_selector()
+        if self.kind == "Controller":
+            return class_of("DeployedController")(self.agent).eval()
         return self.agent
 
     @property
-    def network(self) -> Controller:
-        """The network of a controller, without teacher and guard.
+    def network(self) -> Any:
+        """The `Controller` of a controller, without teacher and guard.
 
         Raises:
             InputError: the agent is a selector.
         """
-        return self.controller.controller
+        self._refuse_selector()
+        if self.kind == "Controller":
+            return self.agent
+        return self.agent.controller
+
+    def _refuse_selector(self) -> None:
+        if self.kind == "Selector":
+            raise InputError(
+                f"it holds a selector trained on {self.profile_name!r}; give that of a controller, "
+                "or use knobwise.agents.load_checkpoint(…).selector"
+            )
 
     @property
-    def selector(self) -> Selector:
-        """The agent, if it is a selector.
+    def selector(self) -> Any:
+        """The agent, if it is a `Selector`.
 
         Raises:
             InputError: it is a controller.
         """
-        if not isinstance(self.agent, Selector):
+        if self.kind != "Selector":
             raise InputError(
                 f"it holds a controller trained on {self.profile_name!r}; give that of a selector"
             )
@@ -97,7 +106,7 @@ class Loaded(NamedTuple):
         """
         content = {
             "format": FORMAT,
-            "kind": type(self.agent).__name__,
+            "kind": self.kind,
             "controller": self.agent.plain(),
             "profile": {"name": self.profile_name, "digest": self.profile_digest},
             "extra": self.extra,
@@ -107,8 +116,13 @@ class Loaded(NamedTuple):
             torch.save(content, temporary)
 
 
+def class_of(kind: str) -> Any:
+    """Return the class of a kind of agent. Raises KeyError: there is no such kind."""
+    return getattr(import_module(KINDS[kind]), kind)
+
+
 def save_checkpoint(
-    path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]
+    path: str | Path, agent: nn.Module, table: Table, extra: dict[str, Any]
 ) -> None:
     """Write an agent with everything that is needed to decide with it.
 
@@ -145,8 +159,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
-        agent = KINDS[content["kind"]].restored(content["controller"])
-        _check_decides(agent)
+        agent = class_of(content["kind"]).restored(content["controller"])
+        _refuse_nan(agent)
         profile = content["profile"]
         return Loaded(agent, profile["name"], profile["digest"], content["extra"])
     except InputError as error:
@@ -171,17 +185,11 @@ def load_if_whole(path: Path) -> Loaded | None:
         return None
 
 
-def _check_decides(agent: Any) -> None:
-    """Check that an agent can decide.
-
-    Raises:
-        InputError: some weights are NaN, or a controller lacks something to decide with.
-    """
+def _refuse_nan(agent: nn.Module) -> None:
+    """Raise InputError if some weights are NaN."""
     for name, values in (*agent.named_parameters(), *agent.named_buffers()):
         if values.isnan().any():
             raise InputError(f"{name} holds NaN")
-    if isinstance(agent, DeployedController):
-        _ = agent.decider  # building it checks the controller
 
 
 # -- to start a training from (`init_from=PATH`) ---------------------------------------------------
@@ -207,7 +215,7 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
             features, limits or settings of the network differ; or the checkpoint does not say what
             it was trained on.
     """
-    selects = isinstance(fresh, Selector)
+    selects = type(fresh).__name__ == "Selector"
     group = "selector" if selects else "policy"
     try:
         start: Any = loaded.selector if selects else loaded.network
@@ -217,31 +225,12 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
     if not {"seen", "fitted"} & loaded.extra.keys():
         raise InputError(f"init_from={path}: does not say what it was trained on; use a best.pt")
     # everything that the weights depend on must be the same
-    saved = _described(start, group)
-    wanted = _described(fresh, group)
+    made: Any = fresh
+    saved = start.requirements()
+    wanted = made.requirements()
     for name in wanted | saved:
         if saved.get(name) != wanted.get(name):
             values = f"{saved.get(name)} in the checkpoint and {wanted.get(name)} in this training"
             raise InputError(f"init_from={path}: {name} is {values}")
-    return type(fresh).restored(start.plain() | {group: fresh.plain()[group]})
-
-
-def _described(agent: Controller | Selector, group: str) -> dict[str, Any]:
-    """Return what must be the same for weights to be taken over: name in a message → value."""
-    plain = agent.plain()
-    parts: dict[str, Any] = {}
-    for key, value in plain[group].items():
-        if key not in OUTSIDE_THE_NETWORK:
-            parts[f"{group}.{key}"] = value
-    if isinstance(agent, Selector):
-        return parts | {"the width of the embeddings": agent.features}
-    configurations = agent.configurations
-    # the order of the configurations matters too
-    checksum = zlib.crc32(configurations.numpy().tobytes())
-    return parts | {
-        "knobs": plain["knobs"],
-        "features": plain["features"],
-        "columns": {column.name: column.labels for column in agent.normaliser.columns},
-        "the limit of a request": (agent.limit_key, agent.unit),
-        "the number of configurations and their checksum": (len(configurations), checksum),
-    }
+    started: Trained = type(made).restored(start.plain() | {group: made.plain()[group]})
+    return started

@@ -1,5 +1,5 @@
-"""The targets of regressors, accuracy and log-latency of all configurations with every hole filled,
-and folds."""
+"""The targets of regressors: accuracy and log-latency of all configurations, with every hole
+filled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from torch import Tensor
 
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.envs.tables.profile_table import ProfileTable
-
-FOLDS = 5
-Rows = NDArray[np.int64]
-Fold = tuple[Rows, Rows]
-"""Positions of samples to fit on and to hold out."""
 
 
 class Targets:
@@ -66,19 +61,3 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
         refitted = ridge.fit(x, deviation.numpy()).predict(x)
         predicted = torch.from_numpy(refitted).reshape(deviation.shape)
     return deviation
-
-
-def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
-    """Return row positions to fit on and to hold out, `count` times.
-
-    Samples of the same image or cluster stay together.
-    """
-    from sklearn.model_selection import GroupKFold
-
-    keys = table.split_keys
-    numbers: dict[tuple[str, str], int] = {}
-    units = [numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()]
-    if len(numbers) < 2:
-        return [(np.arange(len(rows)), np.arange(len(rows)))]
-    division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
-    return list(division.split(units, groups=units))

@@ -17,7 +17,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
 from knobwise.agents.teacher.regressors import ridge
-from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -27,52 +27,52 @@ SHRINKAGE = 0.03
 """α of the latency model's ridge regression, as a share of the samples."""
 
 
-def deployed_by(trainer: ControllerTrainer, budgets_ms: Tensor) -> DeployedController:
+def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedController:
     """Return the controller that a finished training deploys, with all that belongs to it.
 
     Args:
-        trainer: the finished training.
+        setup: that of the finished training, with the best weights.
         budgets_ms: float [B], the budgets that the guard is calibrated for; under a mean budget
             those that the worths are found for.
     """
-    controller = copy.deepcopy(trainer.agent.controller).cpu()
-    teacher = trainer.taught_by.teacher if trainer.teaches else None
-    settled = Settled(latency=latency_of(trainer.table, trainer.fitted, controller.normaliser))
-    if trainer.priced:
-        _settle_mean_budgets(settled, trainer, budgets_ms)
-    elif trainer.policy.guard and trainer.judged_by == "utility":
-        _settle_guard(settled, trainer, budgets_ms)
+    controller = copy.deepcopy(setup.controller).cpu()
+    teacher = setup.teaching.fitted.teacher if setup.teaching else None
+    settled = Settled(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
+    if setup.priced:
+        _settle_mean_budgets(settled, setup, budgets_ms)
+    elif setup.policy.guard and setup.judged_by == "utility":
+        _settle_guard(settled, setup, budgets_ms)
     return DeployedController(controller, teacher, settled).eval()
 
 
-def _settle_guard(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
+def _settle_guard(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
-    table = trainer.table
+    table = setup.table
     # the static policy that chooses for a fold is fitted on the others
-    statics = [static_of(table, rows) for rows in trainer.divide()[0]]
-    judged = table, trainer.judged_rows, budgets_ms, _choices(trainer, statics, budgets_ms)
+    statics = [static_of(table, rows) for rows in setup.folds[0]]
+    judged = table, setup.held_out.rows, budgets_ms, _choices(setup, statics, budgets_ms)
 
     def decide(limit_ms: float) -> Tensor:
-        return trainer.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
+        return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
 
     def teacher_decides(limit_ms: float) -> Tensor:
-        return _choices(trainer, trainer.taught_by.of_folds, torch.tensor([limit_ms]))[:, 0]
+        return _choices(setup, setup.teaching.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
 
-    level = trainer.policy.level
+    level = setup.policy.level
     # once with the cost of a decision charged, once as if it were free
-    settled.guard = calibrate(*judged, decide, level, trainer.cost_ms)
+    settled.guard = calibrate(*judged, decide, level, setup.cost_ms)
     settled.guard_if_free = calibrate(*judged, decide, level)
-    if trainer.teaches:
+    if setup.teaching:
         settled.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
-    settled.static = static_of(table, trainer.fitted).arrays()
+    settled.static = static_of(table, setup.fitted).arrays()
 
 
-def _choices(trainer: ControllerTrainer, policies: Sequence[Policy], limits: Tensor) -> Tensor:
+def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
     """Return what the policy of each fold chooses for the samples held out of it, int64 [n, B]."""
     choices = []
-    for policy, rows in zip(policies, trainer.divide()[1], strict=True):
-        features, mask = requests_of(trainer.table, rows)
+    for policy, rows in zip(policies, setup.folds[1], strict=True):
+        features, mask = requests_of(setup.table, rows)
         choices.append(choices_of(policy, features, limits.double().numpy(), mask))
     return torch.cat(choices)
 
@@ -103,27 +103,27 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
 
 
-def _settle_mean_budgets(settled: Settled, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
+def _settle_mean_budgets(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
     """Find the worth for each mean budget, and the budgets where the static mix is better."""
-    table = trainer.table
-    rows = trainer.judged_rows
-    cost_ms = trainer.cost_ms
+    table = setup.table
+    rows = setup.held_out.rows
+    cost_ms = setup.cost_ms
 
     def decide(worth: Tensor) -> Tensor:
-        return trainer.held_out_log_probs(worth.float()).argmax(-1).cpu()
+        return setup.held_out_log_probs(worth.float()).argmax(-1).cpu()
 
     worths, chosen = worths_for(decide, table, rows, budgets_ms - cost_ms)
     mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": worths.numpy()}
     mean["deployed"] = np.ones(len(worths), bool)
-    if trainer.policy.guard:
+    if setup.policy.guard:
         # the mix for held-out samples is fitted on the others
         mixed = []
-        for fit, hold in zip(*trainer.divide(), strict=True):
+        for fit, hold in zip(*setup.folds, strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, latency_ms = outcomes_of(table, rows, chosen)
         settled.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
         mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
         # the mix that is deployed is fitted on all samples
-        mix = StaticMix.of_table(table, trainer.fitted, budgets_ms)
+        mix = StaticMix.of_table(table, setup.fitted, budgets_ms)
         mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
     settled.mean = mean

@@ -1,0 +1,59 @@
+"""The training of a controller as a run does it, with a teacher or without one (`policy.teacher`).
+
+With a teacher (`policy=auto`) there are three steps: the teacher learns what was measured; the
+heads imitate what it makes of requests; and GRPO, or PPO, learns from the reward that is charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.stages import Distillation, regression_stages
+from knobwise.agents.teacher.teaching import Teaching
+from knobwise.agents.training.controller_stages import grpo_stage
+from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, trainer_of
+from knobwise.agents.training.seeding import seeded
+from knobwise.agents.training.trainer import Trainer
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+
+def taught_trainer(
+    table: ProfileTable,
+    split: Split,
+    *,
+    experts: Callable[[], Experts] | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    folder: Path | None = None,
+    log: Any = None,
+    **settings: Any,
+) -> Trainer:
+    """Return the training of a controller, with a teacher if `policy.teacher` says so and there is
+    a warm-up.
+
+    Args:
+        experts: returns the teacher's experts, fitted on the training and validation samples; None
+            fits them here.
+        table, split, settings: see `ControllerSetup`.
+        seed, device, folder, log: see `Trainer`.
+    """
+    about: dict[str, Any] = settings | {"seed": seed, "device": device}
+    policy = settings.get("policy")
+    optimiser = settings.get("optimiser")
+    warm = optimiser is None or optimiser.warmup_iterations > 0
+    if policy is None or not policy.teacher or not warm:
+        return controller_trainer(table, split, folder=folder, log=log, **about)
+    with seeded(seed, device):
+        teaching = Teaching(experts)
+        setup = ControllerSetup(table, split, teaching=teaching, **about)
+        agent = DeployedController(setup.controller, teaching.teacher).eval()
+        stages = [
+            *regression_stages(setup, teaching.teacher),
+            Distillation(setup, lambda: teaching.lessons),
+            grpo_stage(setup),
+        ]
+        return trainer_of(setup, agent, stages, folder, log)

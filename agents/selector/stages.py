@@ -1,0 +1,298 @@
+"""The stages of a selector: supervised fine-tuning on beams, RCE, and GRPO on recorded sequences or
+on draws of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from knobwise.agents.selector.evaluation import LOWEST, draw
+from knobwise.agents.selector.reward_model import RewardModel
+from knobwise.agents.training.stage import Stage, Validation
+from knobwise.agents.training.trainer import Best
+from knobwise.envs.demonstrations.beam_table import bank_rows
+from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.functional import even_weight, expectation, expected_k3, reward_spread
+from knobwise.losses.kl_control import temperature_control, weight_control
+
+if TYPE_CHECKING:
+    from knobwise.agents.selector.training import SelectorSetup
+
+RCE_TEMPERATURES = 2.0, 0.5
+"""τ of RCE at its beginning and its end, in units of the spread of rewards; it falls linearly."""
+CURRICULUM_TOP = 3
+"""How many sequences of each group are learned from under the curriculum."""
+# the keys of the buffer
+STORED = (
+    "row",
+    "action",
+    "action_log_prob",
+    "reference_log_prob",
+    "group_mask",
+    ("next", "reward"),
+    ("next", "vqa_correct"),
+)
+
+
+class SelectorStage(Stage):
+    """A stage of a selector's training; it is a training of its own."""
+
+    stored = STORED
+
+    def __init__(self, setup: SelectorSetup) -> None:
+        settings = setup.settings
+        super().__init__(setup.agent, settings, iterations=settings.iterations, lr=settings.lr)
+        self.setup = setup
+        self.reward_spread = setup.reward_spread
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Replay the recorded `sequences` if the environment shows them, or draw."""
+        recorded = contexts.get("sequences", None)
+        if recorded is None:
+            return self.setup.agent(contexts)
+        return contexts.set("action", recorded)
+
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return rewards and accuracy of the drawn sequences, and β."""
+        there = present(data)
+        drawn = {"Reward": data["next", "reward"][there]}
+        if self.setup.reward_model is None:  # a predicted answer says nothing about the accuracy
+            right = data["next", "vqa_correct"]
+            drawn["Accuracy"] = right[there & ~right.isnan()]
+        logged = {"Beta": float(self.beta)}
+        for name, values in drawn.items():
+            if len(values):
+                logged[f"{name}_Mean"] = float(values.mean())
+                logged[f"{name}_Std"] = float(values.std(correction=0))
+        return logged
+
+    @property
+    def beta(self) -> Tensor:
+        """The weight of GRPO's KL, as its loss has it."""
+        return torch.tensor(float(self.setup.loss.of_grpo()["kl_to_ref_coeff"]))
+
+    def validation_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the loss on validation queries whose sequences have been scored, [V]."""
+        raise NotImplementedError
+
+    def is_better(self, found: Validation, best: Best) -> bool:
+        """Return True if the present epoch replaces the kept one, as `keep` says."""
+        keep = self.setup.config.keep
+        if keep == "best_kl":
+            # any trained epoch replaces the start, whose KL is 0 where there was no RCE
+            return best.iteration < 1 or found.metrics["KL"] < best.metrics["KL"]
+        return keep == "last" or found.score > best.score
+
+
+class SFT(SelectorStage):
+    """Supervised fine-tuning: all recorded sequences of a group are imitated alike."""
+
+    name = "sft"
+    dropout = True
+
+    def __init__(self, setup: SelectorSetup) -> None:
+        super().__init__(setup)
+        device = setup.agent.pool.device
+        self.imitation = RCELoss(setup.agent, recorded=True, functional=False).to(device)
+
+    def prepare(self, share: float, watched: bool) -> None:
+        super().prepare(share, watched)
+        self.imitation.temperature.fill_(math.inf)
+        self.imitation.diagnostics = watched
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the cross-entropy of the queries that have something to teach."""
+        out: TensorDictBase = self.imitation(taught(minibatch))
+        return out
+
+    def validation_loss(self, batch: TensorDictBase) -> Tensor:
+        self.imitation.temperature.fill_(math.inf)
+        loss: Tensor = self.imitation(batch)["loss_rce"]
+        return loss
+
+
+class SequenceRCE(SFT):
+    """RCE: recorded sequences are imitated by the softmax of their rewards."""
+
+    name = "rce"
+    dropout = False
+    temperature: float
+    """τ of the present iteration, in units of the spread of rewards."""
+
+    def prepare(self, share: float, watched: bool) -> None:
+        super().prepare(share, watched)
+        start, end = RCE_TEMPERATURES
+        self.temperature = start + (end - start) * share
+        self._set(self.temperature)
+
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        return super().metrics(data) | {"Temperature": self.temperature}
+
+    def validation_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the cross-entropy at the last τ."""
+        self._set(RCE_TEMPERATURES[1])
+        loss: Tensor = self.imitation(batch)["loss_rce"]
+        return loss
+
+    def _set(self, temperature: float) -> None:
+        self.imitation.temperature.fill_(temperature * (self.reward_spread or 1.0))
+
+
+class SequenceGRPO(SelectorStage):
+    """GRPO on recorded sequences, or on draws that a scorer or a learned reward scores."""
+
+    name = "grpo"
+
+    def __init__(self, setup: SelectorSetup) -> None:
+        super().__init__(setup)
+        agent = setup.agent
+        loss = setup.loss
+        self.grpo = GRPOLoss(agent, **loss.of_grpo(), masked=True, functional=False)
+        self.grpo.to(agent.pool.device)
+        if loss.kl_band is not None:
+            self.kl_controls.append(weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band))
+        if loss.temperature_band is not None:
+            self.kl_controls.append(temperature_control(agent.temperature, loss.temperature_band))
+        self.corrected = dict[str, float]()
+
+    def prepare(self, share: float, watched: bool) -> None:
+        """Set the curriculum; at the beginning of an epoch correct the learned reward."""
+        super().prepare(share, watched)
+        self.grpo.diagnostics = watched
+        self.grpo.top = CURRICULUM_TOP if share < self.setup.loss.curriculum else None
+        epoch, rest = divmod(round(share * self.iterations), self.settings.evaluate_every)
+        if self.setup.reward_model is not None and rest == 0:
+            self._correct(self.setup.reward_model, epoch)
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Replay or draw, and note the log-probs of policy and reference."""
+        setup = self.setup
+        contexts = super().collect(contexts)
+        if contexts.get("sequences", None) is not None:
+            log_prob = setup.agent.get_dist(contexts).log_prob(contexts["action"])
+            contexts["action_log_prob"] = log_prob
+        # what the KL is taken to, at the temperature of the draws: the KL of equal policies is 0
+        setup.reference.temperature.copy_(setup.agent.temperature)
+        dist = setup.reference.get_dist(contexts)
+        contexts["reference_log_prob"] = dist.log_prob(contexts["action"])
+        return contexts
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return GRPO's loss of the queries that have something to teach."""
+        loss = self.setup.loss
+        if self.reward_spread is None:
+            # nothing was recorded that tells: by the draws that it learns from first
+            self.reward_spread = spread_of(minibatch["next", "reward"], present(minibatch))
+        self.grpo.reward_spread = self.reward_spread
+        out: TensorDictBase = self.grpo(taught(minibatch, loss.min_positive, loss.positive_above))
+        if self.watched and loss.temperature_band is not None:
+            # at the temperature of the draws policies differ from those of another temperature;
+            # the policy is that of all queries, also of those that teach nothing now
+            out["kl_to_ref"] = self._kl_of_policy(taught(minibatch))
+        return out
+
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return also the true calls so far, and the temperature."""
+        logged = super().metrics(data)
+        if self.setup.env.scorer is not None:
+            logged |= {"True_Calls": self.setup.calls} | self.corrected
+        return logged | {"Temperature": float(self.setup.agent.temperature)}
+
+    @property
+    def beta(self) -> Tensor:
+        return self.grpo.kl_to_ref_coeff
+
+    def validation_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return −E_π[reward], GRPO's objective without baseline, clip and KL."""
+        reward = batch["next", "reward"]
+        # draws count alike, recorded sequences by their probability within the group
+        preference = torch.zeros_like(reward)
+        if batch.get("sequences", None) is not None:
+            preference = self.setup.agent.policy(batch).log_prob(batch["action"])
+        there = batch["group_mask"]
+        weight = preference.masked_fill(~there, LOWEST).softmax(-1) * there
+        return -expectation(reward, weight).mean()
+
+    @torch.no_grad()
+    def _kl_of_policy(self, minibatch: TensorDictBase) -> Tensor:
+        """Return the k3 KL to the reference policy over a minibatch, both at temperature 1."""
+        action = minibatch["action"]
+        log_prob = self.setup.agent.policy(minibatch).log_prob(action)
+        reference = self.setup.reference.policy(minibatch).log_prob(action)
+        weight = even_weight(minibatch["group_mask"])
+        return expected_k3(log_prob, reference, weight=weight).mean()
+
+    def _correct(self, model: RewardModel, epoch: int) -> None:
+        """Spend this epoch's share of the true calls on the policy's draws for training queries.
+
+        The queries come in random order, all of them before any comes again.
+        """
+        setup = self.setup
+        calls = model.config.calls
+        epochs = setup.config.epochs
+        train = setup.split.train
+        # shares differ by one where the calls do not divide evenly
+        count = calls * (epoch + 1) // epochs - calls * epoch // epochs
+        if not count:
+            return
+        # all training queries in random order, as often as it takes
+        passes = [train[torch.randperm(len(train))] for _ in range(math.ceil(count / len(train)))]
+        rows = torch.cat(passes)[:count]
+        drawn = draw(setup.agent, rows, setup.loss.group_size)
+        demonstrations = bank_rows(setup.table.pool[rows], drawn)
+        self.corrected = model.correct(setup.table, rows, demonstrations, setup.answer)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict() | {"calls": self.setup.calls}
+        if self.setup.reward_model is not None:
+            state["reward_model"] = self.setup.reward_model.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.setup.calls = state["calls"]
+        if self.setup.reward_model is not None:
+            self.setup.reward_model.load_state_dict(state["reward_model"])
+
+
+STAGES: dict[str, type[SelectorStage]] = {
+    stage.name: stage for stage in (SFT, SequenceRCE, SequenceGRPO)
+}
+
+
+def present(batch: TensorDictBase) -> Tensor:
+    """Return which sequences of each group exist, bool [P, G]; all do in live draws."""
+    reward = batch["next", "reward"]
+    return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
+
+
+def spread_of(rewards: Tensor, mask: Tensor) -> float:
+    """Return how much the rewards of a group typically differ, [n, G]; 1 if none do."""
+    return float(reward_spread(rewards, even_weight(mask))) or 1.0
+
+
+def taught(
+    minibatch: TensorDictBase, min_positive: float = 0.0, positive_above: float | None = None
+) -> TensorDictBase:
+    """Return the queries of a minibatch that have something to teach, or all if none has.
+
+    A query has nothing to teach if it has no sequences, or if less than a share `min_positive` of
+    them is positive: has a reward above `positive_above`, or if that is None a right answer.
+    """
+    there = present(minibatch)
+    if min_positive > 0:
+        if positive_above is None:
+            positive = minibatch["next", "vqa_correct"] > 0.5
+        else:
+            positive = minibatch["next", "reward"] > positive_above
+        count = (positive & there).sum(-1, keepdim=True)
+        there = there & (count >= min_positive * there.sum(-1, keepdim=True))
+    minibatch = minibatch.copy().set("group_mask", there)
+    teaches = there.any(-1)
+    if teaches.any():
+        return minibatch[teaches]
+    return minibatch

@@ -1,0 +1,163 @@
+"""The stages before GRPO of a controller that has a teacher: the teacher learns, and the heads
+imitate it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn import functional
+from torchrl.data import ReplayBuffer
+
+from knobwise.agents.training.controller_stages import ControllerStage
+from knobwise.agents.training.controllers import ControllerSetup
+from knobwise.agents.training.stage import Validation
+from knobwise.agents.training.trainer import Best, Trainer
+from knobwise.envs.bandit.budgets import log_moments
+from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
+
+if TYPE_CHECKING:
+    from knobwise.agents.teacher.teacher import Teacher
+
+# the optimiser of the regression
+LR = 3e-3
+WEIGHT_DECAY = 0.05
+CLIP_GRAD = 5.0
+PATIENCE = 6
+
+
+def sizes_of_minibatches(contexts: int, minibatch: int) -> Iterator[int]:
+    """Return how many contexts each minibatch of a pass has."""
+    return (min(minibatch, contexts - first) for first in range(0, contexts, minibatch))
+
+
+class Regression(ControllerStage):
+    """The teacher's network learns what was measured of its samples.
+
+    Args:
+        with_bins: the weights to begin with, of a network that also reads bins of the features.
+    """
+
+    name = "regression"
+    loss_name = "Regression_Loss"
+    dropout = True
+    collects = False
+
+    def __init__(
+        self, setup: ControllerSetup, teacher: Teacher, with_bins: dict[str, Tensor] | None = None
+    ) -> None:
+        super().__init__(
+            setup,
+            teacher,
+            iterations=setup.settings.teacher_iterations,
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad=CLIP_GRAD,
+            patience=PATIENCE,
+        )
+        self.teacher = teacher
+        self.with_bins = with_bins
+        if with_bins is not None:
+            self.name = "regression with bins"
+        measurements_ms = setup.table.measurements_ms.to(setup.rows.all_features.device)
+        self.log_latency, self.variance = log_moments(measurements_ms)
+
+    def start(self, trainer: Trainer) -> None:
+        if self.with_bins is not None:
+            self.teacher.load_state_dict(self.with_bins)
+
+    def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
+        """Draw rows of the networks' samples, [n, M], in the place of collected contexts."""
+        networks = self.setup.networks
+        for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
+            rows = self.setup.env.contexts.draw_rows(count * networks).to(self.setup.device)
+            yield TensorDict({"row": rows.view(count, networks)}, [count])
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the regression's loss on the measurements of the drawn samples."""
+        rewards = self.setup.env.rewards
+        row = minibatch["row"][:, : self.teacher.members].T  # [M, n]
+        predicted = self.teacher.network(self.setup.rows.features_of(row))
+        row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
+        measured = (rewards.accuracy, self.log_latency, self.variance)
+        cells = [functional.embedding(row, values) for values in measured]
+        wrong, off = regression_losses(predicted, *cells)
+        return TensorDict({"loss_accuracy": wrong.mean(), "loss_latency": off.mean()})
+
+    def validate(self, trainer: Trainer) -> Validation:
+        """Judge what the teacher's networks would choose."""
+        held_out = self.setup.held_out
+        return held_out.validation(held_out.policies(self._log_probs), trainer.log is not None)
+
+    @torch.no_grad()
+    def _log_probs(self, limit: Tensor) -> Tensor:
+        """Return log-probs like those of `HeldOut.log_probs`, but by the teacher's networks."""
+        setup = self.setup
+        rows = setup.held_out.by_network[:, : self.teacher.members].T
+        predicted = self.teacher.network(setup.rows.all_features[rows]).predicted()
+        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.sense)
+        mask = setup.table.mask[rows].to(setup.device)
+        scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
+        return scores[setup.held_out.places].log_softmax(-1)
+
+
+class Distillation(ControllerStage):
+    """The heads imitate what the teacher expects of requests.
+
+    Args:
+        lessons: makes the lessons, float [M, R, V, …], when they are first drawn.
+    """
+
+    name = "imitation"
+    loss_name = "Imitation_Loss"
+    dropout = True
+    collects = False
+
+    def __init__(self, setup: ControllerSetup, lessons: Callable[[], TensorDict]) -> None:
+        super().__init__(
+            setup,
+            setup.controller,
+            iterations=setup.settings.warmup_iterations,
+            lr=setup.settings.warmup_lr,
+        )
+        self.lessons = lessons
+
+    def start(self, trainer: Trainer) -> None:
+        """Load the best teacher; from here on the heads are judged and kept."""
+        if trainer.state.best.state is not None:
+            trainer.agent.load_state_dict(trainer.state.best.state)
+        trainer.state.best = Best()
+
+    def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
+        """Draw random lessons for each network, [M, n], in the place of collected contexts."""
+        lessons = self.lessons()
+        members, requests, limits = lessons.shape
+        for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
+            request = torch.randint(requests, (members, count))
+            limit = torch.randint(limits, (members, count))
+            drawn = lessons[torch.arange(members).unsqueeze(1), request, limit]
+            yield drawn.to(self.setup.device)
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the heads' cross-entropy to the teacher on lessons.
+
+        The target is softmax(sharpness · the teacher's expected worths).
+        """
+        inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("by_value", None)
+        log_probs = self.setup.controller.network(*inputs)
+        temperature = 1 / self.setup.policy.sharpness
+        loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
+        return TensorDict({"loss_imitation": loss.mean()})
+
+
+def regression_stages(setup: ControllerSetup, teacher: Any) -> list[ControllerStage]:
+    """Return the regression, and where bins of the features are tried another with them."""
+    if not teacher.network.edges.numel():
+        return [Regression(setup, teacher)]
+    with_bins = copy.deepcopy(teacher.state_dict())
+    teacher.network.leave_out_bins()
+    return [Regression(setup, teacher), Regression(setup, teacher, with_bins)]

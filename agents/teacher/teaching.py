@@ -1,0 +1,67 @@
+"""What a teacher is to the training of a controller: it is made with the networks, fitted when its
+own network is trained, and asked for lessons."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+from knobwise.agents.teacher.distillation import lessons_of
+from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.teacher import Fitted, Teacher, fit_teacher
+
+if TYPE_CHECKING:
+    from knobwise.agents.training.controllers import ControllerSetup
+
+
+class Teaching:
+    """The teacher of one training.
+
+    Args:
+        experts: returns the teacher's experts, fitted on the training and validation samples; None
+            fits them here.
+    """
+
+    teacher: Teacher
+    setup: ControllerSetup
+
+    def __init__(self, experts: Callable[[], Experts] | None = None) -> None:
+        self._experts = experts
+
+    def make(self, setup: ControllerSetup) -> Teacher:
+        """Return an untrained teacher for the networks of a setup."""
+        self.setup = setup
+        masks = torch.stack([torch.isin(setup.fitted, rows) for rows in setup.folds[0]])
+        normaliser = setup.controller.normaliser
+        self.teacher = Teacher.for_table(
+            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.sense
+        )
+        return self.teacher
+
+    @functools.cached_property
+    def fitted(self) -> Fitted:
+        """The teachers of all samples and of the folds, on the CPU, fitted from the trained
+        network."""
+        setup = self.setup
+        teacher = copy.deepcopy(self.teacher).cpu()
+        experts = None
+        # shared experts read features by the statistics of this profile, not of a checkpoint
+        if self._experts is not None and setup.start_sums is None:
+            experts = self._experts()
+        about = setup.table, setup.fitted, teacher, setup.policy, setup.limits
+        return fit_teacher(*about, setup.fold_seed, experts)
+
+    @functools.cached_property
+    def lessons(self) -> TensorDict:
+        """The lessons that the heads imitate."""
+        setup = self.setup
+        settings = setup.settings
+        draws = settings.warmup_iterations * settings.epochs * settings.contexts
+        values = setup.controller.network.values.cpu()
+        about = self.fitted, setup.table, setup.limits, draws, setup.seed
+        return lessons_of(*about, setup.drift, values, setup.augment)

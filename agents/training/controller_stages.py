@@ -1,0 +1,279 @@
+"""The stages of a controller that learns from rewards: RCE, then GRPO or PPO.
+
+The stages of a teacher, and of imitating it, are in `knobwise.agents.teacher.stages`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import ClipPPOLoss
+
+from knobwise.agents.controller.actor import collect
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.training.stage import Stage
+from knobwise.envs.bandit.outcomes import moments
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
+from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
+from knobwise.losses.kl_control import weight_control
+
+if TYPE_CHECKING:
+    from knobwise.agents.training.controllers import ControllerSetup
+    from knobwise.agents.training.trainer import Trainer
+
+RCE_TEMPERATURES = 3.0, 0.6
+"""τ of RCE at its beginning and its end, in units of the spread of rewards; it falls linearly."""
+VALUE_COEFF = 1.0
+"""Weight of the squared error of PPO's value network."""
+VALUE_UNIT = 3.0
+"""PPO's rewards and values are in units of so many spreads of rewards: the value network begins at
+0, and what it learns is near 1."""
+
+
+class ControllerStage(Stage):
+    """A stage of a controller's training; args but for `setup` as in `Stage`."""
+
+    scores_before: Tensor | None = None
+    """Where GRPO begins after a warm-up, the mean score over the limits of each held-out sample,
+    float [n]; else None."""
+
+    def __init__(self, setup: ControllerSetup, module: nn.Module, **settings: Any) -> None:
+        super().__init__(module, setup.settings, **settings)
+        self.setup = setup
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Draw where it is watched; the loss needs rows alone."""
+        setup = self.setup
+        policies = self._policies(reference=True) if self.watched else {}
+        contexts = collect(setup.actor, contexts, policies, draws=self.watched, exact=setup.exact)
+        return contexts if setup.critic is None else setup.critic(contexts)
+
+    def _policies(self, reference: bool) -> dict[str, Controller]:
+        """Return the policies that are asked when contexts are collected, by key."""
+        names = ("action_log_prob", "reference_log_prob")
+        if self.setup.exact:
+            names = ("behaviour_log_probs", "reference_log_probs")
+        policies = {names[0]: self.setup.controller}
+        if reference:
+            policies[names[1]] = self.setup.reference
+        return policies
+
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        """Return metrics of the drawn groups under their logged names."""
+        data = data.flatten(0, 1).cpu()
+        table = self.setup.env.table
+        cells = data["row"].unsqueeze(1), data["configuration"]
+        latency = table.latency_ms[cells]
+        numbers = {"Reward": data["next", "reward"], "Accuracy": table.accuracy[cells]}
+        metrics = moments(numbers | {"Latency": latency})
+        if not self.setup.priced:
+            late = latency > data["budget_ms"].unsqueeze(1)
+            metrics["Budget_Violation_Rate"] = float(late.float().mean())
+        return metrics
+
+    @torch.no_grad()
+    def measure_spread(self, rewards: Tensor, weight: Tensor) -> None:
+        """Set the unit of rewards to their spread under these weights, both [n, C], unless the
+        settings name a unit."""
+        spread = reward_spread(rewards.where(weight > 0, 0.0), weight)
+        # without differences any unit will do
+        self.reward_spread = self.setup.loss.reward_spread or float(spread) or 1.0
+
+
+class RCE(ControllerStage):
+    """The warm-up of heads without a teacher: they imitate the softmax of the rewards."""
+
+    name = "RCE"
+    loss_name = "RCE_Loss"
+    dropout = True
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        settings = setup.settings
+        super().__init__(
+            setup,
+            setup.controller,
+            iterations=settings.warmup_iterations,
+            lr=settings.warmup_lr,
+        )
+        self.rce = RCELoss(setup.actor, functional=False).to(setup.device)
+        self.stored = {*self.rce.in_keys}
+
+    def start(self, trainer: Trainer) -> None:
+        """Measure how much rewards differ among the better half of each context's configurations.
+
+        What is far too late would hide the differences between those that compete.
+        """
+        rewards, _ = self.setup.rewards_in_training()
+        count = (rewards > -torch.inf).sum(-1)
+        rank = rewards.argsort(-1, descending=True).argsort(-1)
+        self.measure_spread(rewards, even_weight(rank < (count.unsqueeze(-1) + 1) // 2))
+
+    def prepare(self, share: float, watched: bool) -> None:
+        """Set τ."""
+        super().prepare(share, watched)
+        start, end = RCE_TEMPERATURES
+        temperature = start + (end - start) * share
+        self.rce.temperature.fill_(temperature * (self.reward_spread or 1.0))
+        self.rce.diagnostics = watched
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the cross-entropy to the softmax of all rewards."""
+        out: TensorDictBase = self.rce(self.setup.with_rewards(minibatch))
+        return out
+
+
+class GRPO(ControllerStage):
+    """GRPO over the draws of the policy."""
+
+    name = "GRPO"
+
+    def __init__(self, setup: ControllerSetup, module: nn.Module | None = None) -> None:
+        settings = setup.settings
+        super().__init__(
+            setup,
+            module or setup.controller,
+            iterations=settings.iterations,
+            lr=settings.lr,
+            patience=settings.patience,
+        )
+        self.grpo = self._make_loss().to(setup.device)
+        if setup.loss.kl_band:
+            self.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, setup.loss.kl_band)]
+        keys = {*self.grpo.in_keys, "row", "configuration", ("next", "reward")}
+        self.stored = keys - {"action"}
+
+    def _make_loss(self) -> Any:
+        """Return the loss module."""
+        return GRPOLoss(self.setup.actor, **self._coefficients(), functional=False)
+
+    def _coefficients(self) -> dict[str, Any]:
+        """Return the settings of the loss."""
+        return self.setup.loss.of_grpo() | {"kl_to_ref_coeff": self.setup.kl_coeff}
+
+    def start(self, trainer: Trainer) -> None:
+        """Measure how much rewards differ between the policy's draws, and take the end of the
+        warm-up as the reference.
+
+        At the end of the warm-up the temperature is low and the policy is sharp. RCE's best
+        held-out state may have been better, but GRPO soon makes up for that.
+        """
+        setup = self.setup
+        rewards, contexts = setup.rewards_in_training()
+        self.measure_spread(rewards, setup.actor.get_dist(contexts).log_probs.exp())
+        setup.reference.load_state_dict(setup.controller.state_dict())
+        # the score of each held-out sample where GRPO begins
+        if self.first:
+            held_out = setup.held_out
+            self.scores_before = held_out.scores(held_out.policies(setup.held_out_log_probs))
+
+    def prepare(self, share: float, watched: bool) -> None:
+        super().prepare(share, watched)
+        self.grpo.diagnostics = watched
+        self.grpo.reward_spread = self.reward_spread
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Draw, and note the log-probs of the draws, those of the reference where they are read."""
+        policies = self._policies(reference=self.watched or self.setup.kl_coeff > 0)
+        return collect(self.setup.actor, contexts, policies)
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        out: TensorDictBase = self.grpo(minibatch)
+        return out
+
+    def metrics(self, data: TensorDictBase) -> dict[str, float]:
+        metrics = super().metrics(data)
+        if self.kl_controls:
+            metrics["Beta"] = float(self.grpo.kl_to_ref_coeff)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        reference = self.setup.reference.state_dict()
+        return super().state_dict() | {"reference": reference, "scores_before": self.scores_before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.setup.reference.load_state_dict(state["reference"])
+        self.scores_before = state["scores_before"]
+
+
+class ExactGRPO(GRPO):
+    """GRPO in expectation over all configurations, whose rewards the table knows."""
+
+    def _make_loss(self) -> Any:
+        return ExactGRPOLoss(self.setup.actor, **self._coefficients(), functional=False)
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Note all log-probs; draw only where it is watched."""
+        policies = self._policies(reference=self.watched or self.setup.kl_coeff > 0)
+        return collect(self.setup.actor, contexts, policies, draws=self.watched, exact=True)
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        out: TensorDictBase = self.grpo(self.setup.with_rewards(minibatch))
+        return out
+
+
+class PPO(GRPO):
+    """PPO with a value network (Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
+    equation 9)."""
+
+    name = "PPO"
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(setup, nn.ModuleList([setup.controller, setup.critic]))
+        self.stored = {*self.stored, "state_value"}
+
+    def _make_loss(self) -> Any:
+        loss = self.setup.loss
+        return ClipPPOLoss(
+            self.setup.actor,
+            self.setup.critic,
+            clip_epsilon=loss.clip_epsilon,
+            entropy_coeff=loss.entropy_coeff,
+            critic_coeff=VALUE_COEFF,
+            loss_critic_type="l2",
+            functional=False,
+        )
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Draw, and note what the value network expects."""
+        return self.setup.critic(super().collect(contexts))
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return PPO's loss of a minibatch.
+
+        An episode is one step, so the return of a draw is its reward. Its advantage is reward − V,
+        with V as it was at collection. V is fitted to the mean reward of a context's draws, which
+        has the same gradient as fitting it to each draw.
+        """
+        contexts = minibatch.copy()
+        loss = self.setup.loss
+        unit = VALUE_UNIT * (self.reward_spread or 1.0)
+        rewards = contexts["next", "reward"] / unit  # [P, M, G]
+        contexts["action"] = self.setup.controller.configurations[contexts["configuration"]]
+        contexts["value_target"] = rewards.mean(-1, keepdim=True)
+        advantage = rewards - contexts["state_value"]
+        if loss.advantage == "zscore":
+            floor = STD_FLOOR / VALUE_UNIT
+            if loss.advantage_std_floor is not None:
+                floor = loss.advantage_std_floor / unit
+            std = advantage.std().clamp_min(floor) + loss.advantage_std_eps / unit
+            advantage = (advantage - advantage.mean()) / std
+        contexts["advantage"] = advantage.unsqueeze(-1)
+        out: TensorDictBase = self.grpo(contexts)
+        return out.apply(torch.mean)  # some diagnostics come for each draw
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"critic": self.setup.critic.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.setup.critic.load_state_dict(state["critic"])
+
+
+def grpo_stage(setup: ControllerSetup) -> GRPO:
+    """Return the last stage, by `loss.objective`."""
+    kinds = {"sampled": GRPO, "exact": ExactGRPO, "ppo": PPO}
+    return kinds[setup.loss.objective](setup)

@@ -1,0 +1,149 @@
+"""How networks are judged while they train: on samples that they were not fitted on.
+
+M networks lie side by side; those of the folds come first, and the last is fitted on all samples. A
+network of a fold is judged on the fold's held-out samples, the last on none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from knobwise.agents.controller.actor import Actor
+from knobwise.agents.training.stage import Validation
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.outcomes import Judged, outcomes_of
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.tables.divisions import folds_of
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+MOST_JUDGED = 1 << 16
+"""Held-out samples that a network is judged on in training."""
+PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
+"""What is logged of a validation under prices, where nothing is late."""
+
+
+def divided(
+    table: ProfileTable, split: Split, members: int, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the rows that each fold's network is fitted on, and those it is judged on.
+
+    Raises:
+        InputError: there are fewer samples (or images) than members.
+    """
+    if members == 1:
+        return [split.train], [thinned(split.validation, MOST_JUDGED)]
+    rows = split.fitted
+    folds = folds_of(table, rows, seed, members)
+    if len(folds) < members:
+        raise InputError(
+            f"policy.members={members}: profile {table.name!r} has only {len(folds)} "
+            "samples (or images) outside its test part; use fewer members"
+        )
+    fitted, held_out = zip(*folds, strict=True)
+    judged = [thinned(rows[hold], MOST_JUDGED) for hold in held_out]
+    return [rows[fit] for fit in fitted], judged
+
+
+class HeldOut:
+    """The samples that were held out of each network, and what its greedy decisions on them get.
+
+    Args:
+        table: the profile.
+        rows: the rows held out of each fold, int64 [n] each.
+        networks: M.
+        limits: float [B], the judged budgets in ms, or under prices worths.
+        rewards: the rewards of training.
+        judged_by: `utility` or `reward`, the outcome that is the score.
+        cost_ms: the time of a decision, which budgets pay for.
+
+    Attributes:
+        rows: int64 [n], all held-out samples, fold by fold.
+        by_network: int64 [longest, M], the samples held out of each network, filled up by row 0.
+        places: the places of `rows` in `by_network`, int64 [n] twice: row and column.
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        rows: Sequence[Tensor],
+        networks: int,
+        limits: Tensor,
+        rewards: RewardTable,
+        judged_by: str,
+        priced: bool = False,
+        cost_ms: float = 0.0,
+    ) -> None:
+        self.table = table
+        self.limits = limits
+        self.rewards = rewards
+        self.judged_by = judged_by
+        self.priced = priced
+        self.cost_ms = cost_ms
+        self.rows = torch.cat([*rows])
+        columns = pad_sequence([*rows], padding_value=-1)
+        network, position = (columns.T >= 0).nonzero(as_tuple=True)
+        self.places = position, network
+        # the network of all samples is not judged: its column is a filler
+        self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
+        # judging takes the cost of a decision off the budgets, so rewards do not charge it
+        self.free_rewards = RewardTable(table, rewards.config, rewards.accuracy.device)
+
+    @torch.no_grad()
+    def log_probs(self, actor: Actor, limit: Tensor) -> Tensor:
+        """Return each network's log-probs for the samples held out of it, under one limit.
+
+        Returns:
+            Float [n, C], in the order of `rows`.
+        """
+        rows = self.by_network.flatten()
+        row_key, limit_key = actor.in_keys
+        inputs = {row_key: rows, limit_key: limit.expand(len(rows))}
+        contexts = TensorDict(inputs, [len(rows)], device=self.rewards.accuracy.device)
+        log_probs = actor.get_dist(contexts).log_probs
+        return log_probs.unflatten(0, self.by_network.shape)[self.places]
+
+    def policies(self, log_probs: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the log-probs that a function gives for each judged limit, [B, n, C]."""
+        return torch.stack([log_probs(limit).cpu() for limit in self.limits])
+
+    def scores(self, policies: Tensor) -> Tensor:
+        """Return the score of each sample by log-probs [B, n, C], the mean over the limits: [n]."""
+        scores: Tensor = getattr(self._outcomes(policies), self.judged_by)
+        return scores.mean(1)
+
+    def validation(self, policies: Tensor, logged: bool) -> Validation:
+        """Judge greedy decisions by log-probs [B, n, C], with metrics if they are logged."""
+        judged = self._outcomes(policies)
+        scores: Tensor = getattr(judged, self.judged_by)
+        metrics: dict[str, float] = {}
+        if logged:
+            # GRPO's objective without baseline, clip and KL
+            expected = (policies.exp() * self._all_rewards).sum(-1).mean(1)
+            metrics = judged.metrics() | {"Loss": -float(expected.mean())}
+        if self.priced:
+            metrics = {k: x for k, x in metrics.items() if k.split("_")[0] in PRICED_METRICS}
+        return Validation(float(scores.mean()), metrics, scores.mean(1))
+
+    def _outcomes(self, policies: Tensor) -> Judged:
+        """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
+        chosen = policies.argmax(-1).T
+        return outcomes_of(
+            self.table, self.rows, chosen, self.limits, self.free_rewards, self.cost_ms
+        )
+
+    @functools.cached_property
+    def _all_rewards(self) -> Tensor:
+        """Rewards of held-out samples under each judged limit, [B, n, C], 0 where not profiled."""
+        device = self.rewards.accuracy.device
+        rows = self.rows.to(device)
+        limits = self.limits.to(device)
+        rewards = [self.rewards.all(rows, limit.expand(len(rows))) for limit in limits]
+        return torch.stack(rewards).nan_to_num().cpu()

@@ -1,0 +1,500 @@
+"""The training loop that controller and selector share, on TorchRL's Collector and ReplayBuffer.
+
+A training is a list of stages. In each iteration of a stage the collector draws contexts and lets
+the stage decide; the buffer takes row numbers, actions, log-probs and rewards (no features); the
+stage's loss goes over it in minibatches; the optimiser steps. Old log-probs are those of the moment
+of collection: the policy never moves further from its own data than `epochs` passes over it.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import EnvBase
+
+from knobwise.agents.training.checkpoint import Loaded, Table, load_if_whole, save_checkpoint
+from knobwise.agents.training.seeding import random_state, seeded, set_random_state
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.stage import Stage, Validation
+from knobwise.common.errors import InputError
+from knobwise.common.interruption import held_back
+from knobwise.common.progress import progress, say
+from knobwise.losses.dropout import dropping_out
+
+PREVIOUS = "previous.pt"
+"""The `last.pt` before the present one."""
+STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
+LOGGED = {
+    "loss": "Loss",
+    "loss_objective": "Policy_Loss",
+    "loss_kl_to_ref": "KL_Loss",
+    "loss_critic": "Value_Loss",
+    "grad_norm": "Grad_Norm",
+    "entropy": "Entropy",
+    "kl_to_ref": "KL",
+    "clip_fraction": "Clip_Fraction",
+    "cut_fraction": "Cut_Fraction",
+    "ESS": "ESS",
+    "ratio_mean": "Ratio_Mean",
+    "mean_ratio": "Ratio_Mean",
+    "explained_variance": "Explained_Variance",
+    "zero_advantage_fraction": "Zero_Advantage_Fraction",
+    "advantage_mean": "Advantage_Mean",
+    "advantage_std": "Advantage_Std",
+}
+"""Diagnostics of the loss modules, and the names that they are logged under."""
+
+
+class Log(Protocol):
+    """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+
+@dataclass
+class Best:
+    """The best evaluation."""
+
+    score: float = -math.inf
+    iteration: int = -1
+    """−1 before there is any."""
+    state: dict[str, Tensor] | None = None
+    """The weights of the agent."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    by_sample: Tensor | None = None
+    """The score of each held-out sample, where they are noted."""
+
+
+@dataclass
+class TrainingState:
+    """Where a training stands: what `last.pt` holds beside the agent."""
+
+    identity: str
+    """What a training must agree with to go on from it, beside the data."""
+    iteration: int = 0
+    """The number of iterations that are done, or left out where a stage ended early."""
+    finished: bool = False
+    """True at the end; then nothing is learned any more."""
+    best: Best = field(default_factory=Best)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    """Iteration and score of every evaluation."""
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """The logged metrics by iteration, so that `metrics.csv` can be written again."""
+    # what live objects hold, taken when the state is saved
+    agent: dict[str, Any] = field(default_factory=dict)
+    optimiser: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    contexts: Any = None
+    """The state of the generator of contexts."""
+    random: list[Tensor] = field(default_factory=list)
+    """The state of torch's generators."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return vars(self) | {"best": vars(self.best)}
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> TrainingState:
+        """Return the state that `plain` describes.
+
+        Raises:
+            InputError: an earlier version wrote it.
+        """
+        if plain.keys() != {part.name for part in fields(cls)}:
+            raise InputError(
+                "an earlier version of knobwise stopped this training, and only that can go on "
+                "with it; start it anew under another name=…"
+            )
+        return cls(**plain | {"best": Best(**plain["best"])})
+
+
+class _Collecting(TensorDictModuleBase):
+    """The policy of the collector: what the present stage decides."""
+
+    def __init__(self, stage: Stage, in_keys: Sequence[Any]) -> None:
+        super().__init__()
+        self.in_keys = list(in_keys)
+        self.out_keys = ["action"]
+        self.stage = stage
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.stage.collect(tensordict)
+
+
+class Trainer:
+    """Trains one agent with one seed, stage by stage. To be made inside `seeded`.
+
+    Args:
+        agent: the network whose best weights are kept, in eval mode.
+        stages: one after the other.
+        env: where contexts and rewards come from.
+        table: what is learned from; checkpoints note its name and digest.
+        settings: the optimiser, and how often the agent is judged.
+        shape: the shape of a batch of contexts in the buffer.
+        reads: the keys of a context that stages decide by.
+        validate: judges the agent on held-out data; it is told whether metrics are logged.
+        judged_by: the score of that, in a word.
+        identity: what a checkpoint must agree with to be resumed, beside the data.
+        trained_on: the words of the error message for a checkpoint of another training.
+        provenance: returns how the agent was trained, to be stored in `best.pt`.
+        setup: what the stages share, for whoever reads it.
+        kept: the part of the agent that checkpoints hold; None for the agent.
+        keeps_epochs: whether the agent of every evaluation is kept, in a file of its own.
+        seed: seed of the initialisation, the contexts and the draws.
+        folder: where `best.pt`, `last.pt` and `previous.pt` are written; None for nowhere.
+        log: where metrics go; None for nowhere.
+        device: `cpu` or `cuda`.
+
+    Attributes:
+        state: where the training stands.
+        total: iterations of all stages.
+        saved: the iteration that `last.pt` holds.
+    """
+
+    def __init__(
+        self,
+        agent: nn.Module,
+        stages: Sequence[Stage],
+        env: EnvBase,
+        *,
+        table: Table,
+        settings: OptimiserConfig,
+        shape: tuple[int, ...],
+        reads: Sequence[Any],
+        validate: Callable[[bool], Validation],
+        judged_by: str,
+        identity: object,
+        trained_on: str,
+        provenance: Callable[[Trainer], dict[str, Any]],
+        setup: Any = None,
+        kept: nn.Module | None = None,
+        keeps_epochs: bool = False,
+        seed: int = 0,
+        folder: Path | None = None,
+        log: Log | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.agent: Any = agent
+        self.kept: Any = agent if kept is None else kept
+        self.setup = setup
+        self.stages = list(stages)
+        self.env = env
+        self.table = table
+        self.settings = settings
+        self.validate = validate
+        self.judged_by = judged_by
+        self.trained_on = trained_on
+        self.provenance = provenance
+        self.keeps_epochs = keeps_epochs
+        self.seed = seed
+        self.folder = folder
+        self.log = log
+        self.device = torch.device(device)
+        self.title = f"seed {seed}"
+        self.saved: int | None = None
+        self.total = 0
+        stored: set[Any] = set()
+        for stage in self.stages:
+            stage.first = self.total
+            self.total = stage.end
+            stored |= {*stage.stored}
+        # the collector draws contexts, lets the stage decide, and fills the buffer
+        self.policy = _Collecting(self.stages[0], reads)
+        self.buffer = ReplayBuffer(
+            storage=LazyTensorStorage(shape[0], device=self.device),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=shape[0],
+        )
+        self.collector = Collector(
+            env,
+            self.policy,
+            replay_buffer=self.buffer,
+            extend_buffer=True,
+            # an episode is a single step, so the time axis is dropped
+            postproc=lambda data: (
+                data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
+            ),
+            frames_per_batch=math.prod(shape),
+            total_frames=-1,
+            trust_policy=True,
+            use_buffers=False,
+            track_traj_ids=False,
+            auto_register_policy_transforms=False,
+        )
+        self.optimiser = self.stages[0].optimiser(self.stages[0].module)
+        self.state = TrainingState(repr(identity), random=random_state(self.device))
+        # since the speed was last logged
+        self._actions = 0
+        self._seconds = 0.0
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the present iteration; after the end the last one."""
+        iteration = self.state.iteration
+        return next((stage for stage in self.stages if iteration < stage.end), self.stages[-1])
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the agent is evaluated, and metrics are logged, in this iteration."""
+        return self.state.iteration % self.settings.evaluate_every == 0
+
+    @property
+    def patience(self) -> int:
+        """Iterations of the last stage without a better score after which it ends; 0 for all of
+        them."""
+        return self.stages[-1].patience * self.settings.evaluate_every
+
+    @property
+    def epoch(self) -> int:
+        """The number of intervals between evaluations that are done."""
+        return self.state.iteration // self.settings.evaluate_every
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Train to the end, or until the held-out score stops improving.
+
+        With a folder, a signal stops training after the present iteration, which is saved.
+
+        Returns:
+            The best agent, in eval mode.
+
+        Raises:
+            KeyboardInterrupt: a signal stopped the training; a note says what is saved.
+        """
+        # only the main process prints the notice, however many train
+        notice = STOPPING if multiprocessing.parent_process() is None else ""
+        state = self.state
+        stream = iter(self.collector)
+        try:
+            with (
+                held_back(self.folder is not None, notice) as self._held,
+                seeded(self.seed, self.device),
+                progress(self.title, self.total, state.iteration) as tick,
+            ):
+                set_random_state(state.random, self.device)
+                # what there is before anything is learned
+                if not state.scores:
+                    self._evaluate(self.stage)
+                self._stop_if_told()
+                for stage in self.stages:
+                    while state.iteration < stage.end and not state.finished:
+                        if state.iteration == stage.first:
+                            self._start(stage)
+                        self.policy.stage = stage
+
+                        # collect and learn
+                        metrics = self._train_step(stage, stream)
+                        if metrics:
+                            self._log(metrics, self._speed())
+                        tick(state.iteration + 1, self._note(stage))
+                        state.iteration += 1
+
+                        # evaluate: keep the best, save, end a stage that is past its peak
+                        if self.evaluates or state.iteration == self.total:
+                            self._evaluate(stage)
+                        if not state.finished:
+                            self._stop_if_told()
+        except KeyboardInterrupt as stop:
+            stop.add_note(self._what_is_saved())
+            raise
+        self.collector.shutdown()
+        self.agent.load_state_dict(state.best.state)
+        self.agent.eval()
+        return self.kept
+
+    def _start(self, stage: Stage) -> None:
+        """Begin a stage, with a fresh optimiser."""
+        stage.start(self)
+        self.optimiser = stage.optimiser(stage.module)
+
+    def _train_step(self, stage: Stage, stream: Iterator[None]) -> dict[str, float]:
+        """Collect a batch of contexts, learn from it, and return the metrics to log."""
+        began = time.perf_counter()
+        watched = self.evaluates or bool(stage.kl_controls)
+        stage.prepare(stage.share(self.state.iteration), watched)
+
+        # collect, also where a stage draws its own batches, to see how the policy does
+        data = None
+        if stage.collects or watched:
+            self.buffer.empty()
+            next(stream)
+            data = self.buffer[:]
+            self._actions += data["next", "reward"].numel()
+
+        # learn: several passes over the batch, in minibatches
+        rate = stage.learning_rate(self.state.iteration)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        parameters = [*stage.module.parameters()]
+        outputs: list[TensorDictBase] = []
+        for _ in range(self.settings.epochs):
+            for minibatch in stage.minibatches(self.buffer):
+                # outputs without a gradient are diagnostics; the others add up to the loss
+                with dropping_out(stage.dropout):
+                    out = stage.loss(minibatch)
+                total: Any = sum(value for value in out.values() if value.requires_grad)
+                self.optimiser.zero_grad()
+                total.backward()
+                norm = nn.utils.clip_grad_norm_(parameters, stage.clip_grad)
+                self.optimiser.step()
+                if watched:
+                    outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
+
+        # what is logged, and what follows from it
+        metrics: dict[str, float] = {}
+        if outputs:
+            mean: TensorDictBase = lazy_stack(outputs).mean(0)
+            if self.evaluates and data is not None:
+                metrics = stage.metrics(data)
+                metrics |= {name: float(mean[key]) for key, name in LOGGED.items() if key in mean}
+                metrics[stage.loss_name] = metrics.pop("Loss")
+                metrics["LR"] = rate
+                if stage.reward_spread is not None:
+                    metrics["Reward_Spread"] = stage.reward_spread
+            stage.after(mean)
+        self._seconds += time.perf_counter() - began
+        return {f"Train/{name}": value for name, value in metrics.items()}
+
+    def _speed(self) -> dict[str, float]:
+        """Return the actions per second since the last call."""
+        speed = {"Train/Actions_Per_Second": self._actions / self._seconds}
+        self._actions = 0
+        self._seconds = 0.0
+        return speed
+
+    def _note(self, stage: Stage) -> str:
+        """Return what the progress bar says."""
+        best = self.state.best
+        if best.state is None:  # none yet where the heads have just begun
+            return stage.name
+        return f"{stage.name} · best {self.judged_by} {best.score:.4f}"
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def _evaluate(self, stage: Stage) -> None:
+        """Judge on held-out data, keep the best, end the stage if it is time, and save."""
+        state = self.state
+        found = stage.validate(self)
+        state.scores.append((state.iteration, found.score))
+        kept = []
+        if self.keeps_epochs:
+            kept.append(f"epoch{self.epoch}.pt")
+        if stage.is_better(found, state.best):
+            kept.append("best.pt")
+            weights = self.agent.state_dict()
+            state.best = Best(
+                found.score,
+                state.iteration,
+                {name: value.detach().clone() for name, value in weights.items()},
+                dict(found.metrics),
+                found.by_sample,
+            )
+        past = stage.is_past_its_peak(state.iteration, state.scores)
+        # true also where the later stages have no iterations
+        state.finished = state.iteration == self.total or (past and stage.end == self.total)
+        if past and not state.finished:
+            state.iteration = stage.end
+        self._log({f"Val/{name}": value for name, value in found.metrics.items()})
+        self._save(kept)
+
+    def _log(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
+        """Log metrics, and keep them for a resumed training; the speed is not kept."""
+        if self.log is not None:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self.state.logged.append((self.state.iteration, numbers))
+            self.log.log({**metrics, **(speed or {})}, self.state.iteration)
+
+    # -- stopping and resuming ---------------------------------------------------------------------
+
+    def _stop_if_told(self) -> None:
+        """Stop here if a signal came, with this iteration saved."""
+        if self._held.number is not None:
+            self._save()
+            self._held.check()
+
+    def _save(self, kept: Iterable[str] = ()) -> None:
+        """Write files that keep the agent as it is, and `last.pt`, which a resumed training goes on
+        from."""
+        if self.folder is None:
+            return
+        with self._held.undisturbed():
+            for name in kept:
+                save_checkpoint(self.folder / name, self.kept, self.table, self.provenance(self))
+            training = {"training": self.training_state().plain()}
+            loaded = Loaded(self.kept, self.table.name, self.table.digest, training)
+            loaded.save(self.folder / "last.pt", self.folder / PREVIOUS)
+            self.saved = self.state.iteration
+
+    def _what_is_saved(self) -> str:
+        """Return a note that tells the user what is on disk of this training."""
+        if self.folder is None or self.saved is None:
+            return f"{self.title}: nothing was saved yet"
+        holds = f"holds iteration {self.saved:,} of {self.total:,}"
+        return f"{self.title}: {self.folder / 'last.pt'} {holds}"
+
+    def training_state(self) -> TrainingState:
+        """Return the state, with what live objects hold now."""
+        self.state.agent = self.agent.state_dict()
+        self.state.optimiser = self.optimiser.state_dict()
+        self.state.stages = [stage.state_dict() for stage in self.stages]
+        self.state.contexts = self.env.contexts.before
+        self.state.random = random_state(self.device)
+        return self.state
+
+    def resume(self, path: Path) -> bool:
+        """Go on from a `last.pt`, or from the file before it if that is damaged.
+
+        The training then ends bit for bit as it would have without the stop.
+
+        Returns:
+            False when there is no such file.
+
+        Raises:
+            InputError: the file belongs to another training, or to an earlier version.
+        """
+        loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
+        if loaded is None:
+            return False
+        plain = loaded.extra.get("training", {})
+        belongs_to = loaded.profile_digest, plain.get("identity")
+        if belongs_to != (self.table.digest, self.state.identity):
+            raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
+        try:
+            state = self.state = TrainingState.restored(plain)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+        self.agent.load_state_dict(state.agent)
+        for stage, part in zip(self.stages, state.stages, strict=True):
+            stage.load_state_dict(part)
+        self.optimiser = self.stage.optimiser(self.stage.module)
+        if state.iteration > self.stage.first:  # else the stage makes its own
+            self.optimiser.load_state_dict(state.optimiser)
+        self.env.contexts.set_back(state.contexts)
+        self.collector.reset()
+        self.saved = state.iteration
+        # if best.pt is gone, write it again as it was at its iteration, and start over
+        best = path.with_name("best.pt")
+        kept = state.best.state is not None  # nothing yet where the heads have just begun
+        if kept and load_if_whole(best) is None:
+            state.iteration = state.best.iteration
+            state.scores = [entry for entry in state.scores if entry[0] <= state.iteration]
+            self.agent.load_state_dict(state.best.state)
+            save_checkpoint(best, self.kept, self.table, self.provenance(self))
+            return self.resume(path)
+        if not state.finished:
+            say(f"{self.title}: goes on from iteration {state.iteration:,} of {self.total:,}")
+        return True
