@@ -120,14 +120,14 @@ def files_here():
 def ctrl_c(when, error=None):
     """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for
     which this holds."""
-    learn = Trainer._learn
+    step = Trainer._train_step
 
-    def pressed(self, data):
+    def pressed(self, *arguments):
         if when(self):
             raise error or KeyboardInterrupt
-        return learn(self, data)
+        return step(self, *arguments)
 
-    with patch.object(Trainer, "_learn", pressed):
+    with patch.object(Trainer, "_train_step", pressed):
         yield
 
 
@@ -136,18 +136,20 @@ def stopped_and_resumed(make, folder, stop):
     iteration and that went on, in the folders `whole` and `stopped`."""
     whole = make(folder / "whole")
     whole.run()
-    with ctrl_c(lambda trainer: trainer.iteration == stop), pytest.raises(KeyboardInterrupt):
+    with ctrl_c(lambda trainer: trainer.state.iteration == stop), pytest.raises(KeyboardInterrupt):
         make(folder / "stopped").run()
     again = make(folder / "stopped")
     assert again.resume(folder / "stopped/last.pt")
-    assert 0 < again.iteration <= stop
+    assert 0 < again.state.iteration <= stop
     again.run()
     return whole, again
 
 
 def ctrl_c_at(stage, iteration):
     """A block in which Ctrl-C is pressed in this iteration, which is of this stage."""
-    return ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration))
+    return ctrl_c(
+        lambda trainer: (trainer.stage.name, trainer.state.iteration) == (stage, iteration)
+    )
 
 
 def ctrl_c_in_report():

@@ -306,7 +306,7 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def controller_trainer(table, policy=TAUGHT, sense="deadline", **settings):
+def trainer_on(table, policy=TAUGHT, sense="deadline", **settings):
     """A training of a second, which has not begun."""
     options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
     return taught_trainer(table, table.split(), **options)
@@ -314,7 +314,7 @@ def controller_trainer(table, policy=TAUGHT, sense="deadline", **settings):
 
 def trained(table, policy=TAUGHT, sense="deadline", **settings):
     """A finished training."""
-    trainer = controller_trainer(table, policy, sense, **settings)
+    trainer = trainer_on(table, policy, sense, **settings)
     trainer.run()
     return trainer
 

@@ -24,8 +24,8 @@ from knobwise.agents.teacher.targets import Targets
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.envs.bandit.reward import share_in_time
-from knobwise.envs.tables.divisions import FOLDS, Fold, Rows, folds_of
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.splits import FOLDS, Fold, Rows, folds_of
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 """Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more,

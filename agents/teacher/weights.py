@@ -14,7 +14,7 @@ from knobwise.agents.teacher.experts import Measured
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
 from knobwise.envs.bandit.reward import expected_utility
-from knobwise.envs.tables.divisions import Fold
+from knobwise.envs.tables.splits import Fold
 
 ROUNDS = 15
 """Rounds of greedy selection."""

@@ -21,8 +21,8 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import thinned
 from knobwise.envs.bandit.outcomes import Judged, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.divisions import folds_of
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.splits import folds_of
 
 MOST_JUDGED = 1 << 16
 """Held-out samples that a network is judged on in training."""

@@ -9,17 +9,11 @@ import hashlib
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import Split, middles
-
-FOLDS = 5
-Rows = NDArray[np.int64]
-Fold = tuple[Rows, Rows]
-"""Positions of samples to fit on and to hold out."""
 
 
 def unseen(table: ProfileTable, split: Split) -> Split:
@@ -178,19 +172,3 @@ def _positions(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
         middle = middles(torch.from_numpy(place.argsort()), torch.from_numpy(lengths))
         positions[rows_of_dataset] = middle.numpy()[index] / lengths.sum()
     return torch.from_numpy(positions)
-
-
-def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
-    """Return row positions to fit on and to hold out, `count` times.
-
-    Samples of the same image or cluster stay together.
-    """
-    from sklearn.model_selection import GroupKFold
-
-    keys = table.split_keys
-    numbers: dict[tuple[str, str], int] = {}
-    units = [numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()]
-    if len(numbers) < 2:
-        return [(np.arange(len(rows)), np.arange(len(rows)))]
-    division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
-    return list(division.split(units, groups=units))

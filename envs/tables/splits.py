@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import ProfileTable
+
+FOLDS = 5
+Rows = NDArray[np.int64]
+Fold = tuple[Rows, Rows]
+"""Positions of samples to fit on and to hold out."""
 
 ORDERS = 100
 """Random orders that are tried until no part is empty, where groups differ in size."""
@@ -148,3 +157,19 @@ def middles(order: Tensor, lengths: Tensor) -> Tensor:
     stand one after the other in this order, int64 [G]."""
     ordered = lengths[order].double()
     return (ordered.cumsum(0) - ordered / 2)[order.argsort()]
+
+
+def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
+    """Return row positions to fit on and to hold out, `count` times.
+
+    Samples of the same image or cluster stay together.
+    """
+    from sklearn.model_selection import GroupKFold
+
+    keys = table.split_keys
+    numbers: dict[tuple[str, str], int] = {}
+    units = [numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()]
+    if len(numbers) < 2:
+        return [(np.arange(len(rows)), np.arange(len(rows)))]
+    division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
+    return list(division.split(units, groups=units))

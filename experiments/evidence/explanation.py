@@ -16,8 +16,8 @@ from torch import Tensor
 from knobwise.agents.evaluation.baselines import LookupTable, averages, static_of
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.envs.bandit.reward import expected_utility
-from knobwise.envs.tables.divisions import folds_of
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.splits import folds_of
 from knobwise.experiments.evidence.statistics import (
     ends_of,
     mean_interval,

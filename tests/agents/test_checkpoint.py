@@ -80,9 +80,9 @@ TABLE = small_table(60, holes=0.2)
 def taught(tmp_path_factory):
     """What a run deploys, with a teacher, experts and a guard."""
     trainer = trained(TABLE)
-    agent = deployed_by(trainer, trainer.limits)
+    agent = deployed_by(trainer.setup, trainer.setup.limits)
     path = tmp_path_factory.mktemp("taught") / "taught.pt"
-    save_checkpoint(path, agent, TABLE, trainer.provenance())
+    save_checkpoint(path, agent, TABLE, trainer.provenance(trainer))
     return path
 
 
@@ -167,15 +167,15 @@ def starts(taught):
 def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, table):
     student = trainer(how, table, init_from=starts / file)
     start = load_checkpoint(starts / file).network
-    assert equal_states(start, student.agent.controller)
+    assert equal_states(start, student.setup.controller)
     mean = start.normaliser.mean
-    assert torch.equal(student.agent.controller.normaliser.mean, mean)
+    assert torch.equal(student.setup.controller.normaliser.mean, mean)
     fresh = trainer(how, table).agent.controller
     assert torch.equal(fresh.normaliser.mean, mean) == (table is TABLE)
     assert [stage.iterations for stage in student.stages] == [0, 8]
     agent = student.run()
     assert agent.teacher is None
-    assert equal_states(start, student.reference)
+    assert equal_states(start, student.setup.reference)
 
 
 def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(starts):
@@ -185,13 +185,13 @@ def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_do
     student = trainer("taught", OTHER, init_from=starts / "taught.pt", policy=policy, **options)
     student.run()
     start = load_checkpoint(starts / "taught.pt").network.normaliser
-    teacher = student.taught_by.teacher
-    for normaliser in (student.agent.controller.normaliser, teacher.normaliser):
+    teacher = student.setup.teaching.fitted.teacher
+    for normaliser in (student.setup.controller.normaliser, teacher.normaliser):
         assert equal_states(normaliser, start)
     # the weights are of predictions of these features: of all samples the expert's mean is right
     (expert,) = teacher.experts
-    predicted = expert(student.all_features[student.fitted])
-    close(predicted.accuracy.mean(0), OTHER.accuracy[student.fitted].mean(0), 0.02)
+    predicted = expert(student.setup.rows.all_features[student.setup.fitted])
+    close(predicted.accuracy.mean(0), OTHER.accuracy[student.setup.fitted].mean(0), 0.02)
 
 
 def test_what_the_start_has_seen_is_not_forgotten(starts):
@@ -199,10 +199,10 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
     again = trainer("taught", init_from=starts / "taught.pt", seed=3)
     # the folds are those of the start, so what is held out of a network never was its training data
     assert (again.fold_seed, first["fold_seed"]) == (0, 0)
-    assert set(again.provenance()["seen"]) == set(first["seen"])
+    assert set(again.provenance(again)["seen"]) == set(first["seen"])
     other = trainer("taught", OTHER, init_from=starts / "taught.pt", seed=3)
     assert other.fold_seed == 3
-    assert set(first["seen"]) < set(other.provenance()["seen"])
+    assert set(first["seen"]) < set(other.provenance(other)["seen"])
 
 
 @pytest.mark.parametrize(

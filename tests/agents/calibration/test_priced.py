@@ -96,10 +96,10 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     budgets_ms = mean_budgets(table, table.split().fitted)
     optimiser = replace(BRIEF, warmup_iterations=60)
     trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
-    agent = deployed_by(trainer, budgets_ms)
-    mean, rows = agent.settled.mean, trainer.judged_rows
+    agent = deployed_by(trainer.setup, budgets_ms)
+    mean, rows = agent.settled.mean, trainer.setup.held_out.rows
     worths = torch.from_numpy(mean["worths"]).float()
-    chosen = torch.stack([trainer.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
+    chosen = torch.stack([trainer.setup.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
     assert table.mask[rows].gather(1, chosen).all()
     accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
     guard = pl.DataFrame(agent.settled.guard)

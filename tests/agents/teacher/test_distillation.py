@@ -65,15 +65,15 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(IMITATION, contexts=256))
-    lessons = student.lessons
-    teacher, of_folds, rows, folds = student.taught_by
+    lessons = student.setup.teaching.lessons
+    teacher, of_folds, rows, folds = student.setup.teaching.fitted
     assert "by_value" not in lessons  # no drift
     x, limits, worths = lessons["x"][:, :, 0], lessons["limit"], lessons["worth"]
     assert limits.shape == (*x.shape[:2], LIMITS)
     drawn = student._draw_lessons(500)
     shapes = [drawn[name].shape for name in ("x", "limit", "worth")]
     assert shapes == [(3, 500, 1), (3, 500), (3, 500, 12)]
-    normal = student.all_features[:, 0]
+    normal = student.setup.rows.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
         close(worths[pupil, :50], taught_by.teach(x[pupil, :50], limits[pupil, :50]))
         assert torch.isin(drawn["limit"][pupil], limits[pupil]).all()
@@ -88,12 +88,12 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
 @torch.no_grad()
 def agreement(student):
     """How often what is deployed takes what its teacher takes of test samples."""
-    x = student.all_features[student.split.test]
-    mixture = student.taught_by.teacher.mixture(x)
+    x = student.setup.rows.all_features[student.setup.split.test]
+    mixture = student.setup.teaching.fitted.teacher.mixture(x)
     same = []
-    for limit in student.limits:
+    for limit in student.setup.limits:
         limits = limit.expand(len(x))
-        same.append(student.agent.controller(x, limits).argmax(-1) == mixture.choose(limits))
+        same.append(student.setup.controller(x, limits).argmax(-1) == mixture.choose(limits))
     return float(torch.cat(same).double().mean())
 
 
@@ -114,5 +114,5 @@ def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     lessons = student._draw_lessons(7)
     loss = student._imitate(lessons)["loss_imitation"]
     target = (40 * lessons["worth"]).softmax(-1)
-    log_probs = student.agent.controller.network(lessons["x"], lessons["limit"])
+    log_probs = student.setup.controller.network(lessons["x"], lessons["limit"])
     close(loss, -(target * log_probs).sum(-1).mean())

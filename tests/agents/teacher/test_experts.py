@@ -19,7 +19,7 @@ from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, Trees
 from knobwise.agents.teacher.targets import Targets
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.tables.divisions import folds_of
+from knobwise.envs.tables.splits import folds_of
 
 NAN = math.nan
 FAST = ("ridge", "knn")

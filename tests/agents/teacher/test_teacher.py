@@ -18,7 +18,7 @@ from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.teacher import Mixture, Teacher, fit_teacher
 from knobwise.agents.teacher.weights import HeldOut, stack_weights
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
-from knobwise.envs.tables.divisions import folds_of
+from knobwise.envs.tables.splits import folds_of
 
 FAST = ("ridge", "knn")
 TABLE, ROWS = small_table(90, holes=0.2), torch.arange(80)

@@ -11,11 +11,11 @@ from helpers import (
     TAUGHT,
     arrays,
     close,
-    controller_trainer,
     equal_states,
     gappy_table,
     input_error,
     small_table,
+    trainer_on,
 )
 
 from knobwise.agents import PolicyConfig, load_checkpoint
@@ -39,12 +39,12 @@ SAMPLED = LossConfig(objective="sampled", group_size=3)
 
 def trainer(name="alone", samples=60, sense="deadline", **settings):
     settings = {"loss": SAMPLED} | settings
-    return controller_trainer(small_table(samples), WAYS[name], sense, **settings)
+    return trainer_on(small_table(samples), WAYS[name], sense, **settings)
 
 
 def inputs_of(student):
     """The module that looks the features of rows up."""
-    return student.actor.module[0].module
+    return student.setup.actor.module[0].module
 
 
 def batches_of(student):
@@ -86,15 +86,15 @@ def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_spl
     # every copy has noise of its own, of the size asked for; the samples have none
     inputs = inputs_of(student)
     every = torch.arange(60 * (1 + COPIES))
-    close(inputs.features_of(every[:60]), student.all_features)
-    off = inputs.features_of(every[60:]) - student.all_features.repeat(COPIES, 1)
+    close(inputs.features_of(every[:60]), student.setup.rows.all_features)
+    off = inputs.features_of(every[60:]) - student.setup.rows.all_features.repeat(COPIES, 1)
     assert float(off.std()) == pytest.approx(0.2, rel=0.1)
     assert len(off.unique(dim=0)) == len(off)
     # accuracy and, without drift, latency of a copy are those of its sample
-    copied = student.copied
+    copied = student.setup.copied
     assert copied.num_samples == len(every)
     close(copied.accuracy, student.table.accuracy.repeat(1 + COPIES, 1))
-    if not student.drift:
+    if not student.setup.drift:
         close(copied.latency_ms, student.table.latency_ms.repeat(1 + COPIES, 1))
 
 
@@ -108,7 +108,7 @@ def test_the_ratio_is_1_at_the_first_step(name):
     next(stream)
     data = student.buffer[:]
     assert (data["row"] >= 60).any()
-    new = student.actor.get_dist(data).log_prob_of_index(data["configuration"])
+    new = student.setup.actor.get_dist(data).log_prob_of_index(data["configuration"])
     assert torch.equal(new, data["action_log_prob"])
     loss = student.grpo(data)
     assert float(loss["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
@@ -118,11 +118,11 @@ def test_the_ratio_is_1_at_the_first_step(name):
 def test_validation_and_decisions_see_the_samples_as_they_are():
     student = trainer("taught")
     student.run()
-    assert int(student.held_out.max()) < 60
-    limit = student.limits[2]
-    log_probs = student.held_out_log_probs(limit)
-    last = student.agent.controller
-    network, place = student.places[1], student.judged_rows
+    assert int(student.setup.held_out.by_network.max()) < 60
+    limit = student.setup.limits[2]
+    log_probs = student.setup.held_out_log_probs(limit)
+    last = student.setup.controller
+    network, place = student.setup.held_out.places[1], student.setup.held_out.rows
     for number in range(2):
         rows = place[network == number]
         x = last.normaliser.of_rows(student.table, rows).expand(3, -1, -1)
@@ -130,7 +130,7 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
             wanted = last.network(x, limit.expand(3, len(rows)), None)[number]
         close(log_probs[network == number], wanted)
     # what is deployed has forgotten the noise: equal requests, equal decisions
-    decider = deployed_by(student, student.limits).decider
+    decider = deployed_by(student.setup, student.setup.limits).decider
     limits = np.full(60, float(limit))
     first, second = (decider.log_probs(arrays(student.table), limits) for _ in range(2))
     np.testing.assert_array_equal(first, second)
@@ -138,12 +138,12 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
 
 
 def test_the_teacher_and_its_lessons_see_noise_too():
-    plain = controller_trainer(small_table(60), replace(WAYS["taught"], augment=0.0))
+    plain = trainer_on(small_table(60), replace(WAYS["taught"], augment=0.0))
     noisy = trainer("taught")
     for student in (plain, noisy):
         student.run()
     # every other request of a lesson has noise; the draws before it are the same
-    off = noisy.lessons["x"][0, :, 0] - plain.lessons["x"][0, :, 0]
+    off = noisy.setup.teaching.lessons["x"][0, :, 0] - plain.setup.teaching.lessons["x"][0, :, 0]
     assert float(off[::2].std()) == pytest.approx(0.2, rel=0.15)
     close(off[1::2], torch.zeros_like(off[1::2]))
     # the teacher's regression reads features with noise beside the outcomes of the sample
@@ -171,7 +171,7 @@ def test_a_stopped_training_ends_bit_for_bit_as_without_the_stop(objective, tmp_
     parts = (load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "stopped"))
     assert same(*(part.extra["training"] for part in parts))
     # another size is another training
-    other = controller_trainer(
+    other = trainer_on(
         small_table(60), replace(WAYS["folds"], augment=0.1), loss=loss, optimiser=optimiser
     )
     with input_error("last.pt"):
@@ -181,7 +181,7 @@ def test_a_stopped_training_ends_bit_for_bit_as_without_the_stop(objective, tmp_
 def test_copies_are_balanced_as_their_samples():
     names = ("rare",) * 6 + ("common",) * 54
     table = small_table(60, datasets=names)
-    student = controller_trainer(table, ALONE, loss=SAMPLED, balance=BalanceConfig("dataset"))
+    student = trainer_on(table, ALONE, loss=SAMPLED, balance=BalanceConfig("dataset"))
     rows = torch.cat([batch["row"] for batch in batches_of(student)])
     assert float((rows % 60 < 6).double().mean()) == pytest.approx(0.5, abs=0.1)
     assert float((rows < 60).double().mean()) == pytest.approx(0.5, abs=0.1)
@@ -190,17 +190,15 @@ def test_copies_are_balanced_as_their_samples():
 def test_a_value_network_sees_the_noise_of_its_policy():
     student = trainer("folds", loss=LossConfig(objective="ppo"))
     rows = torch.arange(60, 63)
-    critic = student.critic.module
+    critic = student.setup.critic.module
     close(critic.features_of(rows), inputs_of(student).features_of(rows))
 
 
 def test_without_features_there_is_nothing_to_augment():
-    student = controller_trainer(small_table(60, features=False), ALONE, loss=SAMPLED)
-    assert student.augment == 0
-    assert student.copied is student.table
-    plain = controller_trainer(
-        small_table(60, features=False), replace(ALONE, augment=0.0), loss=SAMPLED
-    )
+    student = trainer_on(small_table(60, features=False), ALONE, loss=SAMPLED)
+    assert student.setup.augment == 0
+    assert student.setup.copied is student.table
+    plain = trainer_on(small_table(60, features=False), replace(ALONE, augment=0.0), loss=SAMPLED)
     assert equal_states(student.run(), plain.run())
 
 

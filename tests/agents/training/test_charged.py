@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, close, controller_trainer, identical, repeated, small_table, trained
+from helpers import arrays, close, identical, repeated, small_table, trained, trainer_on
 
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
@@ -43,19 +43,19 @@ def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats,
 @pytest.mark.parametrize("sense", ["deadline", "mean"])
 def test_training_learns_from_what_its_decisions_leave(sense):
     table = small_table(60)
-    student = controller_trainer(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
+    student = trainer_on(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
     learned = student.env.rewards
     close(learned.latency_ms, table.latency_ms + 2)
-    assert torch.equal(student.free_rewards.latency_ms, table.latency_ms)
+    assert torch.equal(student.setup.held_out.free_rewards.latency_ms, table.latency_ms)
 
 
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
     table = small_table(120)
     trainer = trained(table, cost_ms=1e3)
-    deployed = deployed_by(trainer, trainer.limits)
+    deployed = deployed_by(trainer.setup, trainer.setup.limits)
     rows = deployed.settled.guard_of_teacher
     # its own cost makes the policy late at every budget; the teacher pays nothing
-    assert trainer.best["score"] == 0
+    assert trainer.state.best.score == 0
     for row in deployed.settled.guard:
         assert (row["deployed"], row["gain"]) == (False, -row["utility_static"])
     assert max(row["gain"] + row["utility_static"] for row in rows) > 0
@@ -63,9 +63,9 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     rows[0]["deployed"] = False
     rows[1]["deployed"] = True
     teacher = deployed.guarded_teacher
-    limits = trainer.limits.double().numpy()
+    limits = trainer.setup.limits.double().numpy()
     assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
-    static = static_of(table, trainer.fitted)
+    static = static_of(table, trainer.setup.fitted)
     for limit, policy in zip(limits, (static, deployed.teacher), strict=False):
         request = arrays(table), np.full(120, limit)
         assert np.array_equal(teacher.choose(*request), policy.choose(*request))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, arrays, close, controller_trainer, repeated, small_table
+from helpers import TAUGHT, arrays, close, repeated, small_table, trainer_on
 
 from knobwise.agents.calibration.calibrate import deployed_by, latency_of
 from knobwise.agents.controller.features import FeatureNormaliser
@@ -70,7 +70,7 @@ def test_what_heads_are_told_of_it_by_hand():
 
 def trainer(table, sense="deadline"):
     loss = LossConfig(objective="sampled", group_size=3)
-    return controller_trainer(table, DRIFTING, sense, loss=loss)
+    return trainer_on(table, DRIFTING, sense, loss=loss)
 
 
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
@@ -92,17 +92,19 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     # the latencies that it is rewarded for are those of the copy
     last = batches[-1]
     row, limits, chosen = last["row"], last["budget_ms"], last["configuration"]
-    offset = copies_of(table, student.drift, False, student.seed)[1][row]
+    offset = copies_of(table, student.setup.drift, False, student.seed)[1][row]
     cell = row.unsqueeze(-1) % 60, chosen
     in_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
     close(last["next", "reward"], torch.where(in_time, table.accuracy[cell], -0.2))
     # and what draws reads how much slower knob values are there
-    network = student.agent.controller.network
+    network = student.setup.controller.network
     sample = row.T % 60
     drift = drift_inputs(offset.transpose(0, 1), network.values)
-    log_probs = network(student.all_features[sample], limits.T, table.mask[sample], drift)
+    log_probs = network(
+        student.setup.rows.all_features[sample], limits.T, table.mask[sample], drift
+    )
     contexts = last.select("row", "budget_ms")
-    close(student.actor.get_dist(contexts).log_probs, log_probs.transpose(0, 1))
+    close(student.setup.actor.get_dist(contexts).log_probs, log_probs.transpose(0, 1))
 
 
 def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
@@ -117,11 +119,11 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     monkeypatch.setattr(distillation, "drawn_drift", noted)
     student.run()
     names = "x", "limit", "worth", "by_value"
-    x, limits, worths, told = (student.lessons[name][-1, :40] for name in names)
+    x, limits, worths, told = (student.setup.teaching.lessons[name][-1, :40] for name in names)
     offsets = drawn[-1][:40]
-    close(told, drift_inputs(offsets, student.agent.controller.network.values))
+    close(told, drift_inputs(offsets, student.setup.controller.network.values))
     with torch.no_grad():
-        still = student.taught_by.teacher.mixture(x[:, 0])
+        still = student.setup.teaching.fitted.teacher.mixture(x[:, 0])
         wanted = []
         for limit, offset in zip(limits.T, offsets.unbind(1), strict=True):
             moved = still.members._replace(log_latency=still.members.log_latency + offset)
@@ -136,9 +138,9 @@ def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
     table = small_table(60)
     student = trainer(table)
     student.run()
-    assert int(student.held_out.max()) < 60
+    assert int(student.setup.held_out.by_network.max()) < 60
     # a drift of the first knob's last value changes what is chosen, away from it
-    decider = deployed_by(student, student.limits).decider
+    decider = deployed_by(student.setup, student.setup.limits).decider
     limits = np.full(60, float(default_budgets(table)[2]))
     offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
     plain, still, moved = (
@@ -151,8 +153,8 @@ def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
 
 def test_under_a_mean_budget_nothing_drifts():
     student = trainer(small_table(40), "mean")
-    assert student.drift == 0
-    assert student.copied is student.table
+    assert student.setup.drift == 0
+    assert student.setup.copied is student.table
 
 
 @pytest.mark.parametrize("features", [False, True])

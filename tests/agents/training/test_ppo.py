@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from commands import same, stopped_and_resumed
-from helpers import BRIEF, Lines, controller_trainer, equal_states, input_error, small_table
+from helpers import BRIEF, Lines, equal_states, input_error, small_table, trainer_on
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.checkpoint import load_checkpoint
@@ -19,7 +19,7 @@ POLICY = PolicyConfig(hidden=16, dropout=0.0)
 
 def trainer(samples=60, **settings):
     options = {"policy": POLICY, "loss": PPO, "optimiser": SHORT} | settings
-    return controller_trainer(small_table(samples, holes=0.2), **options)
+    return trainer_on(small_table(samples, holes=0.2), **options)
 
 
 @pytest.mark.parametrize("advantage", ["centred", "zscore"])
@@ -35,8 +35,8 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(mem
     for parameter in student.learned.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     with torch.no_grad():
-        dist = student.actor.get_dist(data)
-        now = student.critic(data.copy())["state_value"]
+        dist = student.setup.actor.get_dist(data)
+        now = student.setup.critic(data.copy())["state_value"]
     # by hand; the head of a fresh value network is 0, rewards are in units of three spreads
     student.reward_spread = 0.25
     with torch.no_grad():

@@ -14,7 +14,6 @@ from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
 from knobwise.agents.selector.training import selector_trainer
-from knobwise.agents.training import selector_trainer
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
@@ -116,7 +115,7 @@ def test_every_network_learns_to_choose(update):
     before, _ = student._judge()
     student.run()
     # the convex update only moves towards what was chosen, and does not look for what is missing
-    assert student.best["score"] > before + (0.2 if update == "additive" else 0.1)
+    assert student.state.best.score > before + (0.2 if update == "additive" else 0.1)
 
 
 def test_post_training_adds_what_imitation_gets_wrong():
@@ -155,8 +154,8 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 def test_without_a_scorer_recorded_sequences_judge():
     student = trainer("grpo", small_beams(60), scorer=None, log=Lines())
     student.run()
-    rewards = student.env.rewards[student.split.validation]
-    assert rewards.amin(1).mean() < student.best["score"] <= rewards.amax(1).mean() + 1e-6
+    rewards = student.env.rewards[student.setup.split.validation]
+    assert rewards.amin(1).mean() < student.state.best.score <= rewards.amax(1).mean() + 1e-6
 
 
 def test_only_training_queries_are_fitted_on():
@@ -164,13 +163,13 @@ def test_only_training_queries_are_fitted_on():
     for stage, live in (("sft", False), ("grpo", True)):
         student = trainer(stage, small_beams(40), live=live)
         seen = torch.cat([student.env.reset()["row"] for _ in range(12)])
-        assert set(seen.tolist()) == set(student.split.train.tolist())
+        assert set(seen.tolist()) == set(student.setup.split.train.tolist())
 
 
 def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch):
     """Trap 11: not once for each beam."""
     student = trainer("grpo", small_beams(40))
-    network = student.selector.network
+    network = student.kept.network
     encode = Mock(side_effect=network.encode)
     monkeypatch.setattr(network, "encode", encode)
     batch = one_batch(student)
@@ -184,7 +183,7 @@ def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path):
     config = replace(SHORT, epochs=3, keep="last")
     student = trainer("rce", small_beams(), config=config, folder=tmp_path)
     student.run()
-    assert student.best["iteration"] == student.total
+    assert student.state.best.iteration == student.total
     assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
 
 
@@ -200,7 +199,7 @@ def test_the_start_is_not_closest_to_itself():
     config = replace(SHORT, keep="best_kl")
     student = trainer("grpo", small_beams(), config=config)
     student.run()
-    assert student.best["iteration"] > 0
+    assert student.state.best.iteration > 0
     with input_error("sft.keep"):
         trainer("sft", small_beams(), config=config)
 
@@ -315,7 +314,7 @@ def test_the_temperature_is_that_of_log_probs():
     batch = one_batch(student)
     student.agent.temperature.fill_(2.0)
     flat = student.agent.get_dist(batch).log_prob(batch["action"])
-    dist = distribution_of(student.selector, student.table, batch["row"], temperature=2.0)
+    dist = distribution_of(student.kept, student.table, batch["row"], temperature=2.0)
     close(flat, dist.log_prob(batch["action"]))
     assert not torch.allclose(flat, batch["action_log_prob"])
 
@@ -335,7 +334,7 @@ def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(s
     loss = SelectorLossConfig(group_size=400)
     student = trainer(stage, data, start, reference=sft, log=log, loss=loss)
     student.run()
-    rows = student.split.validation
+    rows = student.setup.split.validation
     dists = [distribution_of(selector, table, rows) for selector in (start, sft)]
     log_probs = dists[0].log_prob(student.env.sequences[rows]).detach()
     scores = student.env.rewards[rows] / (student.reward_spread or 1.0)
@@ -358,7 +357,7 @@ def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects():
     log, live = Lines(), Lines()
     student = trainer("grpo", data, start, log=log)
     student.run()
-    rows = student.split.validation
+    rows = student.setup.split.validation
     dist = distribution_of(start, table, rows)
     weight = dist.log_prob(student.env.sequences[rows]).softmax(-1).detach()
     wanted = -float((weight * student.env.rewards[rows]).sum(-1).mean())
@@ -407,15 +406,15 @@ def test_true_calls_are_counted_exactly(calls):
     counted, log = Mock(side_effect=scorer), Lines()
     student = learned((table, counted), replace(TINY, calls=calls), log=log)
     student.run()
-    validation = set(student.split.validation.tolist())
+    validation = set(student.setup.split.validation.tolist())
     answered = [call.args[0].tolist() for call in counted.call_args_list]
     training = [rows for rows in answered if not validation.issuperset(rows)]
-    assert sum(map(len, training)) == student.calls == calls
+    assert sum(map(len, training)) == student.setup.calls == calls
     assert sum(map(len, answered)) - calls == (THREE.epochs + 1) * len(validation)
     assert log.values("Train/True_Calls") == [calls * epoch // 3 for epoch in (1, 2, 3)]
     assert not log.values("Train/Accuracy_Mean")
-    known = student.reward_model.answered.rows
-    assert len(known) == 4 * len(student.split.train) + calls
+    known = student.setup.reward_model.answered.rows
+    assert len(known) == 4 * len(student.setup.split.train) + calls
 
 
 def test_the_learned_reward_teaches_and_the_shuffled_one_does_not():
@@ -426,7 +425,7 @@ def test_the_learned_reward_teaches_and_the_shuffled_one_does_not():
         student = learned(data, model, config=config, reward=reward)
         before, _ = student._judge()
         student.run()
-        gain = student.best["score"] - before
+        gain = student.state.best.score - before
         assert gain < 0.1 if shuffled else gain > 0.15
 
 
@@ -446,4 +445,4 @@ def test_true_calls_need_a_scorer():
         learned((recorded, None))
     student = learned((recorded, None), replace(TINY, calls=0))
     student.run()
-    assert student.calls == 0
+    assert student.setup.calls == 0

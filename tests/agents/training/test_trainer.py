@@ -13,12 +13,12 @@ from helpers import (
     Lines,
     arrays,
     close,
-    controller_trainer,
     equal_states,
     input_error,
     member_of,
     small_table,
     table_of,
+    trainer_on,
 )
 
 from knobwise.agents.calibration.calibrate import deployed_by
@@ -45,7 +45,7 @@ def watch(student, look):
     seen = {}
 
     def learn(data):
-        seen[student.iteration] = look(data)
+        seen[student.state.iteration] = look(data)
         return Trainer._learn(student, data)
 
     student._learn = learn
@@ -54,12 +54,12 @@ def watch(student, look):
 
 def trainer(table, folder=None, **settings):
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"]} | settings
-    return controller_trainer(table, folder=folder, **options)
+    return trainer_on(table, folder=folder, **options)
 
 
 def scored(student, *scores):
     """Let its evaluations give these scores."""
-    student.by_sample = torch.zeros(len(student.judged_rows))
+    student.by_sample = torch.zeros(len(student.setup.held_out.rows))
     student._judge = Mock(side_effect=[(score, {}) for score in scores])
 
 
@@ -80,9 +80,9 @@ def test_learns_more_than_budget_aware_static(objective, policy):
     )
 
     def utility(policy):
-        return judge(policy, table, student.split.test, student.limits).utility.mean()
+        return judge(policy, table, student.setup.split.test, student.setup.limits).utility.mean()
 
-    static, before = utility(static_of(table, student.split.train)), utility(student.agent)
+    static, before = utility(static_of(table, student.setup.split.train)), utility(student.agent)
     assert utility(student.run()) > max(static + 0.02, before + 0.05)
 
 
@@ -94,7 +94,7 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
     student.run()
     again = trainer(table, tmp_path)
     assert again.resume(path)
-    assert again.finished
+    assert again.state.finished
     for other, settings in (
         (small_table(60, seed=1), {}),
         (table, {"policy": HEADS}),
@@ -137,10 +137,10 @@ def test_a_stage_past_its_peak_gives_way_to_the_next():
         **dict.fromkeys(range(64, 76), "imitation"),
         **dict.fromkeys(range(84, 96), "GRPO"),
     }
-    at = [iteration for iteration, _ in student.scores]
+    at = [iteration for iteration, _ in student.state.scores]
     assert at == [*range(0, 28, 4), *range(32, 60, 4), 64, 68, 72, 84, 88, 92, 96]
-    assert (student.best["score"], student.best["iteration"]) == (0.6, 88)
-    assert student.provenance()["grpo"].keys() == {"start"}
+    assert (student.state.best.score, student.state.best.iteration) == (0.6, 88)
+    assert student.provenance(student)["grpo"].keys() == {"start"}
 
 
 def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
@@ -153,9 +153,9 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
         return student
 
     whole, again = stopped_and_resumed(impatient, tmp_path, 80)
-    assert [at for at, _ in whole.scores if at < 80][-1] < 76, "the stage must end early"
+    assert [at for at, _ in whole.state.scores if at < 80][-1] < 76, "the stage must end early"
     assert equal_states(whole.agent, again.agent)
-    assert again.scores == whole.scores
+    assert again.state.scores == whole.state.scores
 
 
 @pytest.mark.parametrize("name", ["one", "taught"])
@@ -171,9 +171,9 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
         end = copy.deepcopy(student.agent)
         assert not torch.equal(end.state_dict()[moved], start.state_dict()[moved])
         begin()
-        began.append(student.iteration)
+        began.append(student.state.iteration)
         assert equal_states(student.agent, end)
-        assert equal_states(student.reference, end.controller)
+        assert equal_states(student.setup.reference, end.controller)
 
     student.stages[-1].begin = watched
     student.run()
@@ -186,15 +186,15 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
     student = trainer(small_table(80), policy=TAUGHT)
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
-    kept = watch(student, lambda _: copy.deepcopy(student.agent.teacher))
+    kept = watch(student, lambda _: copy.deepcopy(student.setup.teaching.teacher))
     agent = student.run()
     best = kept[12]
     assert not equal_states(kept[15], best)
     for teacher in (kept[16], kept[20], kept[24], kept[35], agent.teacher):
         assert equal_states(teacher, best)
     # and from there on the heads are judged, whose best was of GRPO
-    assert student.best["iteration"] == 32
-    assert equal_states(student.taught_by.teacher.network, best.network)
+    assert student.state.best.iteration == 32
+    assert equal_states(student.setup.teaching.fitted.teacher.network, best.network)
 
 
 @pytest.mark.parametrize("bent", [True, False])
@@ -211,8 +211,8 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
     )
     student = trainer(table, policy=policy, optimiser=brief)
     agent = student.run()
-    without = max(score for iteration, score in student.scores if iteration <= 80)
-    with_bins = max(score for iteration, score in student.scores if 80 < iteration <= 160)
+    without = max(score for iteration, score in student.state.scores if iteration <= 80)
+    with_bins = max(score for iteration, score in student.state.scores if 80 < iteration <= 160)
     reads_bins = bool((agent.teacher.network.edges < BEYOND).any())
     assert reads_bins == (with_bins > without) == bent
 
@@ -222,7 +222,7 @@ def test_wide_tables_are_not_tried_with_bins():
     table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
     student = trainer(table, policy=TAUGHT)
     assert [stage.name for stage in student.stages] == ["regression", "imitation", "GRPO"]
-    assert student.agent.teacher.network.edges.numel() == 0
+    assert student.setup.teaching.teacher.network.edges.numel() == 0
 
 
 def test_without_a_warm_up_there_is_no_teacher():
@@ -231,7 +231,7 @@ def test_without_a_warm_up_there_is_no_teacher():
     agent = student.run()
     assert student.total == 12
     assert agent.teacher is None
-    assert deployed_by(student, student.limits).teacher is None
+    assert deployed_by(student.setup, student.setup.limits).teacher is None
 
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -245,12 +245,12 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     reward = RewardConfig(kind="function", function="aim_of_speed:f")
     student = trainer(small_table(60), tmp_path, reward=reward, policy=TAUGHT)
     student.run()
-    rows = student.judged_rows[:, None]
-    chosen = [student.held_out_log_probs(limit).argmax(-1) for limit in student.limits]
+    rows = student.setup.held_out.rows[:, None]
+    chosen = [student.setup.held_out_log_probs(limit).argmax(-1) for limit in student.setup.limits]
     latency_ms = student.table.latency_ms[rows, torch.stack(chosen, 1)]
-    assert student.best["score"] == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
+    assert student.state.best.score == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
     # the guard compares utilities, which are not what it was trained for
-    assert deployed_by(student, student.limits).settled.guard == []
+    assert deployed_by(student.setup, student.setup.limits).settled.guard == []
 
 
 def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
@@ -265,7 +265,7 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     watch(student, priced)
     best = student.run()
     assert best.controller.limit_key == "worth_ms"
-    assert torch.equal(student.limits, judged_worths(table))
+    assert torch.equal(student.setup.limits, judged_worths(table))
     assert not lines.values("Train/Budget_Violation_Rate")
     choices = [best.choose(arrays(table), np.full(60, worth)) for worth in (1.0, 1e4)]
     little, much = (table.latency_ms[range(60), chosen].mean() for chosen in choices)
@@ -316,24 +316,24 @@ def photographed(samples=90, holes=0.3):
 
 def test_every_sample_but_the_test_ones_is_held_out_of_one_network():
     student = trainer(photographed(), policy=HEADS, seed=4)
-    known = torch.cat(student.split[:2]).sort().values
-    fitted, held_out = student.divide()
+    known = torch.cat(student.setup.split[:2]).sort().values
+    fitted, held_out = student.setup.folds
     for rows, hold in zip(fitted, held_out, strict=True):
         assert torch.equal(torch.cat([rows, hold]).sort().values, known)
         # images are kept together
         assert not torch.isin(rows // 3, hold // 3).any()
-    assert torch.equal(student.judged_rows, torch.cat(held_out))
-    assert torch.equal(student.judged_rows.sort().values, known)
-    assert student.networks == 4
+    assert torch.equal(student.setup.held_out.rows, torch.cat(held_out))
+    assert torch.equal(student.setup.held_out.rows.sort().values, known)
+    assert student.setup.networks == 4
     with input_error("members"):
         trainer(small_table(60), policy=PolicyConfig(members=60))
 
 
 def test_a_single_network_is_fitted_on_train_and_judged_on_validation():
     student = trainer(small_table(60))
-    assert torch.equal(student.fitted, student.split.train)
-    assert torch.equal(student.judged_rows, student.split.validation)
-    assert student.networks == 1
+    assert torch.equal(student.setup.fitted, student.setup.split.train)
+    assert torch.equal(student.setup.held_out.rows, student.setup.split.validation)
+    assert student.setup.networks == 1
 
 
 @pytest.mark.parametrize("name", ["folds", "taught"])
@@ -346,21 +346,21 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
     for p in student.agent.parameters():
         p.add_(0.3 * torch.randn_like(p))
     utilities = []
-    for number, hold in enumerate(student.divide()[1]):
-        alone = DeployedController(member_of(student.agent.controller, number))
+    for number, hold in enumerate(student.setup.folds[1]):
+        alone = DeployedController(member_of(student.setup.controller, number))
         mask = table.mask[hold]
-        for budget in student.limits:
+        for budget in student.setup.limits:
             limits = budget.expand(len(hold))
             if name == "folds":
                 chosen = alone.choose(arrays(table, hold), limits.numpy(), mask.numpy())
             else:
-                x = student.all_features[hold].expand(3, -1, -1)
-                scores = student.agent.teacher.network(x).predicted().score(limits)[number]
+                x = student.setup.rows.all_features[hold].expand(3, -1, -1)
+                scores = student.setup.teaching.teacher.network(x).predicted().score(limits)[number]
                 chosen = scores.masked_fill(~mask, -torch.inf).argmax(1)
             at = hold, chosen
             utilities += (table.accuracy[at] * (table.latency_ms[at] <= budget)).tolist()
     student._evaluate()
-    assert student.best["score"] == pytest.approx(np.mean(utilities), abs=1e-6)
+    assert student.state.best.score == pytest.approx(np.mean(utilities), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["folds", "taught"])
@@ -375,27 +375,27 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         for stage in student.stages:
             stage.clip_grad = 1e9  # the norm is that of all networks together
         if turned:
-            hold = student.divide()[1][1]
-            for rewards in (student.env.rewards, student.free_rewards):
+            hold = student.setup.folds[1][1]
+            for rewards in (student.env.rewards, student.setup.held_out.free_rewards):
                 rewards.accuracy = rewards.accuracy.clone()
                 rewards.accuracy[hold] = 1 - rewards.accuracy[hold]
         # through all stages, without a choice among checkpoints
         stream = iter(student.collector)
         torch.manual_seed(0)
         for iteration in range(student.total):
-            student.iteration = iteration
+            student.state.iteration = iteration
             student.iterate(stream)
         student.collector.shutdown()
         students.append(student)
     for number in range(4):
-        pair = (member_of(student.agent.controller, number) for student in students)
+        pair = (member_of(student.setup.controller, number) for student in students)
         # the second, and not the last, which learns from all
         assert equal_states(*pair) == (number == 1)
         if name == "taught":
-            worths = (student.lessons["worth"][number] for student in students)
+            worths = (student.setup.teaching.lessons["worth"][number] for student in students)
             assert torch.equal(*worths) == (number == 1)
     if name == "taught":
-        assert torch.equal(*(student.lessons["x"] for student in students))
+        assert torch.equal(*(student.setup.teaching.lessons["x"] for student in students))
 
 
 # -- the rest --------------------------------------------------------------------------------------

@@ -165,14 +165,16 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(folder, capsys):
 
 def test_an_error_of_the_program_is_raised_when_the_others_are_done(folder):
     error = RuntimeError("wrong")
-    first = ctrl_c(lambda trainer: trainer.loss.objective == "exact", error)
+    first = ctrl_c(lambda trainer: trainer.setup.loss.objective == "exact", error)
     with first, pytest.raises(RuntimeError, match="wrong"):
         main(OBJECTIVE)
     assert len(runs_of("objective")) == 1
 
 
 def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(folder, swept, capsys):
-    second = ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9))
+    second = ctrl_c(
+        lambda trainer: (trainer.setup.loss.objective, trainer.state.iteration) == ("sampled", 9)
+    )
     with second:
         assert main([*OBJECTIVE, "name=mine"]) == 130
     first = runs_of("objective")

@@ -128,7 +128,9 @@ def test_no_split_is_fitted_on_what_it_is_judged_on():
 
 def test_an_interrupted_run_resumes_split_by_split():
     words = words_of(TRAIN, "split.seed=1 split.repeats=3 name=killed")
-    with ctrl_c(lambda trainer: (trainer.title[:15], trainer.iteration) == ("split 1, seed 1", 6)):
+    with ctrl_c(
+        lambda trainer: (trainer.title[:15], trainer.state.iteration) == ("split 1, seed 1", 6)
+    ):
         assert main(words) == 130
     assert not (RUNS / "killed" / "split2").exists()
     finished = RUNS / "killed" / "split1" / "checkpoints" / "seed0" / "last.pt"
@@ -201,7 +203,7 @@ def test_no_user_is_in_two_parts():
 
 def test_a_stopped_run_goes_on_with_the_same_split():
     words = words_of(TRAIN, GROUPED, "seeds=[0] name=stopped")
-    with ctrl_c(lambda trainer: trainer.iteration == 5):
+    with ctrl_c(lambda trainer: trainer.state.iteration == 5):
         assert main(words) != 0
     launch(words)
     rows, whole = extra_of("stopped"), extra_of("whole")

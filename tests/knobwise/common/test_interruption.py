@@ -16,7 +16,7 @@ import commands
 import pytest
 import torch
 from commands import COMMAND, VARIABLES, ctrl_c, iteration_of, same, visible, wait_for, words_of
-from helpers import controller_trainer, small_beams, small_table
+from helpers import small_beams, small_table, trainer_on
 
 from knobwise.__main__ import main
 from knobwise.agents.controller.settings import PolicyConfig
@@ -143,7 +143,7 @@ def controller(folder, how):
     8 iterations."""
     kind, objective = how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
-    return controller_trainer(
+    return trainer_on(
         small_table(80, holes=0.2),
         PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught),
         "mean" if kind == "mean" else "deadline",
@@ -178,7 +178,7 @@ def press(trainer, iteration, times=1):
     learn = trainer._learn
 
     def pressed(data):
-        if trainer.iteration == iteration:
+        if trainer.state.iteration == iteration:
             for _ in range(times):
                 send()
         return learn(data)
@@ -218,12 +218,12 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, 
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"holds iteration {stop + 1} of {trainer.total}" in note
         assert resumed().iteration == stop + 1  # nothing of what was done is lost
-    crashing = ctrl_c(lambda trainer: trainer.iteration == crash, EOFError())
+    crashing = ctrl_c(lambda trainer: trainer.state.iteration == crash, EOFError())
     with crashing, pytest.raises(EOFError):
         resumed().run()
     trainer = resumed()
     every = trainer.settings.evaluate_every
-    assert trainer.iteration == crash // every * every
+    assert trainer.state.iteration == crash // every * every
     trainer.run()
     whole, again = (
         {path.name: torch.load(path, weights_only=True) for path in (tmp_path / run).iterdir()}
@@ -248,7 +248,7 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
     assert "holds iteration 20 of 20" in stopped(trainer.run).__notes__[0]
     again = controller(tmp_path, "rewards sampled")
     assert again.resume(tmp_path / "last.pt")
-    assert again.finished
+    assert again.state.finished
 
 
 # -- the command -----------------------------------------------------------------------------------
