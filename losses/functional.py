@@ -9,7 +9,7 @@ difference between sampled and exact GRPO.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,11 +240,11 @@ def clipped_surrogate(
     # what the clip cuts off anyway need not overflow, which would make its gradient NaN
     log_ratio = log_prob - old_log_prob
     ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp_max(LARGEST)).exp()
-    # ρA, before the clip
-    surrogate = ratio * advantage
-    # the clip matters only on the side that A pulls to, where it holds min(ρA, ·) at (1 ± ε)A
-    most = advantage + clip_epsilon * advantage.abs()
-    return surrogate.clamp_max(most), surrogate > most
+    free = ratio * advantage
+    clipped = ratio.detach().clamp(1 - clip_epsilon, 1 + clip_epsilon) * advantage
+    # the smaller of both; where that is the clipped one, there is no gradient
+    cut = free > clipped
+    return torch.where(cut, clipped, free), cut
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
@@ -273,6 +273,50 @@ def expected_k3(
         return expectation(k3(log_prob, reference_log_prob), weight)
     log_ratio = reference_log_prob - log_prob
     return ((old_log_prob + log_ratio).exp() - weight * (1 + log_ratio)).sum(-1)
+
+
+class Objective(NamedTuple):
+    """The parts of GRPO's objective, of each context: surrogate − β·kl."""
+
+    surrogate: Tensor
+    """E_j[min(ρ_j A_j, clip(ρ_j, 1 − ε, 1 + ε) A_j)], [*]."""
+    kl: Tensor | None
+    """E_j[k3_j] to the reference policy, [*]; None without a reference."""
+    cut: Tensor
+    """bool [*, J], where the clip stops the gradient."""
+
+
+def grpo_objective(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    reference_log_prob: Tensor | None = None,
+    weight: Tensor | None = None,
+    clip_epsilon: Tensor | float = 0.2,
+    *,
+    exact: bool = False,
+    learned: Tensor | None = None,
+) -> Objective:
+    """Compute the parts of GRPO's objective, to be maximised: surrogate − β·kl.
+
+    Shao et al. 2024, "DeepSeekMath", equation 3.
+
+    Args:
+        log_prob: [*, J], ln π of the policy that is trained.
+        old_log_prob: [*, J], ln π_old of the behaviour policy.
+        advantage: [*, J], A, see `group_advantage`.
+        reference_log_prob: [*, J], ln π_ref; None for no KL.
+        weight: [*, J], sums to 1; None for draws, 1/J each.
+        clip_epsilon: ε.
+        exact: the weights are the probabilities of the behaviour policy, see `expected_k3`.
+        learned: [*, J], in the place of `weight` in the surrogate, for a curriculum.
+    """
+    surrogate, cut = clipped_surrogate(log_prob, old_log_prob, advantage, clip_epsilon)
+    surrogate = expectation(surrogate, weight if learned is None else learned)
+    if reference_log_prob is None:
+        return Objective(surrogate, None, cut)
+    behaviour = old_log_prob if exact else None
+    return Objective(surrogate, expected_k3(log_prob, reference_log_prob, behaviour, weight), cut)
 
 
 def entropy(log_probs: Tensor) -> Tensor:

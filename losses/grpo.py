@@ -26,11 +26,10 @@ from knobwise.losses.actor_loss import (
 from knobwise.losses.functional import (
     AdvantageFunction,
     advantage_diagnostics,
-    clipped_surrogate,
     even_weight,
-    expectation,
     expected_k3,
     group_advantage,
+    grpo_objective,
     known_advantage,
     ratio_diagnostics,
     weight_of_best,
@@ -98,6 +97,8 @@ class GroupLoss(ActorLoss):
         "advantage_std",
     ]
     _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
+    exact = False
+    """True if the weights of a group are the probabilities of the behaviour policy."""
     clip_epsilon: Tensor
     entropy_coeff: Tensor
     kl_to_ref_coeff: Tensor
@@ -163,47 +164,55 @@ class GroupLoss(ActorLoss):
             std_floor=self.std_floor,
             std_eps=self.std_eps,
         )
-        surrogate, cut = clipped_surrogate(
-            group.log_prob, group.old.detach(), advantage, self.clip_epsilon
-        )
         # a curriculum learns from the best of a group alone
         learned = group.weight
         if self.top is not None:
             learned = weight_of_best(group.reward, self.top, group.weight)
-        # where all draws count alike, one mean over draws and contexts is faster than two
-        if learned is not None or self.reduction != "mean":
-            surrogate = expectation(surrogate, learned)
-        out = {"loss_objective": -self._reduce_loss(surrogate, tensordict)}
+        objective = grpo_objective(
+            group.log_prob,
+            group.old.detach(),
+            advantage,
+            self._reference(tensordict, group),
+            group.weight,
+            self.clip_epsilon,
+            exact=self.exact,
+            learned=learned,
+        )
+        out = {"loss_objective": -self._reduce_loss(objective.surrogate, tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
+        if objective.kl is not None:
+            kl = self.kl_to_ref_coeff * objective.kl
+            out["loss_kl_to_ref"] = self._reduce_loss(kl, tensordict)
         # terms of weight 0 are not computed
         if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
-        if group.reference is None:
-            self._refuse_without_reference(tensordict)
-        elif not is_zero(self.kl_to_ref_coeff):
-            # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-            reference = torch.where(
-                self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
-            )
-            kl = self._kl(group, reference)
-            out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         self._check(tensordict, group, [*out.values()])
         if self.diagnostics:
             used = advantage if learned is None else advantage * (learned > 0)
             with torch.no_grad():
                 # without a reference the policy is its own, and the KL is 0
                 reference = group.log_prob if group.reference is None else group.reference
+                behaviour = group.old if self.exact else None
+                kl_to_ref = expected_k3(group.log_prob, reference, behaviour, group.weight)
                 log_ratio = group.log_prob - group.old
                 out["entropy"] = self._entropy(group.distribution).mean()
-                out["kl_to_ref"] = self._kl(group, reference).mean()
-                out |= ratio_diagnostics(log_ratio, group.weight, cut, self.clip_epsilon)
+                out["kl_to_ref"] = kl_to_ref.mean()
+                out |= ratio_diagnostics(log_ratio, group.weight, objective.cut, self.clip_epsilon)
                 out |= advantage_diagnostics(advantage, group.weight, used)
         return TensorDict(out, batch_size=[])
 
-    def _kl(self, group: Group, reference: Tensor) -> Tensor:
-        """Compute the KL to a reference policy of each context, [P]."""
-        return expected_k3(group.log_prob, reference, weight=group.weight)
+    def _reference(self, tensordict: TensorDictBase, group: Group) -> Tensor | None:
+        """Return log-probs of the reference, where the KL to it is to be computed."""
+        if group.reference is None:
+            self._refuse_without_reference(tensordict)
+            return None
+        if is_zero(self.kl_to_ref_coeff):
+            return None
+        # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
+        return torch.where(
+            self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
+        )
 
     # -- what the loss refuses ---------------------------------------------------------------------
 
@@ -399,6 +408,7 @@ class ExactGRPOLoss(GroupLoss):
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
+    exact = True
 
     def __init__(self, actor_network: ProbabilisticTensorDictSequential, **settings: Any) -> None:
         super().__init__(actor_network, **settings)
@@ -435,8 +445,3 @@ class ExactGRPOLoss(GroupLoss):
         old = old.masked_fill(impossible, 0.0)
         reward = reward.masked_fill(impossible, 0.0)
         return Group(dist, log_prob, old, reference, reward, weight)
-
-    def _kl(self, group: Group, reference: Tensor) -> Tensor:
-        """Compute the KL to a reference policy of each context, [P]."""
-        # the weights are the behaviour policy's probabilities
-        return expected_k3(group.log_prob, reference, group.old.detach(), group.weight)
