@@ -241,7 +241,9 @@ def clipped_surrogate(
     log_ratio = log_prob - old_log_prob
     ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp_max(LARGEST)).exp()
     free = ratio * advantage
-    clipped = ratio.detach().clamp(1 - clip_epsilon, 1 + clip_epsilon) * advantage
+    low: Any = 1 - clip_epsilon
+    high: Any = 1 + clip_epsilon
+    clipped = ratio.detach().clamp(low, high) * advantage
     # the smaller of both; where that is the clipped one, there is no gradient
     cut = free > clipped
     return torch.where(cut, clipped, free), cut

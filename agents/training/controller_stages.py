@@ -36,10 +36,6 @@ VALUE_UNIT = 3.0
 class ControllerStage(Stage):
     """A stage of a controller's training; args but for `setup` as in `Stage`."""
 
-    scores_before: Tensor | None = None
-    """Where GRPO begins after a warm-up, the mean score over the limits of each held-out sample,
-    float [n]; else None."""
-
     def __init__(self, setup: ControllerSetup, module: nn.Module, **settings: Any) -> None:
         super().__init__(module, setup.settings, **settings)
         self.setup = setup

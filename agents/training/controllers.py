@@ -153,7 +153,7 @@ class ControllerSetup:
         self.actor = make_actor(
             controller, table, self.group_size, members=True, offsets=offsets, noise=noise
         ).to(self.device)
-        self.critic = None
+        self.critic: Any = None
         if self.loss.objective == "ppo":
             self.critic = make_critic(controller, table, noise)
 

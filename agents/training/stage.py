@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -62,8 +62,11 @@ class Stage(ABC):
     collects = True
     """False if it draws its own minibatches; contexts are then collected only where diagnostics are
     read."""
-    stored: ClassVar[Any] = ()
+    stored: Collection[Any] = ()
     """The collected keys that go into the buffer."""
+    scores_before: Tensor | None = None
+    """Where it begins after another stage, the score of each held-out sample, where that is
+    noted."""
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ class TrainingState:
                 "an earlier version of knobwise stopped this training, and only that can go on "
                 "with it; start it anew under another name=…"
             )
-        return cls(**plain | {"best": Best(**plain["best"])})
+        return cls(**{**plain, "best": Best(**plain["best"])})
 
 
 class _Collecting(TensorDictModuleBase):
