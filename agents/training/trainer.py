@@ -114,8 +114,8 @@ class TrainingState:
         """
         if plain.keys() != {part.name for part in fields(cls)}:
             raise InputError(
-                "an earlier version of knobwise stopped this training, and only that can go on "
-                "with it; start it anew under another name=…"
+                "was written by an earlier version of knobwise, which alone can go on with this "
+                "training; start it anew under another name=…"
             )
         return cls(**{**plain, "best": Best(**plain["best"])})
 

@@ -1,0 +1,75 @@
+"""Runs of an earlier version are read: a taught and an untaught controller, one under mean budgets,
+a selector, and a training that was stopped.
+
+`tests/earlier_runs.tar.xz` was made at 049d54ee, in this folder's way (`t.parquet` and `f.npz` are
+`write_table(40, holes=0.1)`, `b.safetensors` is `small_beams(30)`), by these commands, without what
+is large and not read (reports, previous.pt, the checkpoints of epochs):
+
+    train experiment=lean … policy.experts=[ridge] policy.members=2 policy.teacher_hidden=8
+    train experiment=lean policy=independent … name=independent
+    train experiment=mean_budget … policy.experts=[ridge] policy.members=2 budgets_ms=[8,16]
+    train experiment=selector_replay … sft.epochs=1 variants.grpo_recorded.epochs=1
+    train experiment=lean policy=independent … optimiser.evaluate_every=2 name=stopped  (Ctrl-C)
+"""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+from commands import launch, read_json, words_of
+
+from knobwise.__main__ import main
+from knobwise.agents.training.checkpoint import load_checkpoint
+
+ARCHIVE = Path(__file__).parents[2] / "earlier_runs.tar.xz"
+CONTROLLERS = ("lean/x", "lean/independent", "mean_budget/x")
+SELECTOR = "selector_replay/x"
+STOPPED = words_of("""
+    train experiment=lean policy=independent profile=table profile.path=t.parquet
+    profile.features=f.npz optimiser.teacher_iterations=4 optimiser.warmup_iterations=4
+    optimiser.iterations=4 optimiser.contexts=16 optimiser.evaluate_every=2 policy.hidden=8
+    tracking=disabled baselines=false seeds=[0] name=stopped runs=runs tracking.tensorboard=false
+    optimiser.rise=0.1
+""")
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch):
+    """A folder with the runs, as the current one."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [*((run, "controller") for run in CONTROLLERS), (SELECTOR, "grpo_recorded")]
+)
+def test_it_is_evaluated_with_the_same_result(run, name, earlier):
+    folder = Path("runs", run)
+    launch("evaluate", [f"checkpoint={folder}", "json=e.json", "baselines=false"])
+    before, after = (read_json(path)["rows"] for path in (folder / "results.json", "e.json"))
+    scores = [
+        [row["accuracy"] for row in rows if row["policy"] == name] for rows in (before, after)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+
+
+def test_they_are_compared(earlier):
+    launch("compare", "runs/lean", ["html=c.html"])
+    assert Path("c.html").exists()
+
+
+def test_a_stopped_training_is_refused_in_a_line(earlier, capsys):
+    last = Path("runs/lean/stopped/checkpoints/seed0/last.pt")
+    before = last.read_bytes()
+    assert main(STOPPED) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "earlier version" in line
+    assert str(last) in line
+    assert last.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", [f"{run}/checkpoints/best.pt" for run in CONTROLLERS])
+def test_its_settings_have_todays_names(path, earlier):
+    config = load_checkpoint(Path("runs", path)).network.config
+    assert config.members == (1 if "independent" in path else 2)
