@@ -2,12 +2,13 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from helpers import small_table
-from test_layout import lines_with_tokens
+from test_layout import ROOT, lines_with_tokens
 
 OUTSIDE = (
     "envs.readers",
@@ -78,3 +79,22 @@ def test_training_loads_the_centre_alone(tmp_path):
             if isinstance(function, ast.FunctionDef):
                 imports = [node for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
                 assert not [node.module for node in imports if "knobwise" in str(node.module)]
+
+
+def lines_of(tree, name):
+    """How many lines a class, a function or a method has, by its name with dots."""
+    for part in name.split("."):
+        (tree,) = [node for node in tree.body if getattr(node, "name", "") == part]
+    return tree.end_lineno - tree.lineno + 1
+
+
+def test_the_reading_path_is_an_hour_long():
+    section = (ROOT / "docs/concepts.md").read_text().split("## Read the code in an hour")[1]
+    rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    lines = 0
+    files = [re.findall("`([^`]+)`", row) for row in rows if ".py`" in row]
+    assert 8 <= len(files) <= 12
+    for path, *names in files:
+        tree = ast.parse((ROOT / path).read_text())
+        lines += sum(lines_of(tree, name) for name in names)
+    assert lines <= 1500
