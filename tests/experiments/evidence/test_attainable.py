@@ -9,6 +9,7 @@ import torch
 from helpers import small_table, table_of, two_kinds
 
 from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.experiments.evidence import attainable as module
 from knobwise.experiments.evidence.attainable import (
@@ -118,6 +119,22 @@ def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
     table = small_table(700)
     found = attainable(table, default_budgets(table))
     assert (found["components"], found["samples"]) == (3, 600)
+
+
+def test_a_gain_that_very_many_features_show_together_is_found(monkeypatch):
+    # few trees, so that 256 components take a second
+    few = FAMILIES["gradient_boosting"]._replace(settings=(20,))
+    monkeypatch.setitem(FAMILIES, "gradient_boosting", few)
+    generator = torch.Generator().manual_seed(1)
+    width = module.WIDEST + 8
+    for shown, least, most in ((True, 0.35, 0.5), (False, -0.1, 0)):
+        table = two_kinds(270, shown)
+        # no single feature tells the kinds apart
+        spread = table.features["x"] @ torch.randn(2, width, generator=generator)
+        table.features["x"] = spread + torch.randn(270, width, generator=generator)
+        found = attainable(table, BUDGETS)
+        assert found["components"] == module.COMPONENTS
+        assert least <= found["gain_ci95"][0] <= most
 
 
 def test_shares_of_what_looked_attainable():
