@@ -17,7 +17,7 @@ from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
 from knobwise.experiments.evidence.problem import Row, place_of, problem_of
 from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.report.words import read_results
-from knobwise.experiments.settings.config_file import read_settings_file
+from knobwise.experiments.settings.config_file import dotted, read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
@@ -175,18 +175,6 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.yaml"
     return dotted(read_settings_file(path)) if path.exists() else {}
-
-
-def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key; an empty group stays a value."""
-    flat = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            for name, leaf in dotted(value).items():
-                flat[f"{key}.{name}"] = leaf
-        else:
-            flat[str(key)] = value
-    return flat
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

@@ -198,8 +198,9 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
         ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, []),
         ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, ["ridge"]),
         ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, []),
+        ({"policy": "independent", "budgets_ms": np.array([10.0, 20.0]), "loss": {}}, None),
     ],
-    ids=["independent", "mean", "experts", "no experts"],
+    ids=["independent", "mean", "experts", "no experts", "an array"],
 )
 def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     table = small_table(60)
@@ -287,8 +288,17 @@ def test_features_of_a_profile_are_in_its_order():
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("policy/huge", {"policy": "huge"}),
+        ("policy.*huge.*utility", {"policy": "huge"}),
         ("optimiser.iterations=3", {"optimiser": {"iteration": 3}}),
+        ("optimiser.*utility", {"optimiser": 3}),
+        ("optimiser.iterations.*many", {"optimiser": {"iterations": "many"}}),
+        ("optimiser.iterations", {"optimiser": {"iterations": -1}}),
+        ("loss.kl_band.*wide", {"loss.kl_band": "wide"}),
+        ("budgets_ms.*0.5", {"budget_ms": [0.5]}),
+        ("reward.function", {"reward": "function"}),
+        ("experiment.*nothing", {"experiment": "nothing"}),
+        ("experiment=selector", {"experiment": "selector"}),
+        ("profile.path", {"profile": {"path": "a.csv"}}),
         ("seeds", {"seed": -1}),
         ("20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
     ],
