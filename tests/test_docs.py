@@ -23,7 +23,7 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
-from knobwise.experiments.report.words import read_results
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of

@@ -9,8 +9,8 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
 from knobwise.experiments.evidence.problem import Row, place_of
+from knobwise.experiments.evidence.results import kept_before_grpo, unit_of, value_of
 from knobwise.experiments.evidence.statistics import holm
-from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
 
 MOST_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""

@@ -15,8 +15,8 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
 from knobwise.experiments.evidence.problem import Row, place_of, problem_of
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
-from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.config_file import dotted, read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")

@@ -28,7 +28,7 @@ from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.evidence.summary import configurations_of
 from knobwise.experiments.inspection.faults import faults_of
-from knobwise.experiments.report.words import number
+from knobwise.experiments.wording.words import number
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""

@@ -24,7 +24,7 @@ from knobwise.envs.tables.units import in_words
 from knobwise.experiments.evidence.problem import Results, Row
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report.page import HUES, colours_of
-from knobwise.experiments.report.words import policy_name
+from knobwise.experiments.wording.words import policy_name
 
 GREY = HUES["grey"]
 DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}

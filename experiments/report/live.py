@@ -14,7 +14,7 @@ from knobwise.experiments.evidence.problem import (
     Metric,
     Results,
 )
-from knobwise.experiments.report.choice_sentences import setting
+from knobwise.experiments.evidence.results import ranked
 from knobwise.experiments.report.tables import (
     Folded,
     Table,
@@ -24,7 +24,8 @@ from knobwise.experiments.report.tables import (
     print_table,
     table_of,
 )
-from knobwise.experiments.report.words import (
+from knobwise.experiments.wording.choice_sentences import setting
+from knobwise.experiments.wording.words import (
     COMPARED,
     LEARNED,
     STATIC,
@@ -35,7 +36,6 @@ from knobwise.experiments.report.words import (
     number,
     points,
     policy_name,
-    ranked,
     sign_of,
 )
 

@@ -26,18 +26,18 @@ from knobwise.experiments.evidence.problem import (
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report import charts, tables, words
-from knobwise.experiments.report.choice_sentences import (
-    condition,
-    on_difficulty,
-    on_tree,
-    on_usage,
-    setting,
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    known,
+    read_results,
+    rows_at,
+    unit_of,
 )
+from knobwise.experiments.report import charts, tables
 from knobwise.experiments.report.page import Figure, render_page, unchecked
 from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
-from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
     Folded,
     Tile,
@@ -49,12 +49,16 @@ from knobwise.experiments.report.tables import (
     table_of,
 )
 from knobwise.experiments.report.training_charts import training
-from knobwise.experiments.report.words import (
-    number,
-    policy_name,
-    quantity,
-    shots_words,
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.choice_sentences import (
+    condition,
+    on_difficulty,
+    on_tree,
+    on_usage,
+    setting,
 )
+from knobwise.experiments.wording.sentences import verdict as verdict
+from knobwise.experiments.wording.words import number, policy_name, quantity, shots_words
 
 
 @unchecked
@@ -65,7 +69,7 @@ def write_report(run_folder: str | Path) -> Path:
         InputError: there is no `results.json`, or it does not hold the results of a run.
     """
     folder = Path(run_folder).resolve()
-    results = words.read_results(folder)
+    results = read_results(folder)
     figures = {heading: [figure] for heading, figure in result_charts(results).items()}
     # what training added is said in its own section
     of_training = training(results, folder / "metrics.csv")
@@ -78,7 +82,7 @@ def write_report(run_folder: str | Path) -> Path:
     sections |= {"Training": of_training, "Guarantees": _guarantees(results)}
     sections |= {"Warnings about the profile": [results.get("warnings") or []]}
     sections |= {"Tables": _tables(results), "How to reproduce": _how_to_reproduce(results, folder)}
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     return render_page(
         folder / "report.html",
         "knobwise run report",
@@ -149,7 +153,7 @@ def _tiles(results: Results) -> list[Tile]:
     its share on time or accuracy, and the time of a decision."""
     problem = problem_of(results)
     policy = problem.main_policy(results) or ""
-    rows = words.rows_at(results, problem.main_place(results))
+    rows = rows_at(results, problem.main_place(results))
     row = rows.get(policy, {})
     tiles = []
     # what it gains over static, or of selectors over the strongest simple baseline
@@ -159,9 +163,9 @@ def _tiles(results: Results) -> list[Tile]:
         against = problem.low
         gain = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
     else:
-        (against,) = words.baselines(results)[:1] or [""]
-        gain = words.differences_at(results, shown_at(results)).get((policy, against), {})
-    if words.known(gain.get("difference")):
+        (against,) = baselines(results)[:1] or [""]
+        gain = differences_at(results, shown_at(results)).get((policy, against), {})
+    if known(gain.get("difference")):
         gained = f"of {problem.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
     second = FEASIBLE if FEASIBLE in problem.metrics else ACCURACY
@@ -205,7 +209,7 @@ def explanation(results: Results) -> dict[str, list[Any]]:
     why = results.get("explanation")
     if not why:
         return {}
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     seed = ""
     if results.get("best_seed") is not None and len(results["seeds"]) > 1:
         seed = f" (seed {results['best_seed']})"
@@ -251,7 +255,7 @@ def explanation(results: Results) -> dict[str, list[Any]]:
 
 def print_explanation(results: Results, console: Console) -> None:
     """Print the sections on why the deployed policy sets the knobs as it does."""
-    print_sections(console, reworded(explanation(results), words.unit_of(results)))
+    print_sections(console, reworded(explanation(results), unit_of(results)))
 
 
 def _importance(results: Results) -> list[Any]:
@@ -370,7 +374,7 @@ def _glossary(results: Results) -> Folded:
     """Return the terms, and every policy in the tables."""
     problem = problem_of(results)
     terms = dict(GLOSSARY[problem.name])
-    if words.unit_of(results) not in TIMES:
+    if unit_of(results) not in TIMES:
         terms |= NOT_CHARGED
         terms.pop("if free", None)
     if "split_seeds" in results:

@@ -21,17 +21,18 @@ from knobwise.experiments.evidence.problem import (
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report import charts, page, words
+from knobwise.experiments.evidence.results import (
+    baselines,
+    calibration_error,
+    ranked,
+    rows_at,
+    unit_of,
+)
+from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import Figure
 from knobwise.experiments.report.tables import reworded
-from knobwise.experiments.report.words import (
-    MIX,
-    ORACLE,
-    STATIC,
-    baselines,
-    policy_name,
-    shots_words,
-)
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.words import MIX, ORACLE, STATIC, policy_name, shots_words
 
 Figures = dict[str, Figure]
 """Heading → figure."""
@@ -51,7 +52,7 @@ def result_charts(results: Results) -> Figures:
     """Draw all figures that the results have numbers for, the one to be seen first in front."""
     if not problem_of(results).averaged:
         return _over_shots(results)
-    return reworded(_over_budgets(results), words.unit_of(results))
+    return reworded(_over_budgets(results), unit_of(results))
 
 
 @page.unchecked
@@ -81,10 +82,10 @@ def on_time(rows: pl.DataFrame, results: Results) -> Figure:
     chart = charts.by_budget(
         rows.drop("low", "high"),
         FEASIBLE.key,
-        in_words("on time, of the feasible requests", words.unit_of(results)),
+        in_words("on time, of the feasible requests", unit_of(results)),
         percent=True,
         level=level,
-        unit=words.unit_of(results),
+        unit=unit_of(results),
     )
     return Figure(
         chart,
@@ -100,19 +101,19 @@ def _over_budgets(results: Results) -> Figures:
     """Draw the learned policy, the static reference, the strongest baseline and the oracle."""
     problem = problem_of(results)
     candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
-    judged = words.rows_at(results, None)
+    judged = rows_at(results, None)
     policies = [name for name in candidates if name in judged]
     drawn = {}
     if problem.judged_at(results):
         draw = _mean_budgets if problem.equal_latency else _deadlines
         drawn = draw(results, policies)
     sides = [(policy_name(name), name, results) for name in (problem.trained[0], problem.low)]
-    if usage := charts.knob_usage(sides, words.unit_of(results)):
+    if usage := charts.knob_usage(sides, unit_of(results)):
         drawn["Which settings are used"] = Figure(
             usage, "Share of the test requests that get each value of a knob, by budget.", 2
         )
     if bins := results.get("reliability"):
-        drawn["Reliability"] = reliability(bins, words.unit_of(results))
+        drawn["Reliability"] = reliability(bins, unit_of(results))
     return drawn
 
 
@@ -144,7 +145,7 @@ def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
         results: the content of `results.json`.
         policies: those that are drawn.
     """
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     # the static mix is at 0, and has its own line in the plane
     others, _ = _frame(results, [name for name in policies if name != MIX])
     learners = others.filter(pl.col("policy") != policy_name(ORACLE))
@@ -175,7 +176,7 @@ def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
 def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
     """Draw results under deadlines: utility, the gain over static, late answers, and the shares on
     time. The arguments are those of `_mean_budgets`."""
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     at_budgets, means = _frame(results, policies)
     first = [charts.by_budget(at_budgets, "utility", "utility (0 to 1)", unit=unit)]
     # the gain over static in points
@@ -214,7 +215,7 @@ def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure
     """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
     titles = ("predicted probability of being on time", "observed share on time")
-    error = words.points(words.calibration_error(bins), ".1f")
+    error = words.points(calibration_error(bins), ".1f")
     return Figure(
         charts.predictions(rows, *(in_words(title, unit) for title in titles)),
         "The probability of being on time that the controller's teacher predicted for its choices, "
@@ -267,7 +268,7 @@ def _over_shots(results: Results) -> Figures:
     best = DEMONSTRATIONS.main_policy(results)
     kinds = _kinds() | {best: BEST}
     rows = []
-    for row in words.ranked(results) + words.ranked(results, "controls"):
+    for row in ranked(results) + ranked(results, "controls"):
         name = policy_name(row["policy"], results)
         kind = kinds.get(row["policy"], "trained")
         rows.append([name, row["accuracy"], *row["accuracy_ci95"], kind])

@@ -13,10 +13,11 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.evidence.problem import CONTROLS, Results, problem_of
-from knobwise.experiments.report import charts, words
+from knobwise.experiments.evidence.results import grpo_begins, unit_of
+from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure
-from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.report.tables import Folded
+from knobwise.experiments.wording.sentences import on_training
 
 TITLES = {
     "Utility": "utility (0 to 1)",
@@ -43,10 +44,10 @@ def training(results: Results, path: Path) -> list[Any]:
         results: the content of `results.json`.
         path: of `metrics.csv`.
     """
-    logged = logged_numbers(path, words.unit_of(results))
+    logged = logged_numbers(path, unit_of(results))
     if logged is None:
         return []
-    begins = words.grpo_begins(results)
+    begins = grpo_begins(results)
     dashed = " Dashed: where the warm-up ends." * len(begins)
     blocks: list[Any] = on_training(results)
     score = logged.filter(pl.col("variable") == problem_of(results).validation)

@@ -55,7 +55,8 @@ def training_settings(options: Values) -> TrainRun:
             OmegaConf.update(config, key, plain(_in_python(value)))
         except OmegaConfBaseException as error:
             raise InputError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
-    settings: TrainRun = OmegaConf.to_object(config)
+    settings: Any = OmegaConf.to_object(config)
+    assert isinstance(settings, TrainRun)
     return settings
 
 
@@ -70,7 +71,7 @@ def _of_experiment(name: str) -> tuple[dict[str, str], Values]:
     # Hydra's own settings say what a sweep runs
     for key in ("hydra", "profile", "experiment"):
         content.pop(key, None)
-    chosen = {}
+    chosen: dict[str, str] = {}
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", ()):
         if isinstance(entry, str):

@@ -15,33 +15,35 @@ from knobwise.experiments.evidence.problem import (
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report.words import (
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    guard_by_budget,
+    kept_before_grpo,
+    known,
+    ranked,
+    rows_at,
+    unit_of,
+    value_of,
+)
+from knobwise.experiments.wording.words import (
     COMPARED,
     LEARNED,
     ORACLE,
     STATIC,
     TEACHER,
-    baselines,
     difference_words,
-    differences_at,
-    guarantees,
     hidden_words,
     in_seeds,
-    kept_before_grpo,
-    known,
     listed,
     number,
     points,
     policy_name,
     quantity,
-    ranked,
-    rows_at,
     said_of,
     shots_words,
     sign_of,
     span,
-    unit_of,
-    value_of,
     with_score,
 )
 
@@ -211,7 +213,7 @@ def _on_guard(results: Results) -> list[str]:
         )
     not_kept = [
         f"{quantity(seeds[0]['budget_ms'], unit_of(results))} ({promise(seeds)})"
-        for seeds in guarantees(results)
+        for seeds in guard_by_budget(results)
         if "level" in seeds[0] and promise(seeds) != "kept"
     ]
     if not_kept:

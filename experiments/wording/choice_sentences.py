@@ -13,14 +13,8 @@ from knobwise.experiments.evidence.problem import (
     Row,
     problem_of,
 )
-from knobwise.experiments.report.words import (
-    LEARNED,
-    number,
-    quantity,
-    sign_of,
-    span,
-    unit_of,
-)
+from knobwise.experiments.evidence.results import unit_of
+from knobwise.experiments.wording.words import LEARNED, number, quantity, sign_of, span
 
 
 def setting(knobs: Mapping[str, Any]) -> str:
