@@ -20,8 +20,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import decision_rows
 from knobwise.experiments.evidence.equal_latency import Reference
 from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET
+from knobwise.experiments.evidence.schema import Chosen, RunResults
 from knobwise.experiments.evidence.statistics import with_interval
-from knobwise.experiments.evidence.summary import Results, labels_of, summary_of
+from knobwise.experiments.evidence.summary import labels_of, summary_of
 
 
 def judge_on_test(
@@ -35,7 +36,7 @@ def judge_on_test(
     charge: bool = True,
     rewards: RewardTable | None = None,
     before: Sequence[DeployedController | None] = (),
-) -> tuple[Results, pl.DataFrame]:
+) -> tuple[RunResults, pl.DataFrame]:
     """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each
     of `seeds`, and other policies on the same samples under the same budgets.
 
@@ -104,7 +105,7 @@ def _deciders(
 
 
 def _add_prices(
-    results: Results,
+    results: RunResults,
     controllers: Sequence[MeanBudgetPolicy],
     baselines: Sequence[MeanBudgetPolicy],
 ) -> None:
@@ -151,7 +152,7 @@ def expected_in_time(
     return torch.cat(columns, 1)
 
 
-def held_out_choices(loaded: Sequence[Loaded]) -> Results:
+def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
     """Return the choices made on held-out samples in training; every list has an entry for each
     seed.
 
@@ -161,10 +162,12 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         the teacher, the settings of its experts, the iteration of the controller, and validation
         utility where GRPO starts. `satisfaction_level`: the level that the guard keeps, if any.
     """
-    choices: Results = {"guard": [], "chosen": []}
+    choices: RunResults = {"guard": [], "chosen": []}
     for checkpoint in loaded:
         teacher = checkpoint.controller.teacher
-        choice = teacher.chosen() if teacher is not None else {"weights": {}, "settings": {}}
+        choice: Chosen = {"weights": {}, "settings": {}}
+        if teacher is not None:
+            choice = teacher.chosen()
         extra = checkpoint.extra
         choice |= {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})}
         choices["chosen"].append(choice)

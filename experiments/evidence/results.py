@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -15,12 +15,17 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded, is_deeper
 from knobwise.experiments.evidence.decisions import FILE
-from knobwise.experiments.evidence.problem import (
-    DEMONSTRATIONS,
-    Results,
-    Row,
-    problem_of,
+from knobwise.experiments.evidence.problem import DEMONSTRATIONS, problem_of
+from knobwise.experiments.evidence.schema import (
+    DifferenceRow,
+    PolicyRow,
+    PolicyRows,
+    ReliabilityBin,
+    RunResults,
 )
+
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.guard import GuardRow
 
 MOST_BYTES = 100_000_000
 """The longest `results.json` that is read."""
@@ -29,14 +34,13 @@ DEEPEST = 40
 SINGLE = "best_single"
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> None:
+def write_results(folder: Path, results: RunResults) -> None:
     """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
     written before."""
-    results = results | {"sha256": _digests(folder, results)}
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", {**results, "sha256": _digests(folder, results)})
 
 
-def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
+def _digests(folder: Path, results: RunResults) -> list[str]:
     """Return SHA-256 of the results, and of the decisions if the file exists."""
     content = {key: value for key, value in results.items() if key != "sha256"}
     contents = [json.dumps(content).encode()]
@@ -45,7 +49,7 @@ def _digests(folder: Path, results: dict[str, Any]) -> list[str]:
     return [hashlib.sha256(content).hexdigest() for content in contents]
 
 
-def read_results(run_folder: str | Path) -> dict[str, Any]:
+def read_results(run_folder: str | Path) -> RunResults:
     """Read `results.json` in the folder of a run.
 
     Raises:
@@ -57,7 +61,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES:,} bytes")
-        results: dict[str, Any] = decoded(path.read_bytes())
+        results: RunResults = decoded(path.read_bytes())
         if is_deeper(results, DEEPEST):
             raise ValueError("nested too deeply")
     except FileNotFoundError:
@@ -88,43 +92,44 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     return results
 
 
-def known(value: Any) -> TypeGuard[float]:
+def known(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def unit_of(results: Results) -> str:
+def unit_of(results: RunResults) -> str:
     """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
     return str(results.get("unit", "ms"))
 
 
-def rows_at(results: Results, place: float | None, rows: str = "rows") -> dict[str, Row]:
+def rows_at(
+    results: RunResults, place: float | None, rows: PolicyRows = "rows"
+) -> dict[str, PolicyRow]:
     """Return policy → its row at a budget or a number of shots, or with the means over the budgets
     (None)."""
     key = problem_of(results).place
     return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
 
 
-def ranked(results: Results, rows: str = "rows") -> list[Row]:
+def ranked(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
     """Return the rows at the place that the results are about, best first."""
     problem = problem_of(results)
     judged = rows_at(results, problem.main_place(results), rows).values()
     return sorted(judged, key=lambda row: -value_of(row, problem.ranked_by))
 
 
-def value_of(row: Row, metric: str = "utility") -> float:
+def value_of(row: Mapping[str, object], metric: str = "utility") -> float:
     """Return the number of a row to rank by; −∞ where it is not known."""
-    if known(row.get(metric)):
-        return float(row[metric])
-    return -math.inf
+    value = row.get(metric)
+    return float(value) if known(value) else -math.inf
 
 
-def mean_of(rows: Sequence[Row], name: str) -> float:
+def mean_of(rows: Sequence[Mapping[str, object]], name: str) -> float:
     """Return the mean of the known values; NaN where none is known."""
-    values = [row[name] for row in rows if known(row.get(name))]
+    values = list(filter(known, (row.get(name) for row in rows)))
     return float(np.mean(values or [math.nan]))
 
 
-def guard_by_budget(results: Results) -> list[list[Row]]:
+def guard_by_budget(results: RunResults) -> list[list[GuardRow]]:
     """Return the guard's results: for each budget a row for each seed. [] without a guard."""
     at = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
@@ -132,7 +137,7 @@ def guard_by_budget(results: Results) -> list[list[Row]]:
     return list(at.values())
 
 
-def calibration_error(bins: Sequence[Row]) -> float:
+def calibration_error(bins: Sequence[ReliabilityBin]) -> float:
     """Return the expected calibration error of the bins of `results["reliability"]`: the mean over
     all decisions of the absolute difference between predicted probability and observed share in
     their bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using
@@ -143,7 +148,7 @@ def calibration_error(bins: Sequence[Row]) -> float:
     return float(np.average(errors, weights=[row["decisions"] for row in bins]))
 
 
-def grpo_begins(results: Results) -> list[int]:
+def grpo_begins(results: RunResults) -> list[int]:
     """Return the iteration at which GRPO begins; [] if training had no warm-up or no GRPO, or if it
     is not known."""
     training = results.get("training") or {}
@@ -152,20 +157,20 @@ def grpo_begins(results: Results) -> list[int]:
     return []
 
 
-def kept_before_grpo(results: Results) -> int:
+def kept_before_grpo(results: RunResults) -> int:
     """Count the seeds whose best checkpoint is from before GRPO."""
     # without GRPO nothing is kept from before it
     begin = max(grpo_begins(results), default=-1)
     return sum(seed.get("iteration", math.inf) <= begin for seed in results.get("chosen") or ())
 
 
-def differences_at(results: Results, shots: int) -> dict[tuple[str, str], Row]:
+def differences_at(results: RunResults, shots: int) -> dict[tuple[str, str], DifferenceRow]:
     """Return (policy, the policy it is compared with) → the difference at a number of shots."""
     rows = [row for row in results.get("differences", []) if row["shots"] == shots]
     return {(row["policy"], row["against"]): row for row in rows}
 
 
-def baselines(results: Results) -> list[str]:
+def baselines(results: RunResults) -> list[str]:
     """Return the baselines, the best first: of demonstrations the simple ways, else every policy
     that is neither learned nor a reference."""
     problem = problem_of(results)

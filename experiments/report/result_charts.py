@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import altair as alt
@@ -16,7 +16,6 @@ from knobwise.experiments.evidence.problem import (
     LEARNED,
     UPPER,
     Problem,
-    Results,
     Row,
     problem_of,
     shown_at,
@@ -27,6 +26,13 @@ from knobwise.experiments.evidence.results import (
     ranked,
     rows_at,
     unit_of,
+)
+from knobwise.experiments.evidence.schema import (
+    CalibrationBin,
+    Difficulty,
+    PolicyRow,
+    ReliabilityBin,
+    RunResults,
 )
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import Figure
@@ -48,7 +54,7 @@ KINDS = {
 """Kind of policy → its hue."""
 
 
-def result_charts(results: Results) -> Figures:
+def result_charts(results: RunResults) -> Figures:
     """Draw all figures that the results have numbers for, the one to be seen first in front."""
     if not problem_of(results).averaged:
         return _over_shots(results)
@@ -56,22 +62,23 @@ def result_charts(results: Results) -> Figures:
 
 
 @page.unchecked
-def result_images(results: Results) -> dict[str, bytes]:
+def result_images(results: RunResults) -> dict[str, bytes]:
     """Draw the figures of `result_charts` as pictures (PNG), for W&B: heading → bytes."""
     return {name: page.png(figure) for name, figure in result_charts(results).items()}
 
 
-def numbers(problem: Problem, row: Row, name: str, key: str = "") -> dict[str, Any]:
+def numbers(problem: Problem, row: PolicyRow, name: str, key: str = "") -> dict[str, Any]:
     """Return the numbers of a row of results that a chart needs, under a policy's name in words;
     `low` and `high` are the interval of `key`, or of the number that policies are ranked by."""
     key = key or problem.ranked_by
-    low, high = row.get(f"{key}_ci95") or (None, None)
+    named: Row = row  # keys are put together here
+    low, high = named.get(f"{key}_ci95") or (None, None)
     keys = [key, problem.place, *(metric.key for metric in problem.metrics)]
     drawn = {"policy": name, "latency_ms": row.get("latency_ms_mean")}
-    return drawn | {key: row.get(key) for key in keys} | {"low": low, "high": high}
+    return drawn | {key: named.get(key) for key in keys} | {"low": low, "high": high}
 
 
-def on_time(rows: pl.DataFrame, results: Results) -> Figure:
+def on_time(rows: pl.DataFrame, results: RunResults) -> Figure:
     """Draw the share of the feasible requests that is on time against the budget.
 
     Args:
@@ -97,7 +104,7 @@ def on_time(rows: pl.DataFrame, results: Results) -> Figure:
 # -- over budgets ----------------------------------------------------------------------------------
 
 
-def _over_budgets(results: Results) -> Figures:
+def _over_budgets(results: RunResults) -> Figures:
     """Draw the learned policy, the static reference, the strongest baseline and the oracle."""
     problem = problem_of(results)
     candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
@@ -118,7 +125,7 @@ def _over_budgets(results: Results) -> Figures:
 
 
 def _frame(
-    results: Results, policies: Collection[str], key: str = ""
+    results: RunResults, policies: Collection[str], key: str = ""
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the `numbers` of these policies at the budgets, and as means over them.
 
@@ -138,7 +145,7 @@ def _frame(
     return frame.filter(~mean), frame.filter(mean)
 
 
-def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
+def _mean_budgets(results: RunResults, policies: Sequence[str]) -> Figures:
     """Draw results under mean budgets: accuracy over the static mix, and against latency.
 
     Args:
@@ -173,7 +180,7 @@ def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
     return drawn
 
 
-def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
+def _deadlines(results: RunResults, policies: Sequence[str]) -> Figures:
     """Draw results under deadlines: utility, the gain over static, late answers, and the shares on
     time. The arguments are those of `_mean_budgets`."""
     unit = unit_of(results)
@@ -206,7 +213,7 @@ def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
     return drawn
 
 
-def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure:
+def reliability(bins: Sequence[ReliabilityBin], unit: str = "ms") -> Figure:
     """Draw observed shares on time against predicted probabilities.
 
     Args:
@@ -226,7 +233,7 @@ def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure
     )
 
 
-def difficulty(explained: Row, unit: str) -> Figure:
+def difficulty(explained: Difficulty, unit: str) -> Figure:
     """Draw the latency of the choice against difficulty: a dot for each sample, and lines through
     the means of groups, of the policy with their intervals and of static.
 
@@ -261,7 +268,7 @@ def difficulty(explained: Row, unit: str) -> Figure:
 # -- over numbers of shots -------------------------------------------------------------------------
 
 
-def _over_shots(results: Results) -> Figures:
+def _over_shots(results: RunResults) -> Figures:
     """Draw accuracy of all policies at the trained number of shots, and of the main ones against
     this number."""
     shots = shown_at(results)
@@ -314,7 +321,7 @@ def _kinds() -> dict[str, str]:
     return kinds | dict.fromkeys(UPPER, "upper bound") | dict.fromkeys(CONTROLS, "control")
 
 
-def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
+def _calibration(results: RunResults, bins: Sequence[CalibrationBin]) -> list[alt.LayerChart]:
     """Draw the share of right answers against the predicted probability.
 
     Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.

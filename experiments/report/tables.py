@@ -17,8 +17,6 @@ from knobwise.experiments.evidence.problem import (
     FREE,
     GAP,
     LATENCY,
-    Results,
-    Row,
     problem_of,
     shown_at,
 )
@@ -31,6 +29,7 @@ from knobwise.experiments.evidence.results import (
     rows_at,
     unit_of,
 )
+from knobwise.experiments.evidence.schema import PolicyRow, PolicyRows, RunResults
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.sentences import promise
 from knobwise.experiments.wording.words import (
@@ -119,7 +118,7 @@ def reworded(block: Any, unit: str) -> Any:
     return block
 
 
-def policies(results: Results) -> Table:
+def policies(results: RunResults) -> Table:
     """Return a row for every policy, the best first: its metrics, or its accuracy at every number
     of shots."""
     if not problem_of(results).averaged:
@@ -129,7 +128,7 @@ def policies(results: Results) -> Table:
     return reworded(table_of(lines, _trained(results)), unit_of(results))
 
 
-def by_dataset(results: Results) -> Table:
+def by_dataset(results: RunResults) -> Table:
     """Return the most important policies in each data set; no rows if there is only one data
     set."""
     lines = []
@@ -141,7 +140,7 @@ def by_dataset(results: Results) -> Table:
     return reworded(table_of(lines, _trained(results)), unit_of(results))
 
 
-def _metrics(results: Results, row: Row) -> dict[str, str]:
+def _metrics(results: RunResults, row: PolicyRow) -> dict[str, str]:
     """Return the cells of a row."""
     unit = unit_of(results)
     metrics = problem_of(results).metrics
@@ -150,7 +149,7 @@ def _metrics(results: Results, row: Row) -> dict[str, str]:
     return {metric.name: cell(row, metric, unit) for metric in metrics}
 
 
-def _trained(results: Results) -> list[str]:
+def _trained(results: RunResults) -> list[str]:
     """Return the names of the policies that the run trained; of selectors the one that stands for
     the run."""
     problem = problem_of(results)
@@ -159,7 +158,7 @@ def _trained(results: Results) -> list[str]:
     return [policy_name(problem.main_policy(results) or "", results)]
 
 
-def by_place(results: Results, rows: str = "rows") -> Table:
+def by_place(results: RunResults, rows: PolicyRows = "rows") -> Table:
     """Return a row for every policy, the best first, with a cell for each budget or number of
     shots: the score with its interval, and in small print what was spent for it.
 
@@ -188,18 +187,18 @@ def by_place(results: Results, rows: str = "rows") -> Table:
     return reworded(table_of(lines, _trained(results)), unit)
 
 
-def _places(results: Results) -> dict[float, str]:
+def _places(results: RunResults) -> dict[float, str]:
     """Return the budgets or numbers of shots → headings of their columns."""
     key = problem_of(results).place
-    places = {row[key] for row in results["rows"]} - {None}
-    trained = {results.get("trained_shots"): " (trained)"}
+    places = list(filter(known, {row.get(key) for row in results["rows"]}))
+    trained: dict[float | None, str] = {results.get("trained_shots"): " (trained)"}
     return {
         place: words.place_words(results, place) + trained.get(place, "")
         for place in sorted(places)
     }
 
 
-def differences(results: Results) -> Table:
+def differences(results: RunResults) -> Table:
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
     main = shown_at(results)
@@ -218,7 +217,7 @@ def differences(results: Results) -> Table:
 # -- guarantees and choices ------------------------------------------------------------------------
 
 
-def guarantees(results: Results) -> Table:
+def guarantees(results: RunResults) -> Table:
     """Return what the guard decided at each budget in each seed, and what is guaranteed."""
     lines = []
     for seeds in guard_by_budget(results):
@@ -243,7 +242,7 @@ SETTINGS = {
 """Expert → its settings, in words."""
 
 
-def chosen(results: Results) -> Table:
+def chosen(results: RunResults) -> Table:
     """Return the weight of each member of the teacher, and its settings; no rows for a network
     alone."""
     seeds = results["chosen"]

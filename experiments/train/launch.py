@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from knobwise.experiments.evidence.run_folder import (
     finished_run,
     taken_up_if_damaged,
 )
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import git_commit, wandb_mode
@@ -94,7 +94,7 @@ def next_command(folder: Path) -> str:
     return f"knobwise evaluate {typed('checkpoint', folder)}"
 
 
-def track_results(config: Any, folder: Path, table: Any, results: Mapping[str, Any]) -> str:
+def track_results(config: Any, folder: Path, table: Any, results: RunResults) -> str:
     """Log to W&B the results, and the test scores of each seed in the run that trained it.
 
     Returns:

@@ -16,6 +16,7 @@ import torch
 from knobwise.agents.training.loop import Trainer
 from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summary import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
@@ -45,7 +46,7 @@ class Experiment(ABC):
         `checkpoints/seed<k>`."""
 
     @abstractmethod
-    def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge all policies on held-out data: the contents of `results.json` and of
         `decisions.parquet`."""
 

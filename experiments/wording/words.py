@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.evidence.problem import (
-    Metric,
-    Results,
-    Row,
-    problem_of,
-)
+from knobwise.experiments.evidence.problem import Metric, Row, problem_of
 from knobwise.experiments.evidence.results import known, unit_of, value_of
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.evidence.statistics import sign_of as sign_of
 
@@ -31,7 +27,7 @@ POLICIES: dict[str, dict[str, str]] = json.loads(
 """Policy → its name, its colour and a description."""
 
 
-def policy_name(policy: str, results: Results | None = None) -> str:
+def policy_name(policy: str, results: RunResults | None = None) -> str:
     """Return a policy in plain words; the names of some controls contain what was hidden in these
     results, and others what their budgets limit."""
     if policy in POLICIES:
@@ -40,7 +36,7 @@ def policy_name(policy: str, results: Results | None = None) -> str:
     return policy.replace("_", " ")
 
 
-def hidden_words(results: Results) -> str:
+def hidden_words(results: RunResults) -> str:
     """Name the blocks of the embeddings that the controls did not see."""
     return listed(results.get("hidden") or ["information"])
 
@@ -48,7 +44,7 @@ def hidden_words(results: Results) -> str:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def quantity(value: float | None, unit: str = "ms") -> str:
+def quantity(value: object, unit: str = "ms") -> str:
     """Format a number and its unit, with three significant figures, or with all digits before the
     point from 100 on."""
     if not known(value):
@@ -63,7 +59,7 @@ def quantity(value: float | None, unit: str = "ms") -> str:
     return f"{figures} {unit}".rstrip()
 
 
-def number(value: Any, how: str) -> str:
+def number(value: object, how: str) -> str:
     """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
     if not known(value):
         return "–"
@@ -93,7 +89,7 @@ def bracketed(ci95: Sequence[float], how: str) -> str:
     return f"[{', '.join(written)}]"
 
 
-def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
+def cell(row: Mapping[str, object], metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
     # latencies and costs have no interval
@@ -103,7 +99,7 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
 
 
-def points(share: Any, how: str = "+.1f") -> str:
+def points(share: object, how: str = "+.1f") -> str:
     """Format a share in points (hundredths); return a dash if it is not known."""
     if not known(share):
         return "–"
@@ -173,12 +169,12 @@ def difference_cell(row: Row) -> str:
     return cell
 
 
-def said_of(results: Results, text: str) -> str:
+def said_of(results: RunResults, text: str) -> str:
     """Return a text about latencies as one about what these results limit, such as a price."""
     return in_words(text, unit_of(results))
 
 
-def place_words(results: Results, place: float) -> str:
+def place_words(results: RunResults, place: float) -> str:
     """Return a budget or a number of shots in words."""
     if problem_of(results).averaged:
         return quantity(place, unit_of(results))
