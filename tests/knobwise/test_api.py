@@ -3,6 +3,8 @@
 import doctest
 import functools
 import itertools
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -306,6 +308,30 @@ def test_features_of_a_profile_are_in_its_order():
 def test_what_cannot_be_trained_is_refused(message, options):
     with input_error(message):
         knobwise.fit(small_table(20), **options)
+
+
+AFTER_FIT = """
+import json, sys
+import knobwise
+from helpers import small_table
+
+options = {"policy.hidden": 8, "policy.members": 2, "optimiser": json.loads(sys.argv[1])}
+knobwise.fit(small_table(40), policy="utility", **options)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_fit_loads_no_command_line_no_charts_and_no_report():
+    words = [sys.executable, "-c", AFTER_FIT, json.dumps(QUICK)]
+    folders = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, check=True, capture_output=True, env=os.environ | folders)
+    loaded = json.loads(done.stdout)
+    assert "knobwise.experiments.train.controller" in loaded
+    tops = {name.partition(".")[0] for name in loaded}
+    assert tops.isdisjoint({"hydra", "altair", "wandb", "jinja2", "tensorboard"})
+    rooms = {".".join(name.split(".")[:3]) for name in loaded if name.startswith("knobwise.")}
+    unneeded = ("report", "compare", "command_line", "deploy")
+    assert rooms.isdisjoint({f"knobwise.experiments.{room}" for room in unneeded})
 
 
 # -- load ------------------------------------------------------------------------------------------
