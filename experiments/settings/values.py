@@ -32,10 +32,12 @@ def training_settings(options: Values) -> TrainRun:
         InputError: an unknown option or choice, a value of the wrong type or one that the
             settings refuse, an experiment of selectors, or a profile.
     """
-    given = dict(options)
-    name = given.pop("experiment", TrainRun.experiment)
+    overrides = dict(options)
+    name = overrides.pop("experiment", TrainRun.experiment)
     chosen, values = _of_experiment(name)
-    chosen |= {group: given.pop(group) for group in CHOICES if isinstance(given.get(group), str)}
+    for group in CHOICES:
+        if isinstance(overrides.get(group), str):
+            chosen[group] = overrides.pop(group)
     # the optimiser that suits the policy
     if "policy" in chosen:
         chosen.setdefault("optimiser", chosen["policy"])
@@ -44,9 +46,9 @@ def training_settings(options: Values) -> TrainRun:
         one_of(group, choice, CHOICES[group])
         OmegaConf.update(config, group, CHOICES[group][choice])
     known = dotted(asdict(TrainRun(profile=None)))
-    for key, value in {**dotted(values), **dotted(given)}.items():
+    for key, value in {**dotted(values), **dotted(overrides)}.items():
         if key.partition(".")[0] == "profile":
-            raise InputError(f"{key}: the data are given, so leave out every profile")
+            raise InputError(f"{key}: the data are given; options of a profile are for read")
         if isinstance(value, Mapping):  # an empty one
             continue
         if key not in known:
