@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import polars as pl
@@ -297,7 +297,7 @@ def check_type(value, hint, where):
             check_type(value, kinds[0], where)
         else:
             assert isinstance(value, tuple(kinds)), where
-    elif hint is not Any:
+    elif hint is not object:
         assert isinstance(value, hint), where
 
 

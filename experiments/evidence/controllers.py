@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import polars as pl
 import torch
@@ -20,7 +20,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import decision_rows
 from knobwise.experiments.evidence.equal_latency import Reference
 from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET
-from knobwise.experiments.evidence.schema import Chosen, RunResults
+from knobwise.experiments.evidence.schema import Chosen, GrpoGain, RunResults
 from knobwise.experiments.evidence.statistics import with_interval
 from knobwise.experiments.evidence.summary import labels_of, summary_of
 
@@ -81,7 +81,8 @@ def judge_on_test(
     if untrained:
         pairs = zip(untrained, judged["controller"], strict=True)
         gains = torch.stack([last.utility - first.utility for first, last in pairs])
-        results["grpo_gain"] = with_interval("test", gains.mean(2).double().numpy())
+        gained = with_interval("test", gains.mean(2).double().numpy())
+        results["grpo_gain"] = cast("GrpoGain", gained)
     return results, decisions
 
 
@@ -178,7 +179,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
     return choices
 
 
-def gain_on_held_out(loaded: Sequence[Loaded]) -> dict[str, Any]:
+def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:
     """Return what GRPO added on the samples that were held out in training, as `grpo_gain` has it;
     {} where there was no GRPO, or no warm-up before it.
 
@@ -189,7 +190,7 @@ def gain_on_held_out(loaded: Sequence[Loaded]) -> dict[str, Any]:
     if not all(scores):
         return {}
     gains = torch.stack([each["best"].double() - each["start"].double() for each in scores])
-    return with_interval("held_out", gains.numpy())
+    return cast("GrpoGain", with_interval("held_out", gains.numpy()))
 
 
 def decision_frame(

@@ -7,7 +7,7 @@ fewer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 # it imports torch, which is slow to load
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Interval = list[float]
 """The lower and the upper end, at 95 % confidence."""
+Configuration = dict[str, int | float | str]
+"""The value of each knob."""
 
 
 class ProfileFacts(TypedDict, total=False):
@@ -86,7 +88,7 @@ class ConfigurationRow(TypedDict, total=False):
     """The means of a configuration on the test samples."""
 
     label: str
-    knobs: dict[str, Any]
+    knobs: Configuration
     accuracy: float
     latency_ms: float
     utility: float
@@ -98,7 +100,7 @@ class UsageRow(TypedDict, total=False):
     policy: str
     budget_ms: float
     knob: str
-    value: Any
+    value: object
     share: float
 
 
@@ -118,6 +120,15 @@ class Attainable(TypedDict, total=False):
     samples: int
     learned: list[list[bool]]
     components: int
+
+
+class GrpoGain(TypedDict, total=False):
+    """What GRPO added to the deployed policy, mean over seeds; None without samples."""
+
+    test: float | None
+    test_ci95: Interval | None
+    held_out: float | None
+    held_out_ci95: Interval | None
 
 
 class TrainingFacts(TypedDict, total=False):
@@ -144,7 +155,7 @@ class Chosen(TypedDict, total=False):
 
     iteration: int
     weights: dict[str, float]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     grpo: dict[str, float]
 
 
@@ -184,7 +195,7 @@ class Rule(TypedDict):
     """A leaf of the tree that imitates the policy."""
 
     when: list[tuple[str, str, float]]
-    then: dict[str, Any]
+    then: Configuration
     share: float
     alike: float
 
@@ -202,7 +213,7 @@ class Tree(TypedDict):
 class Side(TypedDict):
     """What a policy chose for a sample, and what that costs and brings."""
 
-    configuration: dict[str, Any]
+    configuration: Configuration
     accuracy: float
     latency_ms: float
 
@@ -286,7 +297,7 @@ class RunResults(TypedDict, total=False):
     static_hull: list[ConfigurationRow]
     reliability: list[ReliabilityBin]
     attainable: Attainable
-    grpo_gain: dict[str, Any]
+    grpo_gain: GrpoGain
     guard: list[list[GuardRow]]
     chosen: list[Chosen]
     satisfaction_level: float

@@ -50,7 +50,7 @@ from knobwise.experiments.evidence.controllers import (
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
 from knobwise.experiments.evidence.problem import DEADLINE
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.evidence.schema import Attainable, RunResults, TrainingFacts
+from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
 from knobwise.experiments.evidence.summary import summary_of
 from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
@@ -272,7 +272,9 @@ class ControllerExperiment(Experiment):
                 fold_seed=self.fold_seed,
                 before=before,
             )
-        if gain := results.pop("grpo_gain", {}) | gain_on_held_out(best):
+        gain: GrpoGain = results.pop("grpo_gain", {})
+        gain |= gain_on_held_out(best)
+        if gain:
             results["grpo_gain"] = gain
         first = self.trainers[0]
         iterations = config.optimiser.iterations

@@ -11,6 +11,7 @@ from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.problem import (
     DEMONSTRATIONS,
     MEAN_BUDGET,
+    Row,
     problem_of,
     shown_at,
 )
@@ -243,7 +244,7 @@ def on_training(results: RunResults) -> list[str]:
     early = kept_before_grpo(results)
     seeds = len(results.get("chosen") or ())
     method = (results.get("training") or {}).get("method", "GRPO")
-    gain = results.get("grpo_gain") or {}
+    gain: Row = results.get("grpo_gain") or {}
     gains = []
     signs = []
     for key, samples in GAINED_ON.items():
