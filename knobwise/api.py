@@ -7,8 +7,7 @@ policy.decide({"image_features": image, "language_features": question}, budget_m
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.report.report import verdict
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
+from knobwise.experiments.wording.sentences import verdict
 
 __all__ = ["Explanation", "KnobPolicy", "fit", "load", "read", "wrap"]
 Features = str | Path | Blocks | list[str]
@@ -126,7 +125,7 @@ def fit(
     }
     threads = torch.get_num_threads()
     try:
-        experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
+        experiment = ControllerExperiment(training_settings(options), table)
         if experiment.others:
             keys = "split.repeats and split.folds"
             raise InputError(f"{keys}: fit trains on one split; use knobwise train")
@@ -141,17 +140,6 @@ def fit(
         torch.set_num_threads(threads)
     say(" ".join(verdict(judged)))
     return KnobPolicy(deployed)
-
-
-def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield options as the command line has them; a mapping holds those of a section."""
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _words(value, f"{prefix}{key}.")
-        elif isinstance(value, (str, Path)):
-            yield f"{prefix}{key}={value}"
-        else:
-            yield f"{prefix}{key}={json.dumps(value)}"
 
 
 def _columns(data: Any) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def ctrl_c_at(stage, iteration):
 
 def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""
-    return patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt)
+    return patch("knobwise.experiments.train.launch.write_report", side_effect=KeyboardInterrupt)
 
 
 def same(first, second):

@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import polars as pl
@@ -19,11 +21,13 @@ from wandb_stub import forget_wandb, offline_runs
 
 import knobwise
 from knobwise.__main__ import main
+from knobwise.agents.calibration.guard import GuardRow
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
-from knobwise.experiments.report.words import read_results
+from knobwise.experiments.evidence.results import read_results
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
@@ -263,6 +267,43 @@ def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(r
             names |= {f"{name}.{column}" for column in columns}
     explains_each(names_in(section("Results").split("| policy |")[1]), policies - variants)
     explains_each(names_in(section("results.json")), names)
+
+
+NAMES = {"GuardRow": GuardRow}
+"""A type that is imported for type checkers alone."""
+
+
+def check_type(value, hint, where):
+    """Check that a value read from JSON is of this type; all keys of a `TypedDict` are known."""
+    if hint is float:
+        hint = int | float
+    if is_typeddict(hint):
+        hints = get_type_hints(hint, localns=NAMES)
+        assert value.keys() <= hints.keys(), where
+        for key, part in value.items():
+            check_type(part, hints[key], f"{where}.{key}")
+    elif get_origin(hint) is list:
+        for part in value:
+            check_type(part, get_args(hint)[0], where)
+    elif get_origin(hint) is tuple:
+        for part, kind in zip(value, get_args(hint), strict=True):
+            check_type(part, kind, where)
+    elif get_origin(hint) is dict:
+        for key, part in value.items():
+            check_type(part, get_args(hint)[1], f"{where}[{key}]")
+    elif get_origin(hint) is UnionType and value is not None:
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        if len(kinds) == 1:
+            check_type(value, kinds[0], where)
+        else:
+            assert isinstance(value, tuple(kinds)), where
+    elif hint is not object:
+        assert isinstance(value, hint), where
+
+
+def test_results_json_is_of_its_type(runs):
+    for kind, run in runs.items():
+        check_type(read_results(run), RunResults, kind)
 
 
 def test_every_column_of_decisions_is_explained_and_no_other(runs):

@@ -81,6 +81,19 @@ def test_imports_go_one_way():
             assert bare - sys.stdlib_module_names <= {"numpy"}, path
 
 
+PLAIN = ("evidence", "settings", "tracking", "train", "wording")
+"""Folders of `experiments` that make no page."""
+
+
+def test_only_what_makes_pages_imports_the_report():
+    for folder in PLAIN:
+        for path in (ROOT / "experiments" / folder).glob("*.py"):
+            # a run ends with its report
+            if path.name != "launch.py":
+                pages = [name for name in imported(path) if "experiments.report" in name]
+                assert not pages, path
+
+
 def test_no_circle_between_folders():
     """Imports inside functions count too; those for type checkers and in `__main__` blocks do
     not."""

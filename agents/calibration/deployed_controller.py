@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.calibration import guard as guards
+from knobwise.agents.calibration.guard import GuardRow
 from knobwise.agents.calibration.prices import MeanBudgetPolicy, StaticMix
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
@@ -45,9 +46,9 @@ class Settled:
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
     """
 
-    guard: list[dict[str, Any]] = field(default_factory=list)
-    guard_if_free: list[dict[str, Any]] = field(default_factory=list)
-    guard_of_teacher: list[dict[str, Any]] = field(default_factory=list)
+    guard: list[GuardRow] = field(default_factory=list)
+    guard_if_free: list[GuardRow] = field(default_factory=list)
+    guard_of_teacher: list[GuardRow] = field(default_factory=list)
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -51,6 +51,34 @@ Decide = Callable[[float], Tensor]
 fitted on."""
 
 
+class GuardRow(TypedDict):
+    """What was found at one budget on held-out samples. Under deadlines there is a level to keep;
+    a mean budget is kept by a worth instead."""
+
+    budget_ms: float
+    deployed: bool
+    """Whether the policy decides; otherwise static does."""
+    reason: str
+    """Why, in words."""
+    gain: float
+    gain_se: float
+    """The gain in utility over static, or in accuracy over the static mix, and its standard
+    error."""
+    level: NotRequired[float]
+    """The share of the feasible requests whose budget is to be kept."""
+    margin: NotRequired[float]
+    """The share of the budget that the policy plans with."""
+    missed: NotRequired[str]
+    """Why the level is not kept; "" if it is."""
+    satisfaction_deployed: NotRequired[float | None]
+    """The share on time of what is deployed; None if no request was feasible."""
+    utility_static: NotRequired[float]
+    feasible: NotRequired[int]
+    accuracy_policy: NotRequired[float]
+    accuracy_static_mix: NotRequired[float]
+    latency_ms_mean: NotRequired[float]
+
+
 def calibrate(
     table: ProfileTable,
     rows: Tensor,
@@ -60,7 +88,7 @@ def calibrate(
     level: float,
     cost_ms: float = 0.0,
     margins: Sequence[float] = MARGINS,
-) -> list[dict[str, Any]]:
+) -> list[GuardRow]:
     """Find margins and fall-backs on n held-out samples, for B budgets.
 
     Args:
@@ -73,9 +101,7 @@ def calibrate(
         margins: to choose from, the widest first.
 
     Returns:
-        For each budget plain values: `margin`, `deployed`, a `reason` in words, why the level is
-        `missed` ("" if it is kept), the gain of the policy over static, and the share on time of
-        what is deployed, None if no held-out request was feasible.
+        A row for each budget.
     """
     quickest_ms = table.without_first_look.latency_ms[rows]
     rulings = []
@@ -94,14 +120,19 @@ def calibrate(
         feasible = (quickest_ms <= budget).any(1)
         utilities = table.accuracy[cells].double() * in_time
         count = int(feasible.sum())
-        row = _calibrated(utilities, count - in_time[feasible].sum(0), count, level, margins)
-        rulings.append({"budget_ms": float(budget)} | row)
+        misses = count - in_time[feasible].sum(0)
+        rulings.append(_calibrated(float(budget), utilities, misses, count, level, margins))
     return rulings
 
 
 def _calibrated(
-    utilities: Tensor, misses: Tensor, count: int, level: float, margins: Sequence[float]
-) -> dict[str, Any]:
+    budget_ms: float,
+    utilities: Tensor,
+    misses: Tensor,
+    count: int,
+    level: float,
+    margins: Sequence[float],
+) -> GuardRow:
     """Return the row of one budget.
 
     Args:
@@ -133,7 +164,8 @@ def _calibrated(
             missed = "not possible here"
         elif fewest <= may_miss:
             missed = "would cost too much utility"
-    row: dict[str, Any] = {
+    row: GuardRow = {
+        "budget_ms": budget_ms,
         "level": level,
         "margin": margins[chosen],
         "deployed": deployed,
@@ -169,19 +201,18 @@ def _widest(misses: Tensor, may_miss: float) -> int | None:
     return int(keeps[0]) if len(keeps) else None
 
 
-def arrays_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
     """Return the arrays that `policy.calibrated.Guard` reads."""
-    names = {"budgets_ms": "budget_ms", "margin": "margin", "deploy": "deployed"}
-    return {key: np.array([row[name] for row in rows]) for key, name in names.items()}
+    return {
+        "budgets_ms": np.array([row["budget_ms"] for row in rows]),
+        "margin": np.array([row["margin"] for row in rows]),
+        "deploy": np.array([row["deployed"] for row in rows]),
+    }
 
 
-def verdict(row: dict[str, Any], rival: str) -> str:
-    """Say what is deployed at a budget, and by how much the policy is better than its rival.
-
-    Args:
-        row: with `deployed`, and `gain` and `gain_se` on held-out samples.
-        rival: what is deployed instead.
-    """
+def verdict(row: GuardRow, rival: str) -> str:
+    """Say what is deployed at a budget, and by how much the policy is better than its rival, which
+    is deployed instead."""
     gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
     if row["deployed"]:
         return f"deployed: better than {rival} by {gain}"

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import CONFIDENCE, verdict
+from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.policy import Array, requests_of
 from knobwise.agents.teacher.experts import Experts, Fitted
@@ -313,10 +312,8 @@ def worths_for(
     return tried[index], choices[:, index]
 
 
-def compared(
-    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor
-) -> list[dict[str, Any]]:
-    """Compare a policy with the static mix at each budget; plain values, with a `reason` in words.
+def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) -> list[GuardRow]:
+    """Compare a policy with the static mix at each budget.
 
     The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
     chance.
@@ -331,7 +328,7 @@ def compared(
         gains = right - rival
         spent = float(ms.mean())
         kept = spent <= budget * (1 + 1e-9)
-        row = {
+        row: GuardRow = {
             "budget_ms": budget,
             "deployed": kept and is_better(gains, CONFIDENCE),
             "reason": "",

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from knobwise.agents.calibration.guard import GuardRow
 from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.serving.inputs import blocks_of, numbers
@@ -45,7 +46,7 @@ class Explanation:
     """The decisions for this input over the budgets: the budget in ms from which on a decision
     holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
     controller for mean budgets knows only the budgets that it was calibrated for."""
-    guard: dict[str, Any] | None
+    guard: GuardRow | None
     """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
     guard."""
     without_drift: Configuration | None
@@ -189,11 +190,11 @@ class KnobPolicy:
             (still,) = self.agent.choose(blocks, limits)
             without_drift = dict(self.configurations[still])
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
-        guard = None
+        guard: GuardRow | None = None
         decider = self.agent.decider
         if self.agent.settled.guard and decider.calibrated is not None:
             (group,) = decider.calibrated.groups(limits * decider.factor(drift))
-            guard = dict(self.agent.settled.guard[group])
+            guard = self.agent.settled.guard[group].copy()
         budget = float(limits[0])
         return Explanation(
             decision=dict(decided["configuration"]),
@@ -206,7 +207,7 @@ class KnobPolicy:
         )
 
     def _reason(
-        self, row: dict[str, Any], expected: list[dict[str, Any]], guard: dict[str, Any] | None
+        self, row: dict[str, Any], expected: list[dict[str, Any]], guard: GuardRow | None
     ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:

@@ -37,6 +37,8 @@ from knobwise.experiments.command_line.flags import (
     meaning_of,
     refuse_flags,
 )
+from knobwise.experiments.command_line.grammar import kinds_of, literal
+from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import PROFILES, group_of_run, of_run
 from knobwise.experiments.settings.selector_options import (
@@ -46,16 +48,15 @@ from knobwise.experiments.settings.selector_options import (
     SmollmBeams,
     StoredEncoder,
 )
-from knobwise.experiments.settings.words import kinds_of, literal, typed
+from knobwise.experiments.settings.words import nearest, typed
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 READERS: dict[str, dict[str, type[Any]]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams},
     "encoder": {"stored": StoredEncoder, "clip": ClipLora},
 }
-"""The groups whose choices have options of their own; all other groups are folders of `CONF`."""
+"""The groups whose choices have options of their own."""
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 """Groups of what is read, and their choice for a file of any name."""
@@ -84,11 +85,14 @@ def schema_of(verb: str, arguments: Sequence[str]) -> str:
 
 @cache
 def register() -> None:
-    """Tell Hydra the readers of files and the settings of every verb."""
+    """Tell Hydra the choices of every group but the experiments, and the settings of every verb."""
     store = ConfigStore.instance()
     for group, readers in READERS.items():
         for name, node in readers.items():
             store.store(group=group, name=name, node=node)
+    for group, choices in CHOICES.items():
+        for name, choice in choices.items():
+            store.store(group=group, name=name, node=choice)
     for verb, node in VERBS.items():
         store.store(name=f"{verb}_schema", node=node)
     # Hydra copies the store with all its schemas for each composition, a fifth of the time, and
@@ -97,8 +101,10 @@ def register() -> None:
 
 
 def choices_of(group: str) -> list[str]:
-    """Return the names of all choices of a config group, such as the experiments."""
-    return sorted(READERS.get(group) or (path.stem for path in (CONF / group).glob("*.yaml")))
+    """Return the names of all choices of a config group, the experiments included."""
+    if group == "experiment":
+        return experiments()
+    return sorted(READERS.get(group) or CHOICES[group])
 
 
 @cache
@@ -338,11 +344,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     if not arguments:
         return ""
     groups = {**groups_of(verb), "experiment": None}
-    # an option is known by its whole key and by the last part of it
-    names = {}
-    for option in options_in(VERBS[verb](), groups):
-        names[option.key] = option.key
-        names.setdefault(option.key.rpartition(".")[2], option.key)
+    names = [option.key for option in options_in(VERBS[verb](), groups)]
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
         if Path(key).suffix in TABLES or os.path.isfile(argument):
@@ -353,11 +355,11 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             close = [f"{key}={FILES[key]} {typed(f'{key}.path', value)}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
-        elif key not in names.values() and (words := in_our_words(verb, key, value)):
+        elif key not in names and (words := in_our_words(verb, key, value)):
             # a name of the original's scripts
             return f"; did you mean {words}{meaning_of(words)}?"
         else:
-            close = [f"{names[name]}={value}" for name in get_close_matches(key, names, 2)]
+            close = [f"{name}={value}" for name in nearest(key, names)]
         if close and argument not in close and ("," not in value or os.path.isfile(value)):
             return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
     return ""

@@ -31,8 +31,10 @@ def train(config: Any, words: list[str], named: list[str], once: bool = False) -
             "PyTorch and the data …"
         )
     # imported here, since PyTorch takes seconds
+    from knobwise.experiments.train.launch import launch
+
     if isinstance(config, SelectorRun):
         from knobwise.experiments.train.selector import SelectorExperiment as experiment
     else:
         from knobwise.experiments.train.controller import ControllerExperiment as experiment
-    return experiment(replace(config, tracking=tracking)).run(words, named, once)
+    return launch(experiment(replace(config, tracking=tracking)), words, named, once)

@@ -8,15 +8,15 @@ import polars as pl
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.evidence.problem import FEASIBLE
+from knobwise.experiments.evidence.results import grpo_begins
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure, colours_of, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
 from knobwise.experiments.report.tables import reworded
 from knobwise.experiments.report.training_charts import logged_numbers
-from knobwise.experiments.report.words import (
+from knobwise.experiments.wording.words import (
     LEANING_WORDS,
     SIGN_WORDS,
-    grpo_begins,
     policy_name,
     shots_words,
     shown_by,

@@ -20,10 +20,11 @@ from knobwise.common.files import write_json
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import find_runs
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.report.tables import Folded, reworded
-from knobwise.experiments.report.words import read_results, shown_by
 from knobwise.experiments.settings.options import CompareRun
+from knobwise.experiments.wording.words import shown_by
 
 
 def compare(config: CompareRun) -> Comparison:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
-from knobwise.experiments.evidence.problem import Row, place_of
+from knobwise.experiments.evidence.problem import place_of
+from knobwise.experiments.evidence.results import kept_before_grpo, unit_of, value_of
+from knobwise.experiments.evidence.schema import PolicyRow
 from knobwise.experiments.evidence.statistics import holm
-from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
 
 MOST_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
@@ -86,7 +87,7 @@ class Comparison:
         scores = [value_of(row, self.problem.ranked_by) for row in self.rows]
         return sorted(self.comparable, key=lambda i: -scores[i])
 
-    def reference_rows(self) -> list[Row]:
+    def reference_rows(self) -> list[PolicyRow]:
         """Return the rows of the policies that controllers are judged against, from the first
         run."""
         if not self.problem.averaged:

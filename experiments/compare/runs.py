@@ -14,10 +14,11 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
-from knobwise.experiments.evidence.problem import Row, place_of, problem_of
+from knobwise.experiments.evidence.problem import place_of, problem_of
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
-from knobwise.experiments.report.words import read_results
-from knobwise.experiments.settings.config_file import read_settings_file
+from knobwise.experiments.evidence.schema import PolicyRow
+from knobwise.experiments.settings.config_file import dotted, read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
@@ -74,12 +75,12 @@ class ComparedRun:
         judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
         return [name for name in judged if name in names]
 
-    def row(self, policy: str, place: float | None) -> Row:
+    def row(self, policy: str, place: float | None) -> PolicyRow:
         """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
         return self.problem.row(self.results, policy, place)
 
-    def rows_at(self, policy: str, places: Sequence[float]) -> list[Row]:
+    def rows_at(self, policy: str, places: Sequence[float]) -> list[PolicyRow]:
         """Return the rows of a policy at these places, where it has any."""
         return [row for place in places if (row := self.row(policy, place))]
 
@@ -175,18 +176,6 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.yaml"
     return dotted(read_settings_file(path)) if path.exists() else {}
-
-
-def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted key; an empty group stays a value."""
-    flat = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            for name, leaf in dotted(value).items():
-                flat[f"{key}.{name}"] = leaf
-        else:
-            flat[str(key)] = value
-    return flat
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

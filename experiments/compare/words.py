@@ -11,7 +11,7 @@ from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.evidence.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.evidence.statistics import CHANCE, Difference
 from knobwise.experiments.report.tables import Table, print_lines, print_table, reworded, table_of
-from knobwise.experiments.report.words import (
+from knobwise.experiments.wording.words import (
     COMPARED,
     LEANING,
     SIGN_WORDS,

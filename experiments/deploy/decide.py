@@ -27,8 +27,8 @@ from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.report.words import counted
 from knobwise.experiments.settings.options import DecideRun
+from knobwise.experiments.wording.words import counted
 
 AT_ONCE = 50_000
 """Rows of a batch."""

@@ -25,6 +25,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import gain_on_held_out, held_out_choices
 from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
@@ -33,7 +34,7 @@ from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.controller import judge_controllers
 
 
-def run(config: EvaluateRun) -> dict[str, Any]:
+def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
     """Judge an agent beside the baselines, print the results, write them to `json` if it is set,
     and return them.
 
@@ -81,7 +82,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     return run_live(checkpoint, loaded, table, model, requests, config)
 
 
-def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> RunResults:
     """Judge a controller beside the baselines at every budget."""
     table = fitting_profile(config, loaded)
     policy = loaded.controller
@@ -160,7 +161,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
     return split._replace(test=split.test[new])
 
 
-def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> RunResults:
     """Judge a selector beside the simple policies at every number of shots. Queries that it was
     trained on are left out."""
     data = read_data(config.beams, config.encoder)

@@ -22,13 +22,14 @@ from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time, in_words
 from knobwise.experiments.deploy.evaluate import fitting_profile
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.report.choice_sentences import decision, setting
 from knobwise.experiments.report.report import print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
-from knobwise.experiments.report.words import number, quantity, read_results
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
+from knobwise.experiments.wording.choice_sentences import decision, setting
+from knobwise.experiments.wording.words import number, quantity
 
 MOST = 10
 """Number of configurations in the table of a decision."""

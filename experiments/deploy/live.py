@@ -47,8 +47,8 @@ from knobwise.experiments.deploy.live_results import (
     live_results,
 )
 from knobwise.experiments.report.live import print_live, write_live_page
-from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
+from knobwise.experiments.wording.words import FROZEN, LEARNED, STATIC
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between

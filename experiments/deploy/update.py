@@ -36,11 +36,11 @@ from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
-from knobwise.experiments.report.words import counted
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import Tracker
+from knobwise.experiments.wording.words import counted
 
 REQUESTS = 500
 """Number of samples of a profile that heads are taught on."""

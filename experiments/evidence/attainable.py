@@ -19,8 +19,6 @@ judges.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.experiments.evidence.schema import Attainable, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 
 MOST_ONCE = 0.5
@@ -51,7 +50,7 @@ a time that grows faster than the number of features."""
 COMPONENTS = 256
 
 
-def attainable(table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any] | None:
+def attainable(table: ProfileTable, budgets_ms: Tensor) -> Attainable | None:
     """Fit the quick predictors on a profile, and return what `attainable_by` does; None without
     features, where nothing can be learned.
 
@@ -86,9 +85,7 @@ def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
     return normaliser
 
 
-def attainable_by(
-    table: ProfileTable, experts: Experts, budgets_ms: Tensor
-) -> dict[str, Any] | None:
+def attainable_by(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> Attainable | None:
     """Return what looks learnable from the features: the gain of quick policies over budget-aware
     static out of fold, see above.
 
@@ -207,7 +204,7 @@ def repeated_share(table: ProfileTable) -> float:
     return float((times > 1).sum() / (times > 0).sum())
 
 
-def add_shares(results: dict[str, Any]) -> None:
+def add_shares(results: RunResults) -> None:
     """Write into the means over the budgets which share of what looked attainable each policy
     gained over static, `attained`; None where nothing looked attainable."""
     estimate = results.get("attainable")

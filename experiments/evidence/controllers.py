@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import polars as pl
 import torch
@@ -21,8 +21,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import decision_rows
 from knobwise.experiments.evidence.equal_latency import Reference
 from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET
+from knobwise.experiments.evidence.schema import Chosen, GrpoGain, RunResults
 from knobwise.experiments.evidence.statistics import with_interval
-from knobwise.experiments.evidence.summary import Results, labels_of, summary_of
+from knobwise.experiments.evidence.summary import labels_of, summary_of
 
 
 def judge_on_test(
@@ -36,7 +37,7 @@ def judge_on_test(
     charge: bool = True,
     rewards: RewardTable | None = None,
     before: Sequence[DeployedController | None] = (),
-) -> tuple[Results, pl.DataFrame]:
+) -> tuple[RunResults, pl.DataFrame]:
     """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each
     of `seeds`, and other policies on the same samples under the same budgets.
 
@@ -81,7 +82,8 @@ def judge_on_test(
     if untrained:
         pairs = zip(untrained, judged["controller"], strict=True)
         gains = torch.stack([last.utility - first.utility for first, last in pairs])
-        results["grpo_gain"] = with_interval("test", gains.mean(2).double().numpy())
+        gained = with_interval("test", gains.mean(2).double().numpy())
+        results["grpo_gain"] = cast("GrpoGain", gained)
     return results, decisions
 
 
@@ -105,7 +107,7 @@ def _deciders(
 
 
 def _add_prices(
-    results: Results,
+    results: RunResults,
     controllers: Sequence[MeanBudgetPolicy],
     baselines: Sequence[MeanBudgetPolicy],
 ) -> None:
@@ -152,7 +154,7 @@ def expected_in_time(
     return torch.cat(columns, 1)
 
 
-def held_out_choices(loaded: Sequence[Loaded]) -> Results:
+def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
     """Return the choices made on held-out samples in training; every list has an entry for each
     seed.
 
@@ -162,10 +164,12 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
         the teacher, the settings of its experts, the iteration of the controller, and validation
         utility where GRPO starts. `satisfaction_level`: the level that the guard keeps, if any.
     """
-    choices: Results = {"guard": [], "chosen": []}
+    choices: RunResults = {"guard": [], "chosen": []}
     for checkpoint in loaded:
         teacher = checkpoint.controller.teacher
-        choice = teacher.chosen() if teacher is not None else {"weights": {}, "settings": {}}
+        choice: Chosen = {"weights": {}, "settings": {}}
+        if teacher is not None:
+            choice = teacher.chosen()
         extra = checkpoint.extra
         choice |= {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})}
         choices["chosen"].append(choice)
@@ -176,7 +180,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
     return choices
 
 
-def gain_on_held_out(loaded: Sequence[Loaded]) -> dict[str, Any]:
+def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:
     """Return what GRPO added on the samples that were held out in training, as `grpo_gain` has it;
     {} where there was no GRPO, or no warm-up before it.
 
@@ -187,7 +191,7 @@ def gain_on_held_out(loaded: Sequence[Loaded]) -> dict[str, Any]:
     if not all(scores):
         return {}
     gains = torch.stack([each["best"].double() - each["start"].double() for each in scores])
-    return with_interval("held_out", gains.numpy())
+    return cast("GrpoGain", with_interval("held_out", gains.numpy()))
 
 
 def decision_frame(

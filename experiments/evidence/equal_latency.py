@@ -5,10 +5,8 @@ samples."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from knobwise.agents.calibration.prices import (
 from knobwise.agents.evaluation.baselines import averages
 from knobwise.envs.bandit.outcomes import Outcomes
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.schema import ConfigurationRow
 
 
 class Reference:
@@ -46,11 +45,14 @@ class Reference:
         # the dearest did
         self._means = latency_ms.mean(0).cummax(0).values
 
-    def hull(self) -> list[dict[str, Any]]:
+    def hull(self) -> list[ConfigurationRow]:
         """Return the corners of the static mix, from the cheapest to the most accurate."""
         labels = list(map(self.table.label, self.corners.tolist()))
-        means = {"accuracy": self._accuracy.mean(0).tolist(), "latency_ms": self._means.tolist()}
-        return pl.DataFrame({"label": labels} | means).to_dicts()
+        means = self._accuracy.mean(0).tolist(), self._means.tolist()
+        corners: list[ConfigurationRow] = []
+        for label, accuracy, latency_ms in zip(labels, *means, strict=True):
+            corners.append({"label": label, "accuracy": accuracy, "latency_ms": latency_ms})
+        return corners
 
     def static_mix(self, spent: Tensor) -> Tensor:
         """Return the accuracy of the static mix whose mean latency on the test samples is `spent`,

@@ -18,6 +18,17 @@ from knobwise.agents.evaluation.policy import choices_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
+from knobwise.experiments.evidence.schema import (
+    BestAndWorst,
+    Difficulty,
+    DifficultyGroup,
+    Importance,
+    Rule,
+    Side,
+    SingleDecision,
+    Tree,
+    WhyExplained,
+)
 from knobwise.experiments.evidence.statistics import (
     ends_of,
     mean_interval,
@@ -38,7 +49,6 @@ TOP = 10
 """The most rows of a list."""
 TREE = {"max_depth": 3, "max_leaf_nodes": 8, "min_samples_leaf": 0.01, "random_state": SEED}
 """The arguments of scikit-learn's decision tree."""
-Rows = list[dict[str, Any]]
 
 
 class Explained:
@@ -101,7 +111,7 @@ class Explained:
         return expected_utility(accuracy, measured_ms, self.budgets_ms)
 
 
-def explain_policy(explained: Explained, questions: Mapping[str, str]) -> dict[str, Any]:
+def explain_policy(explained: Explained, questions: Mapping[str, str]) -> WhyExplained:
     """Return the entry `explanation` of `results.json`.
 
     Args:
@@ -153,7 +163,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[flo
     return float(np.corrcoef(a, b)[0, 1]), ends_of(drawn[:, None])[0]
 
 
-def by_difficulty(explained: Explained) -> dict[str, Any]:
+def by_difficulty(explained: Explained) -> Difficulty:
     """Return how the latency of the choice grows with the difficulty of a sample, which is the
     latency of its cheapest right configuration.
 
@@ -183,7 +193,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     static = latency_ms.gather(1, explained.static)[known].numpy()
     setting = cost_ms[explained.chosen[known]].numpy()
 
-    last: dict[str, Any] = {"budget_ms": None, "groups": [], "points": []}
+    last: Difficulty = {"budget_ms": None, "groups": [], "points": []}
     for b, budget in enumerate(explained.budgets_ms.tolist()):
         by_setting, ci95 = rank_correlation(x_setting, setting[:, b])
         if by_setting is not None:
@@ -196,7 +206,7 @@ def by_difficulty(explained: Explained) -> dict[str, Any]:
     return {"unanswered": int((~known).sum())} | last
 
 
-def _groups(points: np.ndarray) -> Rows:
+def _groups(points: np.ndarray) -> list[DifficultyGroup]:
     """Return the means of some ten groups of equally many samples, from easy to hard.
 
     Args:
@@ -205,12 +215,18 @@ def _groups(points: np.ndarray) -> Rows:
     # equal difficulties stay in one group
     deciles = np.unique(np.quantile(points[0], np.arange(0.1, 1, 0.1)))
     group_of = np.digitize(points[0], deciles)
-    names = ("difficulty_ms", "policy_ms", "static_ms")
-    rows = []
+    rows: list[DifficultyGroup] = []
     for number in np.unique(group_of):
         group = points[:, group_of == number]
-        row: dict[str, Any] = dict(zip(names, group.mean(1).tolist(), strict=True))
-        rows.append(row | {"ci95": mean_interval(group[1])})
+        difficulty_ms, policy_ms, static_ms = group.mean(1).tolist()
+        rows.append(
+            {
+                "difficulty_ms": difficulty_ms,
+                "policy_ms": policy_ms,
+                "static_ms": static_ms,
+                "ci95": mean_interval(group[1]),
+            }
+        )
     return rows
 
 
@@ -245,7 +261,7 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 # -- which features matter -------------------------------------------------------------------------
 
 
-def importance(explained: Explained) -> Rows:
+def importance(explained: Explained) -> list[Importance]:
     """Return how much worth the policy loses when features are shuffled among the samples.
 
     Each feature block is shuffled, and each column of a narrow block; all places of a text are
@@ -290,18 +306,24 @@ def importance(explained: Explained) -> Rows:
             start = stop
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
-    rows = []
+    rows: list[Importance] = []
     for name, key, places in blocks + single_columns[:TOP]:
         loss = lost(name, places)
-        row = {"name": name, "column": key, "lost": float(loss.mean())}
-        rows.append(row | {"ci95": mean_interval(loss)})
+        rows.append(
+            {
+                "name": name,
+                "column": key,
+                "lost": float(loss.mean()),
+                "ci95": mean_interval(loss),
+            }
+        )
     return sorted(rows, key=lambda row: (row["column"] is not None, -row["lost"]))
 
 
 # -- in a few rules --------------------------------------------------------------------------------
 
 
-def distilled(explained: Explained) -> dict[str, Any]:
+def distilled(explained: Explained) -> Tree:
     """Fit a small decision tree that imitates the policy from the features and the budget.
 
     It is scikit-learn's CART, with all knobs in one tree.
@@ -352,7 +374,7 @@ def distilled(explained: Explained) -> dict[str, Any]:
 
 def _rules(
     tree: Any, names: list[str], table: ProfileTable, node: int, when: dict[tuple[str, str], float]
-) -> Rows:
+) -> list[Rule]:
     """Return the rules of the leaves below a node of a fitted tree, from left to right.
 
     Args:
@@ -363,7 +385,7 @@ def _rules(
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
         value = float(inner.threshold[node])
-        rules = []
+        rules: list[Rule] = []
         for sign, children in (("≤", inner.children_left), (">", inner.children_right)):
             # a deeper bound on the same feature is the tighter one and replaces the other
             below = {**when, (feature, sign): value}
@@ -376,8 +398,8 @@ def _rules(
     then = {}
     for knob, known, share in zip(table.knobs, classes, shares, strict=True):
         then[knob.name] = knob.values[int(known[share.argmax()])]
-    rule = {
-        "when": [[*key, value] for key, value in when.items()],
+    rule: Rule = {
+        "when": [(*key, value) for key, value in when.items()],
         "then": then,
         "share": float(inner.n_node_samples[node] / inner.n_node_samples[0]),
         "alike": float(shares.max(1).mean()),
@@ -388,7 +410,7 @@ def _rules(
 # -- single decisions ------------------------------------------------------------------------------
 
 
-def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[str, Rows]:
+def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> BestAndWorst:
     """Return the `best` and the `worst` decisions, by the worth that they `gain` over static.
 
     There is at most one for each sample. Of equal gains those come first whose sample gains most
@@ -397,19 +419,19 @@ def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> dict[s
     policy = explained.worth(explained.chosen, explained.reads)
     static = explained.worth(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()
-    lists: dict[str, Rows] = {}
-    for name, signed in (("best", gains), ("worst", -gains)):
-        lists[name] = []
+    lists: BestAndWorst = {"best": [], "worst": []}
+    for decisions, signed in ((lists["best"], gains), (lists["worst"], -gains)):
         most = signed.max(1)
         for i in np.lexsort((-signed.mean(1), -most))[:TOP].tolist():
             if most[i] > 1e-9:
                 b = int(signed[i].argmax())
-                decision = _decision(explained, questions, i, b)
-                lists[name].append(decision | {"gain": float(gains[i, b])})
+                decisions.append(_decision(explained, questions, i, b, float(gains[i, b])))
     return lists
 
 
-def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int) -> dict[str, Any]:
+def _decision(
+    explained: Explained, questions: Mapping[str, str], i: int, b: int, gain: float
+) -> SingleDecision:
     """Return the decision for sample i and budget b: what policy and static choose and get."""
     table = explained.table
     row = int(explained.rows[i])
@@ -417,17 +439,21 @@ def _decision(explained: Explained, questions: Mapping[str, str], i: int, b: int
     question = questions.get(sample)
     if question is None and table.question_types:
         question = table.question_types[row]
-    result: dict[str, Any] = {
-        "sample_id": sample,
-        "dataset": table.dataset_names[row],
-        "question": question,
-        "budget_ms": float(explained.budgets_ms[b]),
-    }
-    for name, chosen in (("policy", explained.chosen), ("static", explained.static)):
+
+    def side(chosen: Tensor) -> Side:
         c = int(chosen[i, b])
-        result[name] = {
+        return {
             "configuration": table.configuration(c),
             "accuracy": float(table.accuracy[row, c]),
             "latency_ms": float(table.latency_ms[row, c]),
         }
-    return result
+
+    return {
+        "sample_id": sample,
+        "dataset": table.dataset_names[row],
+        "question": question,
+        "budget_ms": float(explained.budgets_ms[b]),
+        "policy": side(explained.chosen),
+        "static": side(explained.static),
+        "gain": gain,
+    }

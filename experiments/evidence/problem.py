@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from knobwise.experiments.evidence.schema import PolicyRow, RunResults
+
 Row = Mapping[str, Any]
-"""A row of a `results.json`, or another part of it."""
-Results = Row
-"""The content of a `results.json`."""
+"""A row of numbers whose names are not fixed."""
 GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
 """The forms of post-training of a selector; a run is represented by the first one that it has."""
 LEARNED = (*GRPO, "rce", "sft")
@@ -106,11 +106,11 @@ class Problem:
     by_dataset: tuple[str, ...] = ()
     """Policies in `by_dataset`; the best of all other policies comes before the last of them."""
 
-    def rows(self, results: Results) -> list[Row]:
+    def rows(self, results: RunResults) -> list[PolicyRow]:
         """Return the rows of all policies, controls included."""
         return [*results["rows"], *results.get("controls", [])]
 
-    def row(self, results: Results, policy: str, place: float | None) -> Row:
+    def row(self, results: RunResults, policy: str, place: float | None) -> PolicyRow:
         """Return the row of a policy at a place, or its mean over the places (None); {} if there is
         none."""
         for row in self.rows(results):
@@ -118,17 +118,17 @@ class Problem:
                 return row
         return {}
 
-    def judged_at(self, results: Results) -> list[float]:
+    def judged_at(self, results: RunResults) -> list[float]:
         """Return the places that policies were judged at, sorted; see `place_of`."""
         places = {place_of(row.get(self.place)) for row in self.rows(results)}
         return sorted(places - {None})
 
-    def main_place(self, results: Results) -> float | None:
+    def main_place(self, results: RunResults) -> float | None:
         """Return the place that sentences and summaries are about: the mean over the places (None),
         or the number of shots used in training."""
         return None if self.averaged else shown_at(results)
 
-    def main_policy(self, results: Results) -> str | None:
+    def main_policy(self, results: RunResults) -> str | None:
         """Return the policy that represents the run; None if none was judged."""
         judged = {row["policy"] for row in results["rows"]}
         wanted = (results.get("best_policy"), *self.trained, *results.get("variants", ()))
@@ -183,14 +183,14 @@ def place_of(place: Any) -> Any:
     return place and float(f"{place:.6g}")
 
 
-def problem_of(results: Results) -> Problem:
+def problem_of(results: RunResults) -> Problem:
     """Return the problem that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
     return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
 
 
-def shown_at(results: Results) -> int:
+def shown_at(results: RunResults) -> int:
     """Return the number of shots that sentences about a selector are about: the one used in
     training, or the nearest one that was judged."""
     return min(results["shots"], key=lambda shots: abs(shots - results["trained_shots"]))

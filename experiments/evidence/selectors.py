@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -21,11 +21,10 @@ from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.evidence.decisions import array_of, decision_rows
 from knobwise.experiments.evidence.problem import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
+from knobwise.experiments.evidence.schema import DifferenceRow, PolicyRow, RunResults
 from knobwise.experiments.evidence.statistics import mean_intervals
 from knobwise.experiments.evidence.summary import profile_of
 from knobwise.experiments.settings.beams import SelectorData, hide, table_for
-
-Rows = list[dict[str, Any]]
 
 
 def judge_selectors(
@@ -36,7 +35,7 @@ def judge_selectors(
     trained_shots: int,
     hidden: Mapping[str, list[str]],
     baselines: bool = True,
-) -> tuple[dict[str, Any], pl.DataFrame]:
+) -> tuple[RunResults, pl.DataFrame]:
     """Judge selectors on the held-out queries, beside the policies that need no training.
 
     Args:
@@ -145,7 +144,7 @@ def selector_results(
     seeds: Sequence[int],
     trained_shots: int,
     hidden: Sequence[str],
-) -> dict[str, Any]:
+) -> RunResults:
     """Return the content of `results.json` of a selector: means over queries and seeds, and
     intervals over both.
 
@@ -163,7 +162,7 @@ def selector_results(
     """
     rows, differences = _demonstration_rows(decisions, "accuracy")
     votes, _ = _demonstration_rows(decisions, "vote")
-    results = {
+    results: RunResults = {
         "system": "selector",
         "profile": profile_of(data.table),
         "split": "test",
@@ -185,14 +184,16 @@ def selector_results(
     return results
 
 
-def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Rows]:
+def _demonstration_rows(
+    decisions: pl.DataFrame, column: str
+) -> tuple[list[PolicyRow], list[DifferenceRow]]:
     """Return rows, policy by policy, and differences, at every number of shots.
 
     Args:
         column: of the decisions, 1 where the answer, or the vote, was right.
     """
-    rows = []
-    differences = []
+    rows: list[PolicyRow] = []
+    differences: list[DifferenceRow] = []
     known = pl.col(column).is_not_null()
     ordered = decisions.sort("place", maintain_order=True)
     for part in ordered.partition_by("place", maintain_order=True):
@@ -209,7 +210,7 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
         answers = {policy: array_of(part, policy, column)[..., 0] for policy in policies}
         intervals = mean_intervals(list(answers.values()))
         for (policy, right), interval in zip(answers.items(), intervals, strict=True):
-            row = {
+            row: PolicyRow = {
                 "policy": policy,
                 "shots": shots,
                 "accuracy": float(right.mean()),
@@ -218,8 +219,8 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
                 "decision_us_p50": None,
             }
             if column == "accuracy":
-                times = part.filter(policy=policy)["decision_us"]
-                row["decision_us_p50"] = times.cast(pl.Float64).mean()
+                times = part.filter(policy=policy)["decision_us"].cast(pl.Float64)
+                row["decision_us_p50"] = cast("float | None", times.mean())
             if len(right) > 1:
                 row["accuracy_per_seed"] = right.mean(1).tolist()
             rows.append(row)
@@ -229,7 +230,7 @@ def _demonstration_rows(decisions: pl.DataFrame, column: str) -> tuple[Rows, Row
     return sorted(rows, key=lambda row: order.index(row["policy"])), differences
 
 
-def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
+def _differences(known: Mapping[str, np.ndarray], shots: int) -> list[DifferenceRow]:
     """Return the differences policy − against, query by query and seed by seed, of all pairs that
     are known."""
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
@@ -246,9 +247,9 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     # only those of which both are known
     pairs = [pair for pair in wanted if known.keys() >= set(pair)]
     gains = [_paired(known, *pair) for pair in pairs]
-    rows = []
+    rows: list[DifferenceRow] = []
     for (policy, against), gain, ci95 in zip(pairs, gains, mean_intervals(gains), strict=True):
-        row = {"policy": policy, "against": against, "shots": shots}
+        row: DifferenceRow = {"policy": policy, "against": against, "shots": shots}
         rows.append(row | {"difference": float(gain.mean()), "ci95": ci95})
     return rows
 

@@ -7,7 +7,7 @@ run on several splits hold means over the splits too, and intervals over them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -20,21 +20,28 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SAMPLE, array_of, splits_of
 from knobwise.experiments.evidence.equal_latency import Reference
 from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET, Problem
+from knobwise.experiments.evidence.results import value_of
+from knobwise.experiments.evidence.schema import (
+    ConfigurationRow,
+    DatasetRow,
+    PolicyRow,
+    ProfileFacts,
+    ReliabilityBin,
+    RunResults,
+    UsageRow,
+)
 from knobwise.experiments.evidence.statistics import score_intervals
 
 BINS = 10
 """Number of bins of predicted probabilities."""
-Results = dict[str, Any]
-Rows = list[Results]
 
 
-def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
+def profile_of(table: ProfileTable | BeamTable) -> ProfileFacts:
     """Return name, digest and sizes of a profile or of beams."""
+    facts: ProfileFacts = {"name": table.name, "digest": table.digest}
     if isinstance(table, BeamTable):
-        sizes = {"samples": table.num_queries, "candidates": len(table.candidates)}
-    else:
-        sizes = {"samples": table.num_samples, "configurations": table.num_configurations}
-    return {"name": table.name, "digest": table.digest, **sizes}
+        return facts | {"samples": table.num_queries, "candidates": len(table.candidates)}
+    return facts | {"samples": table.num_samples, "configurations": table.num_configurations}
 
 
 def labels_of(table: ProfileTable) -> list[str]:
@@ -49,7 +56,7 @@ def summary_of(
     test: Tensor,
     seeds: Sequence[int],
     reference: Reference | None = None,
-) -> Results:
+) -> RunResults:
     """Return the content of `results.json`, as far as both kinds of problem have it."""
     budgets = decisions["place"].unique(maintain_order=True).to_list()
     clusters = None
@@ -57,7 +64,7 @@ def summary_of(
         clusters = len({table.clusters[row] for row in test.tolist()})
     # only deadlines have a utility
     limits = budgets if problem is DEADLINE else []
-    results: Results = {
+    results: RunResults = {
         "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
@@ -81,11 +88,14 @@ def summary_of(
             rows = _rows(problem, decisions.filter(dataset=dataset), of_part)
             for row in _most_important(problem, rows):
                 del row["decision_us_p50"]  # no data set has times of its own
-                results["by_dataset"].append({"dataset": dataset, "samples": len(samples)} | row)
+                about: DatasetRow = {"dataset": dataset, "samples": len(samples)}
+                results["by_dataset"].append({**about, **row})
     return results
 
 
-def configurations_of(table: ProfileTable, rows: Tensor, budgets: Sequence[float] = ()) -> Rows:
+def configurations_of(
+    table: ProfileTable, rows: Tensor, budgets: Sequence[float] = ()
+) -> list[ConfigurationRow]:
     """Return the means of every configuration that was profiled for these samples (int64 [n]), with
     the mean utility over the budgets if there are any."""
     cells = {"accuracy": table.accuracy[rows], "latency_ms": table.latency_ms[rows]}
@@ -96,21 +106,22 @@ def configurations_of(table: ProfileTable, rows: Tensor, budgets: Sequence[float
         cells["utility"] = utility.where(table.mask[rows], torch.nan)
     means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
     # the rest was never measured
-    configurations = []
+    configurations: list[ConfigurationRow] = []
     for c, label in enumerate(labels_of(table)):
         if table.mask[rows, c].any():
+            row: ConfigurationRow = {"label": label, "knobs": table.configuration(c)}
             known = {name: values[c] for name, values in means.items()}
-            configurations.append({"label": label, "knobs": table.configuration(c)} | known)
+            configurations.append(cast("ConfigurationRow", row | known))
     return configurations
 
 
-def _most_important(problem: Problem, means: Rows) -> Rows:
+def _most_important(problem: Problem, means: list[PolicyRow]) -> list[PolicyRow]:
     """Return the rows of the policies of `problem.by_dataset`, and before the last of them the best
     of all other rows."""
     rows = {row["policy"]: row for row in means}
     *first, last = problem.by_dataset
     others = sorted(rows.keys() - {*first, last})
-    best = sorted(others, key=lambda policy: -rows[policy][problem.ranked_by])[:1]
+    best = sorted(others, key=lambda policy: -value_of(rows[policy], problem.ranked_by))[:1]
     return [rows[policy] for policy in (*first, *best, last) if policy in rows]
 
 
@@ -155,14 +166,14 @@ def _rows(
     decisions: pl.DataFrame,
     reference: Reference | None,
     budgets: Sequence[float] = (),
-) -> Rows:
+) -> list[PolicyRow]:
     """Return for each policy the mean over all budgets, then a row for each of `budgets`, with the
     intervals of its score, of the oracle gap that it closes and of its differences."""
     samples = decisions.select(*SAMPLE, "cluster").unique(maintain_order=True)
     splits = splits_of(samples)
     means = _means(problem, decisions)
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     cases = []
     for policy in decisions["policy"].unique(maintain_order=True):
         arrays = _scores(problem, decisions, policy, reference)
@@ -184,7 +195,7 @@ def _rows(
     for row, estimates in zip(rows, score_intervals(cases, splits), strict=True):
         for key, (value, ci95) in zip(keys, estimates, strict=True):
             row |= {key: value, f"{key}_ci95": ci95}
-    return rows
+    return cast("list[PolicyRow]", rows)
 
 
 def _scores(
@@ -204,7 +215,7 @@ def _scores(
     return [score, mix, best, mix, low, reference.best_single(spent).numpy()]
 
 
-def reliability(decisions: pl.DataFrame) -> list[dict[str, Any]]:
+def reliability(decisions: pl.DataFrame) -> list[ReliabilityBin]:
     """Return the learned policy's decisions, all budgets and seeds together, in ten bins of equally
     many and of rising probability: how many `decisions`, and the means of `expected_in_time` and
     `in_time`. [] if it predicts none."""
@@ -216,7 +227,7 @@ def reliability(decisions: pl.DataFrame) -> list[dict[str, Any]]:
         .group_by(number.alias("bin"), maintain_order=True)
         .agg(pl.len().alias("decisions"), means)
     )
-    return bins.drop("bin").to_dicts()
+    return cast("list[ReliabilityBin]", bins.drop("bin").to_dicts())
 
 
 def _usage(
@@ -225,13 +236,13 @@ def _usage(
     table: ProfileTable,
     budgets: Sequence[float],
     reference: Reference | None,
-) -> Rows:
+) -> list[UsageRow]:
     """Return how often the controller and both ends of the oracle gap set each knob to each value,
     under each budget; for a mixture how often it is expected to."""
     labels = labels_of(table)
     index = pl.col("choice").replace_strict(labels, range(len(labels)), default=None)
     indexed = decisions.select("policy", "seed", "place", index)
-    rows = []
+    rows: list[UsageRow] = []
     for policy in (problem.trained[0], problem.low, problem.high):
         choices = array_of(indexed, policy, "choice")  # NaN where a mixture decided
         counts = [(choices == c).sum((0, 1)) for c in range(len(labels))]
@@ -245,6 +256,6 @@ def _usage(
             for b, budget in enumerate(budgets):
                 for v, value in enumerate(knob.values):
                     share = float(shares[table.configurations[:, k] == v, b].sum())
-                    row = {"policy": policy, "budget_ms": budget, "knob": knob.name}
+                    row: UsageRow = {"policy": policy, "budget_ms": budget, "knob": knob.name}
                     rows.append(row | {"value": value, "share": share})
     return rows

@@ -28,7 +28,7 @@ from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.evidence.summary import configurations_of
 from knobwise.experiments.inspection.faults import faults_of
-from knobwise.experiments.report.words import number
+from knobwise.experiments.wording.words import number
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
@@ -140,10 +140,10 @@ def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
     samples = table.mask.sum(0)[profiled].tolist()
     # [3, C] → three numbers for each configuration
     quantiles = np.nanquantile(table.latency_ms[:, profiled].numpy(), QUANTILES, axis=0).T.tolist()
+    rows: list[dict[str, Any]] = []
     for row, count, latencies in zip(means, samples, quantiles, strict=True):
-        row["samples"] = count
-        row["latency_ms_quantiles"] = latencies
-    return means
+        rows.append({**row, "samples": count, "latency_ms_quantiles": latencies})
+    return rows
 
 
 def _examples(table: ProfileTable) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ import polars as pl
 from rich.console import Console
 
 from knobwise.agents.learning.logged import read_log
-from knobwise.experiments.report.choice_sentences import setting
 from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.report.words import counted, number
+from knobwise.experiments.wording.choice_sentences import setting
+from knobwise.experiments.wording.words import counted, number
 
 Facts = Mapping[str, Any]
 """What `inspect_log` returns."""

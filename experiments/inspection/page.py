@@ -15,7 +15,6 @@ from rich.console import Console
 
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
-from knobwise.experiments.report.sentences import learnable
 from knobwise.experiments.report.tables import (
     Folded,
     print_lines,
@@ -23,13 +22,8 @@ from knobwise.experiments.report.tables import (
     reworded,
     table_of,
 )
-from knobwise.experiments.report.words import (
-    listed,
-    number,
-    points,
-    policy_name,
-    quantity,
-)
+from knobwise.experiments.wording.sentences import learnable
+from knobwise.experiments.wording.words import listed, number, points, policy_name, quantity
 
 
 def lead(facts: Facts) -> str:

@@ -21,10 +21,11 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.evidence.problem import Results, Row
+from knobwise.experiments.evidence.problem import Row
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report.page import HUES, colours_of
-from knobwise.experiments.report.words import policy_name
+from knobwise.experiments.wording.words import policy_name
 
 GREY = HUES["grey"]
 DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}
@@ -246,7 +247,7 @@ def dots(
 
 
 def dots_of_policies(
-    rows: Iterable[Row], metric: str, title: str, results: Results | None = None
+    rows: Iterable[Row], metric: str, title: str, results: RunResults | None = None
 ) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
@@ -264,7 +265,7 @@ def dots_of_policies(
     return dots(frame, title, colour_of(colours_of(frame["policy"].to_list())).legend(None))
 
 
-def by_dataset(results: Results) -> list[alt.LayerChart]:
+def by_dataset(results: RunResults) -> list[alt.LayerChart]:
     """Draw mean utility and its interval for the most important policies, a chart for each data
     set."""
     figure = []
@@ -320,7 +321,9 @@ def residuals(requests: pl.DataFrame) -> alt.LayerChart:
 # -- knobs -----------------------------------------------------------------------------------------
 
 
-def knob_usage(runs: Sequence[tuple[str, str, Results]], unit: str = "ms") -> list[alt.LayerChart]:
+def knob_usage(
+    runs: Sequence[tuple[str, str, RunResults]], unit: str = "ms"
+) -> list[alt.LayerChart]:
     """Draw the share of the requests that gets each value of a knob, by budget: for each knob a
     chart for each run. [] where no usage is known.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,9 +14,8 @@ from knobwise.experiments.evidence.problem import (
     ON_TIME,
     UTILITY,
     Metric,
-    Results,
 )
-from knobwise.experiments.report.choice_sentences import setting
+from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.report.tables import (
     Folded,
     Table,
@@ -24,7 +25,8 @@ from knobwise.experiments.report.tables import (
     print_table,
     table_of,
 )
-from knobwise.experiments.report.words import (
+from knobwise.experiments.wording.choice_sentences import setting
+from knobwise.experiments.wording.words import (
     COMPARED,
     LEARNED,
     STATIC,
@@ -35,10 +37,11 @@ from knobwise.experiments.report.words import (
     number,
     points,
     policy_name,
-    ranked,
     sign_of,
 )
 
+LiveResults = Mapping[str, Any]
+"""What `knobwise evaluate live=true` writes, see `knobwise.experiments.deploy.live_results`."""
 COLUMNS = (
     ON_TIME,
     FEASIBLE,
@@ -56,10 +59,15 @@ METRICS = {
 """What a live run compares with its replay, in words."""
 
 
-def policies(results: Results) -> Table:
+def _ranked(results: LiveResults) -> list[Mapping[str, Any]]:
+    """Return the rows of the policies, the best utility first."""
+    return sorted(results["rows"], key=lambda row: -value_of(row))
+
+
+def policies(results: LiveResults) -> Table:
     """Return a row for every policy, the best utility first."""
     lines = []
-    for row in ranked(results):
+    for row in _ranked(results):
         line = {"policy": name_of(results, row["policy"])}
         for metric in COLUMNS:
             if metric.key in row:  # a stream without a profile has no feasible requests
@@ -68,7 +76,7 @@ def policies(results: Results) -> Table:
     return table_of(lines, [policy_name(LEARNED)])
 
 
-def name_of(results: Results, policy: str) -> str:
+def name_of(results: LiveResults, policy: str) -> str:
     """Return a policy in words; a fixed configuration with its knobs."""
     if policy not in results["configurations"]:
         return policy_name(policy)
@@ -78,7 +86,7 @@ def name_of(results: Results, policy: str) -> str:
 # -- in sentences ----------------------------------------------------------------------------------
 
 
-def verdict(results: Results) -> list[str]:
+def verdict(results: LiveResults) -> list[str]:
     """Say in sentences what the run shows."""
     # the controller first
     learned, *others = sorted(results["rows"], key=lambda row: row["policy"] != LEARNED)
@@ -109,7 +117,7 @@ def verdict(results: Results) -> list[str]:
     return [*lines, *_on_replay(results)]
 
 
-def _on_replay(results: Results) -> list[str]:
+def _on_replay(results: LiveResults) -> list[str]:
     """Say whether a replay on the profile decides and fares as the live run did."""
     during = results["speed"]["during"]
     same = results["decisions"]["as_replayed_at_the_same_limit"]
@@ -139,7 +147,7 @@ def _on_replay(results: Results) -> list[str]:
     ]
 
 
-def print_live(results: Results, console: Console) -> None:
+def print_live(results: LiveResults, console: Console) -> None:
     """Print the table and the sentences. What is not a terminal gets no frames."""
     print_table(console, policies(results))
     print_lines(console, verdict(results))
@@ -148,7 +156,7 @@ def print_live(results: Results, console: Console) -> None:
 # -- as a page -------------------------------------------------------------------------------------
 
 
-def write_live_page(path: str | Path, results: Results) -> Path:
+def write_live_page(path: str | Path, results: LiveResults) -> Path:
     """Write the page and return its path; it needs no network."""
     import polars as pl
 
@@ -157,7 +165,7 @@ def write_live_page(path: str | Path, results: Results) -> Path:
 
     timeline = pl.DataFrame(results["timeline"])
     shares = [
-        charts.dots_of_policies(ranked(results), metric, title)
+        charts.dots_of_policies(_ranked(results), metric, title)
         for metric, title in (("satisfaction", "share on time"), ("utility", "utility (0 to 1)"))
     ]
     sections = {
@@ -202,7 +210,7 @@ def write_live_page(path: str | Path, results: Results) -> Path:
     )
 
 
-def _tiles(results: Results) -> list[Tile]:
+def _tiles(results: LiveResults) -> list[Tile]:
     """Return the numbers to be seen first."""
     rows = {row["policy"]: row for row in results["rows"]}
     against = rows[STATIC]
@@ -214,7 +222,7 @@ def _tiles(results: Results) -> list[Tile]:
     return [*tiles, gain_tile(gained, against["behind"], against["behind_ci95"])]
 
 
-def _tables(results: Results) -> list[Folded]:
+def _tables(results: LiveResults) -> list[Folded]:
     """Return the tables of the page, folded."""
     # what the tracker believed when the run ended
     parts = results["tracker"].items()
@@ -240,7 +248,7 @@ def _tables(results: Results) -> list[Folded]:
     return tables
 
 
-def _replay(results: Results) -> Table:
+def _replay(results: LiveResults) -> Table:
     """Return the numbers of the live run beside those of the replay."""
     lines = []
     for row in results["agreement"]:

@@ -29,7 +29,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.tables.units import in_words
 from knobwise.experiments.report.tables import Tile
-from knobwise.experiments.report.words import POLICIES
+from knobwise.experiments.wording.words import POLICIES
 
 HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
 """Name → the colour. The first are the easiest to distinguish; policies that are never drawn

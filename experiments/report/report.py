@@ -21,23 +21,23 @@ from knobwise.experiments.evidence.problem import (
     DECISION,
     DEMONSTRATIONS,
     FEASIBLE,
-    Results,
     Row,
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report import charts, tables, words
-from knobwise.experiments.report.choice_sentences import (
-    condition,
-    on_difficulty,
-    on_tree,
-    on_usage,
-    setting,
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    known,
+    read_results,
+    rows_at,
+    unit_of,
 )
+from knobwise.experiments.evidence.schema import RunFacts, RunResults, SingleDecision
+from knobwise.experiments.report import charts, tables
 from knobwise.experiments.report.page import Figure, render_page, unchecked
 from knobwise.experiments.report.result_charts import difficulty, result_charts
 from knobwise.experiments.report.result_charts import result_images as result_images
-from knobwise.experiments.report.sentences import verdict as verdict
 from knobwise.experiments.report.tables import (
     Folded,
     Tile,
@@ -49,12 +49,16 @@ from knobwise.experiments.report.tables import (
     table_of,
 )
 from knobwise.experiments.report.training_charts import training
-from knobwise.experiments.report.words import (
-    number,
-    policy_name,
-    quantity,
-    shots_words,
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.choice_sentences import (
+    condition,
+    on_difficulty,
+    on_tree,
+    on_usage,
+    setting,
 )
+from knobwise.experiments.wording.sentences import verdict as verdict
+from knobwise.experiments.wording.words import number, policy_name, quantity, shots_words
 
 
 @unchecked
@@ -65,7 +69,7 @@ def write_report(run_folder: str | Path) -> Path:
         InputError: there is no `results.json`, or it does not hold the results of a run.
     """
     folder = Path(run_folder).resolve()
-    results = words.read_results(folder)
+    results = read_results(folder)
     figures = {heading: [figure] for heading, figure in result_charts(results).items()}
     # what training added is said in its own section
     of_training = training(results, folder / "metrics.csv")
@@ -78,19 +82,19 @@ def write_report(run_folder: str | Path) -> Path:
     sections |= {"Training": of_training, "Guarantees": _guarantees(results)}
     sections |= {"Warnings about the profile": [results.get("warnings") or []]}
     sections |= {"Tables": _tables(results), "How to reproduce": _how_to_reproduce(results, folder)}
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     return render_page(
         folder / "report.html",
         "knobwise run report",
         f"{folder.parent.name} / {folder.name}",
         reworded(sections, unit),
-        facts=[_when(results.get("run") or {}), _facts(results)],
+        facts=[_when(results.get("run")), _facts(results)],
         tiles=reworded(_tiles(results), unit),
         lead=lead,
     )
 
 
-def print_results(results: Results, console: Console) -> None:
+def print_results(results: RunResults, console: Console) -> None:
     """Print the results as a table, and the verdict; without colours and frames if this is no
     terminal."""
     print_table(console, tables.policies(results))
@@ -102,7 +106,7 @@ def print_results(results: Results, console: Console) -> None:
 # -- the head of the page --------------------------------------------------------------------------
 
 
-def _when(run: Row) -> str:
+def _when(run: RunFacts | None) -> str:
     """Say when the run was made, how long it took and with which code; "" if that is not known."""
     if not run:
         return ""
@@ -111,7 +115,7 @@ def _when(run: Row) -> str:
     return f"{run['started']} UTC · took {duration(run['seconds'])} · commit {code}"
 
 
-def _facts(results: Results) -> str:
+def _facts(results: RunResults) -> str:
     """Say what the run was trained and judged on."""
     profile = {"samples": 0, "candidates": 0, **results.get("profile", {})}
     name = profile.get("name", "unnamed")
@@ -140,16 +144,16 @@ def _facts(results: Results) -> str:
     )
 
 
-def _budgets(results: Results, budgets: list[float]) -> str:
+def _budgets(results: RunResults, budgets: list[float]) -> str:
     return ", ".join(words.place_words(results, budget) for budget in budgets)
 
 
-def _tiles(results: Results) -> list[Tile]:
+def _tiles(results: RunResults) -> list[Tile]:
     """Return the numbers to be seen first, of the policy that stands for the run: what it gains,
     its share on time or accuracy, and the time of a decision."""
     problem = problem_of(results)
     policy = problem.main_policy(results) or ""
-    rows = words.rows_at(results, problem.main_place(results))
+    rows = rows_at(results, problem.main_place(results))
     row = rows.get(policy, {})
     tiles = []
     # what it gains over static, or of selectors over the strongest simple baseline
@@ -159,9 +163,9 @@ def _tiles(results: Results) -> list[Tile]:
         against = problem.low
         gain = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
     else:
-        (against,) = words.baselines(results)[:1] or [""]
-        gain = words.differences_at(results, shown_at(results)).get((policy, against), {})
-    if words.known(gain.get("difference")):
+        (against,) = baselines(results)[:1] or [""]
+        gain = differences_at(results, shown_at(results)).get((policy, against), {})
+    if known(gain.get("difference")):
         gained = f"of {problem.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
     second = FEASIBLE if FEASIBLE in problem.metrics else ACCURACY
@@ -187,7 +191,7 @@ DATASETS = {
 """Kind of problem → how policies are compared within a data set."""
 
 
-def _on_datasets(results: Results) -> dict[str, list[Any]]:
+def _on_datasets(results: RunResults) -> dict[str, list[Any]]:
     if not results.get("by_dataset"):
         return {}
     blocks: list[Any] = [
@@ -200,12 +204,12 @@ def _on_datasets(results: Results) -> dict[str, list[Any]]:
     return {"Data set by data set": [*blocks, Folded("The numbers", [tables.by_dataset(results)])]}
 
 
-def explanation(results: Results) -> dict[str, list[Any]]:
+def explanation(results: RunResults) -> dict[str, list[Any]]:
     """Return the sections that explain how the deployed policy sets the knobs."""
     why = results.get("explanation")
     if not why:
         return {}
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     seed = ""
     if results.get("best_seed") is not None and len(results["seeds"]) > 1:
         seed = f" (seed {results['best_seed']})"
@@ -249,12 +253,12 @@ def explanation(results: Results) -> dict[str, list[Any]]:
     }
 
 
-def print_explanation(results: Results, console: Console) -> None:
+def print_explanation(results: RunResults, console: Console) -> None:
     """Print the sections on why the deployed policy sets the knobs as it does."""
-    print_sections(console, reworded(explanation(results), words.unit_of(results)))
+    print_sections(console, reworded(explanation(results), unit_of(results)))
 
 
-def _importance(results: Results) -> list[Any]:
+def _importance(results: RunResults) -> list[Any]:
     """Return what is lost without each block of features, or some of its columns."""
     score = "accuracy minus the price of the latency"
     if problem_of(results) is DEADLINE:
@@ -277,7 +281,7 @@ def _importance(results: Results) -> list[Any]:
     return [about, table_of(lines)]
 
 
-def _decisions(title: str, decisions: list[Row], unit: str) -> Folded | None:
+def _decisions(title: str, decisions: list[SingleDecision], unit: str) -> Folded | None:
     """Return single decisions of the policy beside those of static, folded; None without any."""
     lines = []
     for row in decisions:
@@ -294,7 +298,7 @@ def _decisions(title: str, decisions: list[Row], unit: str) -> Folded | None:
     return Folded(title, [table_of(lines, wordy=[0, 2, 3])])
 
 
-def _guarantees(results: Results) -> list[Any]:
+def _guarantees(results: RunResults) -> list[Any]:
     """Return what the guard decided, and how."""
     table = tables.guarantees(results)
     if not table.rows:
@@ -366,11 +370,11 @@ NOT_CHARGED = {
 """The terms that have another meaning where budgets are no times."""
 
 
-def _glossary(results: Results) -> Folded:
+def _glossary(results: RunResults) -> Folded:
     """Return the terms, and every policy in the tables."""
     problem = problem_of(results)
     terms = dict(GLOSSARY[problem.name])
-    if words.unit_of(results) not in TIMES:
+    if unit_of(results) not in TIMES:
         terms |= NOT_CHARGED
         terms.pop("if free", None)
     if "split_seeds" in results:
@@ -383,7 +387,7 @@ def _glossary(results: Results) -> Folded:
     return Folded("What the words mean", [terms])
 
 
-def _tables(results: Results) -> list[Any]:
+def _tables(results: RunResults) -> list[Any]:
     """Return the tables of all policies, folded."""
     problem = problem_of(results)
     policies = [tables.policies(results), _glossary(results)]
@@ -409,7 +413,7 @@ def _tables(results: Results) -> list[Any]:
     return folded
 
 
-def _comparisons(results: Results) -> dict[str, list[Any]]:
+def _comparisons(results: RunResults) -> dict[str, list[Any]]:
     """Return the further tables of selectors, which may be empty: title → sentence and table."""
     calls = [
         {
@@ -443,7 +447,7 @@ def _comparisons(results: Results) -> dict[str, list[Any]]:
     }
 
 
-def _how_to_reproduce(results: Results, folder: Path) -> list[Any]:
+def _how_to_reproduce(results: RunResults, folder: Path) -> list[Any]:
     """Return the command, what repeats and what does not, and the settings of the run."""
     from knobwise import __version__
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import altair as alt
@@ -16,22 +16,29 @@ from knobwise.experiments.evidence.problem import (
     LEARNED,
     UPPER,
     Problem,
-    Results,
     Row,
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report import charts, page, words
+from knobwise.experiments.evidence.results import (
+    baselines,
+    calibration_error,
+    ranked,
+    rows_at,
+    unit_of,
+)
+from knobwise.experiments.evidence.schema import (
+    CalibrationBin,
+    Difficulty,
+    PolicyRow,
+    ReliabilityBin,
+    RunResults,
+)
+from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import Figure
 from knobwise.experiments.report.tables import reworded
-from knobwise.experiments.report.words import (
-    MIX,
-    ORACLE,
-    STATIC,
-    baselines,
-    policy_name,
-    shots_words,
-)
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.words import MIX, ORACLE, STATIC, policy_name, shots_words
 
 Figures = dict[str, Figure]
 """Heading → figure."""
@@ -47,30 +54,31 @@ KINDS = {
 """Kind of policy → its hue."""
 
 
-def result_charts(results: Results) -> Figures:
+def result_charts(results: RunResults) -> Figures:
     """Draw all figures that the results have numbers for, the one to be seen first in front."""
     if not problem_of(results).averaged:
         return _over_shots(results)
-    return reworded(_over_budgets(results), words.unit_of(results))
+    return reworded(_over_budgets(results), unit_of(results))
 
 
 @page.unchecked
-def result_images(results: Results) -> dict[str, bytes]:
+def result_images(results: RunResults) -> dict[str, bytes]:
     """Draw the figures of `result_charts` as pictures (PNG), for W&B: heading → bytes."""
     return {name: page.png(figure) for name, figure in result_charts(results).items()}
 
 
-def numbers(problem: Problem, row: Row, name: str, key: str = "") -> dict[str, Any]:
+def numbers(problem: Problem, row: PolicyRow, name: str, key: str = "") -> dict[str, Any]:
     """Return the numbers of a row of results that a chart needs, under a policy's name in words;
     `low` and `high` are the interval of `key`, or of the number that policies are ranked by."""
     key = key or problem.ranked_by
-    low, high = row.get(f"{key}_ci95") or (None, None)
+    named: Row = row  # keys are put together here
+    low, high = named.get(f"{key}_ci95") or (None, None)
     keys = [key, problem.place, *(metric.key for metric in problem.metrics)]
     drawn = {"policy": name, "latency_ms": row.get("latency_ms_mean")}
-    return drawn | {key: row.get(key) for key in keys} | {"low": low, "high": high}
+    return drawn | {key: named.get(key) for key in keys} | {"low": low, "high": high}
 
 
-def on_time(rows: pl.DataFrame, results: Results) -> Figure:
+def on_time(rows: pl.DataFrame, results: RunResults) -> Figure:
     """Draw the share of the feasible requests that is on time against the budget.
 
     Args:
@@ -81,10 +89,10 @@ def on_time(rows: pl.DataFrame, results: Results) -> Figure:
     chart = charts.by_budget(
         rows.drop("low", "high"),
         FEASIBLE.key,
-        in_words("on time, of the feasible requests", words.unit_of(results)),
+        in_words("on time, of the feasible requests", unit_of(results)),
         percent=True,
         level=level,
-        unit=words.unit_of(results),
+        unit=unit_of(results),
     )
     return Figure(
         chart,
@@ -96,28 +104,28 @@ def on_time(rows: pl.DataFrame, results: Results) -> Figure:
 # -- over budgets ----------------------------------------------------------------------------------
 
 
-def _over_budgets(results: Results) -> Figures:
+def _over_budgets(results: RunResults) -> Figures:
     """Draw the learned policy, the static reference, the strongest baseline and the oracle."""
     problem = problem_of(results)
     candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
-    judged = words.rows_at(results, None)
+    judged = rows_at(results, None)
     policies = [name for name in candidates if name in judged]
     drawn = {}
     if problem.judged_at(results):
         draw = _mean_budgets if problem.equal_latency else _deadlines
         drawn = draw(results, policies)
     sides = [(policy_name(name), name, results) for name in (problem.trained[0], problem.low)]
-    if usage := charts.knob_usage(sides, words.unit_of(results)):
+    if usage := charts.knob_usage(sides, unit_of(results)):
         drawn["Which settings are used"] = Figure(
             usage, "Share of the test requests that get each value of a knob, by budget.", 2
         )
     if bins := results.get("reliability"):
-        drawn["Reliability"] = reliability(bins, words.unit_of(results))
+        drawn["Reliability"] = reliability(bins, unit_of(results))
     return drawn
 
 
 def _frame(
-    results: Results, policies: Collection[str], key: str = ""
+    results: RunResults, policies: Collection[str], key: str = ""
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the `numbers` of these policies at the budgets, and as means over them.
 
@@ -137,14 +145,14 @@ def _frame(
     return frame.filter(~mean), frame.filter(mean)
 
 
-def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
+def _mean_budgets(results: RunResults, policies: Sequence[str]) -> Figures:
     """Draw results under mean budgets: accuracy over the static mix, and against latency.
 
     Args:
         results: the content of `results.json`.
         policies: those that are drawn.
     """
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     # the static mix is at 0, and has its own line in the plane
     others, _ = _frame(results, [name for name in policies if name != MIX])
     learners = others.filter(pl.col("policy") != policy_name(ORACLE))
@@ -172,10 +180,10 @@ def _mean_budgets(results: Results, policies: Sequence[str]) -> Figures:
     return drawn
 
 
-def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
+def _deadlines(results: RunResults, policies: Sequence[str]) -> Figures:
     """Draw results under deadlines: utility, the gain over static, late answers, and the shares on
     time. The arguments are those of `_mean_budgets`."""
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     at_budgets, means = _frame(results, policies)
     first = [charts.by_budget(at_budgets, "utility", "utility (0 to 1)", unit=unit)]
     # the gain over static in points
@@ -205,7 +213,7 @@ def _deadlines(results: Results, policies: Sequence[str]) -> Figures:
     return drawn
 
 
-def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure:
+def reliability(bins: Sequence[ReliabilityBin], unit: str = "ms") -> Figure:
     """Draw observed shares on time against predicted probabilities.
 
     Args:
@@ -214,7 +222,7 @@ def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure
     """
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
     titles = ("predicted probability of being on time", "observed share on time")
-    error = words.points(words.calibration_error(bins), ".1f")
+    error = words.points(calibration_error(bins), ".1f")
     return Figure(
         charts.predictions(rows, *(in_words(title, unit) for title in titles)),
         "The probability of being on time that the controller's teacher predicted for its choices, "
@@ -225,7 +233,7 @@ def reliability(bins: Sequence[Mapping[str, float]], unit: str = "ms") -> Figure
     )
 
 
-def difficulty(explained: Row, unit: str) -> Figure:
+def difficulty(explained: Difficulty, unit: str) -> Figure:
     """Draw the latency of the choice against difficulty: a dot for each sample, and lines through
     the means of groups, of the policy with their intervals and of static.
 
@@ -260,14 +268,14 @@ def difficulty(explained: Row, unit: str) -> Figure:
 # -- over numbers of shots -------------------------------------------------------------------------
 
 
-def _over_shots(results: Results) -> Figures:
+def _over_shots(results: RunResults) -> Figures:
     """Draw accuracy of all policies at the trained number of shots, and of the main ones against
     this number."""
     shots = shown_at(results)
     best = DEMONSTRATIONS.main_policy(results)
     kinds = _kinds() | {best: BEST}
     rows = []
-    for row in words.ranked(results) + words.ranked(results, "controls"):
+    for row in ranked(results) + ranked(results, "controls"):
         name = policy_name(row["policy"], results)
         kind = kinds.get(row["policy"], "trained")
         rows.append([name, row["accuracy"], *row["accuracy_ci95"], kind])
@@ -313,7 +321,7 @@ def _kinds() -> dict[str, str]:
     return kinds | dict.fromkeys(UPPER, "upper bound") | dict.fromkeys(CONTROLS, "control")
 
 
-def _calibration(results: Results, bins: Sequence[Row]) -> list[alt.LayerChart]:
+def _calibration(results: RunResults, bins: Sequence[CalibrationBin]) -> list[alt.LayerChart]:
     """Draw the share of right answers against the predicted probability.
 
     Each policy that predicts has a chart, with a line for each policy that drew the demonstrations.

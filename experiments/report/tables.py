@@ -17,14 +17,22 @@ from knobwise.experiments.evidence.problem import (
     FREE,
     GAP,
     LATENCY,
-    Results,
-    Row,
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report import words
-from knobwise.experiments.report.sentences import promise
-from knobwise.experiments.report.words import (
+from knobwise.experiments.evidence.results import (
+    differences_at,
+    guard_by_budget,
+    known,
+    mean_of,
+    ranked,
+    rows_at,
+    unit_of,
+)
+from knobwise.experiments.evidence.schema import PolicyRow, PolicyRows, RunResults
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.sentences import promise
+from knobwise.experiments.wording.words import (
     cell,
     difference_cell,
     number,
@@ -110,17 +118,17 @@ def reworded(block: Any, unit: str) -> Any:
     return block
 
 
-def policies(results: Results) -> Table:
+def policies(results: RunResults) -> Table:
     """Return a row for every policy, the best first: its metrics, or its accuracy at every number
     of shots."""
     if not problem_of(results).averaged:
         return by_place(results)
-    rows = words.ranked(results)
+    rows = ranked(results)
     lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
-    return reworded(table_of(lines, _trained(results)), words.unit_of(results))
+    return reworded(table_of(lines, _trained(results)), unit_of(results))
 
 
-def by_dataset(results: Results) -> Table:
+def by_dataset(results: RunResults) -> Table:
     """Return the most important policies in each data set; no rows if there is only one data
     set."""
     lines = []
@@ -129,19 +137,19 @@ def by_dataset(results: Results) -> Table:
         line = {"data set": title, "policy": policy_name(row["policy"])} | _metrics(results, row)
         line.pop(DECISION.name)
         lines.append(line)
-    return reworded(table_of(lines, _trained(results)), words.unit_of(results))
+    return reworded(table_of(lines, _trained(results)), unit_of(results))
 
 
-def _metrics(results: Results, row: Row) -> dict[str, str]:
+def _metrics(results: RunResults, row: PolicyRow) -> dict[str, str]:
     """Return the cells of a row."""
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     metrics = problem_of(results).metrics
     # what is no time is not charged for decisions, so that they are free in any case
     metrics = tuple(metric for metric in metrics if metric is not FREE or unit in TIMES)
     return {metric.name: cell(row, metric, unit) for metric in metrics}
 
 
-def _trained(results: Results) -> list[str]:
+def _trained(results: RunResults) -> list[str]:
     """Return the names of the policies that the run trained; of selectors the one that stands for
     the run."""
     problem = problem_of(results)
@@ -150,7 +158,7 @@ def _trained(results: Results) -> list[str]:
     return [policy_name(problem.main_policy(results) or "", results)]
 
 
-def by_place(results: Results, rows: str = "rows") -> Table:
+def by_place(results: RunResults, rows: PolicyRows = "rows") -> Table:
     """Return a row for every policy, the best first, with a cell for each budget or number of
     shots: the score with its interval, and in small print what was spent for it.
 
@@ -158,20 +166,20 @@ def by_place(results: Results, rows: str = "rows") -> Table:
         results: the content of `results.json`.
         rows: the key of the rows in the results: "rows", of selectors also "controls" or "votes".
     """
-    unit = words.unit_of(results)
+    unit = unit_of(results)
     # all metrics but those that need another policy or no budget
     others = (FREE, GAP, FEASIBLE, DECISION)
     metrics = [metric for metric in problem_of(results).metrics if metric not in others]
     # policies that were not judged at the main place come last
-    judged = (*words.ranked(results, rows), *results.get(rows, []))
+    judged = (*ranked(results, rows), *results.get(rows, []))
     lines = []
     for policy in dict.fromkeys(row["policy"] for row in judged):
         line = {"policy": policy_name(policy, results)}
         for place, heading in _places(results).items():
-            row = words.rows_at(results, place, rows).get(policy, {})
+            row = rows_at(results, place, rows).get(policy, {})
             # the score in large, all else in small print
             text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
-            if words.known(row.get("price")):
+            if known(row.get("price")):
                 text.append(f"λ = {row['price']:.3g} per {unit}")
             text = [in_words(part, unit) for part in text]
             line[heading] = "\n".join([cell(row, metrics[0]), *text])
@@ -179,18 +187,18 @@ def by_place(results: Results, rows: str = "rows") -> Table:
     return reworded(table_of(lines, _trained(results)), unit)
 
 
-def _places(results: Results) -> dict[float, str]:
+def _places(results: RunResults) -> dict[float, str]:
     """Return the budgets or numbers of shots → headings of their columns."""
     key = problem_of(results).place
-    places = {row[key] for row in results["rows"]} - {None}
-    trained = {results.get("trained_shots"): " (trained)"}
+    places = list(filter(known, {row.get(key) for row in results["rows"]}))
+    trained: dict[float | None, str] = {results.get("trained_shots"): " (trained)"}
     return {
         place: words.place_words(results, place) + trained.get(place, "")
         for place in sorted(places)
     }
 
 
-def differences(results: Results) -> Table:
+def differences(results: RunResults) -> Table:
     """Return the differences between selectors at every number of shots, in points, and what they
     show at the one that the page is about."""
     main = shown_at(results)
@@ -198,7 +206,7 @@ def differences(results: Results) -> Table:
     for pair in dict.fromkeys((row["policy"], row["against"]) for row in results["differences"]):
         line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
         for shots, heading in _places(results).items():
-            gap = words.differences_at(results, int(shots)).get(pair, {})
+            gap = differences_at(results, int(shots)).get(pair, {})
             line[heading] = difference_cell(gap)
             if shots == main:
                 outcome = words.SIGN_WORDS[words.sign_of(gap.get("ci95"))]
@@ -209,19 +217,19 @@ def differences(results: Results) -> Table:
 # -- guarantees and choices ------------------------------------------------------------------------
 
 
-def guarantees(results: Results) -> Table:
+def guarantees(results: RunResults) -> Table:
     """Return what the guard decided at each budget in each seed, and what is guaranteed."""
     lines = []
-    for seeds in words.guarantees(results):
-        line = {"budget": quantity(seeds[0]["budget_ms"], words.unit_of(results))}
+    for seeds in guard_by_budget(results):
+        line = {"budget": quantity(seeds[0]["budget_ms"], unit_of(results))}
         line["decision"] = "\n".join(row["reason"] for row in seeds)
         if "level" in seeds[0]:
             deployed = [row for row in seeds if row["deployed"]]
-            line["margin"] = number(words.mean_of(deployed, "margin"), ".0%")
-            line["on time"] = number(words.mean_of(seeds, "satisfaction_deployed"), ".1%")
+            line["margin"] = number(mean_of(deployed, "margin"), ".0%")
+            line["on time"] = number(mean_of(seeds, "satisfaction_deployed"), ".1%")
             line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
         lines.append(line)
-    return reworded(table_of(lines, wordy=[1, 4]), words.unit_of(results))
+    return reworded(table_of(lines, wordy=[1, 4]), unit_of(results))
 
 
 SETTINGS = {
@@ -234,7 +242,7 @@ SETTINGS = {
 """Expert → its settings, in words."""
 
 
-def chosen(results: Results) -> Table:
+def chosen(results: RunResults) -> Table:
     """Return the weight of each member of the teacher, and its settings; no rows for a network
     alone."""
     seeds = results["chosen"]

@@ -12,11 +12,13 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.evidence.problem import CONTROLS, Results, problem_of
-from knobwise.experiments.report import charts, words
+from knobwise.experiments.evidence.problem import CONTROLS, problem_of
+from knobwise.experiments.evidence.results import grpo_begins, unit_of
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure
-from knobwise.experiments.report.sentences import on_training
 from knobwise.experiments.report.tables import Folded
+from knobwise.experiments.wording.sentences import on_training
 
 TITLES = {
     "Utility": "utility (0 to 1)",
@@ -35,7 +37,7 @@ POINTS = 6000
 """At most this many points go into a figure of training curves."""
 
 
-def training(results: Results, path: Path) -> list[Any]:
+def training(results: RunResults, path: Path) -> list[Any]:
     """Return the blocks of a page on the training of a run: sentences and curves; [] without
     logged numbers.
 
@@ -43,10 +45,10 @@ def training(results: Results, path: Path) -> list[Any]:
         results: the content of `results.json`.
         path: of `metrics.csv`.
     """
-    logged = logged_numbers(path, words.unit_of(results))
+    logged = logged_numbers(path, unit_of(results))
     if logged is None:
         return []
-    begins = words.grpo_begins(results)
+    begins = grpo_begins(results)
     dashed = " Dashed: where the warm-up ends." * len(begins)
     blocks: list[Any] = on_training(results)
     score = logged.filter(pl.col("variable") == problem_of(results).validation)
@@ -66,7 +68,7 @@ def training(results: Results, path: Path) -> list[Any]:
     return blocks
 
 
-def _gained(results: Results, score: pl.DataFrame, begins: Sequence[int]) -> pl.DataFrame:
+def _gained(results: RunResults, score: pl.DataFrame, begins: Sequence[int]) -> pl.DataFrame:
     """Return how much more the score on validation is than what GRPO started with, in points."""
     seeds = zip(results.get("seeds", []), results.get("chosen") or (), strict=False)
     starts = {str(seed): chosen["grpo"]["start"] for seed, chosen in seeds if chosen.get("grpo")}

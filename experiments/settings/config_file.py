@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,15 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")
     return content
+
+
+def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted key; an empty group stays a value."""
+    flat = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            for name, leaf in dotted(value).items():
+                flat[f"{key}.{name}"] = leaf
+        else:
+            flat[str(key)] = value
+    return flat

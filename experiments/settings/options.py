@@ -11,7 +11,13 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.settings import (
+    TRAINING_REWARD,
+    BalanceConfig,
+    BudgetConfig,
+    RewardConfig,
+)
+from knobwise.experiments.settings.choices import AUTO, SAMPLED, TAUGHT_OPTIMISER
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings, Training
 from knobwise.losses.settings import LossConfig
@@ -76,17 +82,17 @@ class TrainRun(Training):
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """The limit in training: a deadline for each request; with mean, a limit on the mean over
     requests."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
     """A head for each knob on a light network. auto: taught by a network and experts that predict
     outcomes, then trained by GRPO; utility: taught by a network alone, several times faster;
     independent: by rewards alone."""
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
     """What GRPO, or PPO, minimises."""
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    optimiser: OptimiserConfig = field(default_factory=lambda: replace(TAUGHT_OPTIMISER))
     """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
@@ -190,7 +196,7 @@ class EvaluateRun:
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
     for mean budgets is judged at those that its worths were calibrated for."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """The reward that the column `reward` shows."""
     baselines: bool = True
     """Compare with every simple policy; a run that was trained with `baselines=false` needs the

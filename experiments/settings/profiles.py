@@ -12,7 +12,7 @@ from omegaconf import MISSING, OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.config_file import read_settings_file
-from knobwise.experiments.settings.words import escaped
+from knobwise.experiments.settings.words import plain
 from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
@@ -195,7 +195,7 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         return None
     try:
         schema = OmegaConf.structured(choices[section["format"]])
-        config = OmegaConf.merge(schema, _escaped(section))
+        config = OmegaConf.merge(schema, plain(section))
         # the dataclass may refuse values
         OmegaConf.to_object(config)
         return config
@@ -204,15 +204,6 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         raise InputError(
             f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
         ) from error
-
-
-def _escaped(values: Any) -> Any:
-    """Return plain values whose text OmegaConf reads as it is, without interpolations."""
-    if isinstance(values, dict):
-        return {key: _escaped(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [_escaped(value) for value in values]
-    return escaped(values) if isinstance(values, str) else values
 
 
 def of_run(checkpoint: str, key: str) -> Any:

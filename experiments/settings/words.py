@@ -1,35 +1,18 @@
-"""Words of the command line whose values are text, such as paths and names: read as they are typed,
-whatever Hydra's grammar makes of them, and printed as a shell and Hydra take them."""
+"""Words of the command line, printed as a shell and Hydra take them, and text as OmegaConf takes
+it."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
-
-from knobwise.common.errors import InputError
-
-TEXT = "text"
-TEXTS = "a list of texts"
-ANY = "any"
-NONE = "none"
-"""What an option may hold; see `kinds_of`."""
 NULL = re.compile("null", re.IGNORECASE)
 """How Hydra writes that an option has no value."""
 CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|str|int|float|bool)\(.*\)", re.S)
 """Hydra's functions, most of which name the values of a sweep."""
-INTERPOLATION = re.compile(r"\$\{([\w.]*:?)")
-AT_MOST = 9
-"""The most parts between commas that are tried as one name."""
-Kinds = Mapping[str, set[str]]
 
 
 def typed(key: str, value: object) -> str:
@@ -43,6 +26,9 @@ def typed(key: str, value: object) -> str:
 
 def quoted(text: str) -> str:
     """Return text in quotes that Hydra removes, without interpolations."""
+    # settings from Python need no words, and so no Hydra
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     return QuotedString(escaped(text), Quote.single).with_quotes()
 
 
@@ -52,128 +38,21 @@ def escaped(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def kinds_of(settings: Any, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
-    """Return what the options in an instance of a settings dataclass may hold, by their keys: text,
-    lists of texts, anything, nothing; an empty set for options of other kinds.
-
-    Args:
-        groups: the dataclasses that each config group chooses from.
-    """
-    kinds: dict[str, set[str]] = {}
-    hints = get_type_hints(type(settings))
-    for f in fields(settings):
-        value = getattr(settings, f.name)
-        parts = [value] if is_dataclass(value) else []
-        for choice in groups.get(f.name, {}).values():
-            parts.append(choice())
-        for part in parts:
-            for key, held in kinds_of(part, groups).items():
-                kinds.setdefault(f"{f.name}.{key}", set()).update(held)
-        types = {hints[f.name]}
-        if isinstance(hints[f.name], UnionType):
-            types = {*get_args(hints[f.name])}
-        meanings = {
-            str: TEXT,
-            list[str]: TEXTS,
-            list[str | None]: TEXTS,
-            Any: ANY,
-            type(None): NONE,
-        }
-        if f.name not in ("experiment", *groups):
-            kinds[f.name] = {kind for of_type, kind in meanings.items() if of_type in types}
-    return kinds
+def plain(values: Any) -> Any:
+    """Return values whose text, in lists and mappings too, OmegaConf reads as it is; see
+    `escaped`."""
+    if isinstance(values, dict):
+        return {key: plain(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [plain(value) for value in values]
+    return escaped(values) if isinstance(values, str) else values
 
 
-def literal(arguments: Sequence[str], kinds: Kinds, sweep: bool = False) -> list[str]:
-    """Return words in Hydra's grammar, in which text is what was typed.
-
-    A file that exists is taken by its name. Other text may be in quotes, or hold interpolations of
-    options and of resolvers; `null` is no value where there may be none.
-
-    Args:
-        kinds: what options may hold, see `kinds_of`.
-        sweep: whether commas part the values of a sweep.
-
-    Raises:
-        InputError: text that is not in UTF-8.
-    """
-    words = []
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        held = kinds.get(key.lstrip("+"), set())
-        if equals and value and held & {TEXT, TEXTS}:
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(
-                    f"{word!a}: is not in UTF-8; rename the file, or the folder"
-                ) from error
-            word = f"{key}={_value(value, held, kinds, sweep)}"
-        words.append(word)
-    return words
-
-
-def _value(text: str, held: set[str], kinds: Kinds, sweep: bool) -> str:
-    """Return what was typed as the value of an option in Hydra's grammar."""
-    if os.path.lexists(text) and TEXT in held:
-        return _text(text)
-    if _means_more(text, kinds) or (NONE in held and NULL.fullmatch(text)):
-        return text
-    if text[0] == "[" and text[-1] == "]" and held & {TEXTS, ANY}:
-        # quotes, or lists and objects inside it
-        if re.search("['\"]|(?<!\\$)\\{|\\[.*\\[", text) and _parsed(text) is not None:
-            return text
-        names = []
-        for part in _split(text[1:-1]):
-            name = part if os.path.lexists(part) else part.strip()
-            names += [_value(name, {TEXT, NONE}, kinds, False)] if name else []
-        return f"[{','.join(names)}]"
-    if TEXT not in held:
-        return text
-    if sweep and "," in text:
-        if re.search("['\"]", text) and _parsed(text) is not None:
-            return text
-        return ",".join(_value(part, held, kinds, False) for part in _split(text) if part)
-    return _text(text)
-
-
-def _text(text: str) -> str:
-    """Return text as it is if Hydra takes it so, or in quotes."""
-    # a name that Hydra would read as a number or true is no text to it
-    if "${" not in text and type(_parsed(text)) is str and _parsed(text) == text:
-        return text
-    return quoted(text)
-
-
-def _means_more(text: str, kinds: Kinds) -> bool:
-    """Return True for text in quotes, for a function of Hydra, and for interpolations of options or
-    resolvers."""
-    parsed = _parsed(text)
-    if isinstance(parsed, QuotedString) or (parsed is not None and CALL.fullmatch(text)):
-        return True
-    # commas and the like may have backslashes before them
-    if isinstance(parsed, str) and os.path.lexists(parsed):
-        return True
-    names = INTERPOLATION.findall(text)
-    known = {"", *(key.partition(".")[0] for key in kinds)}
-    return bool(names) and all(":" in name or name.partition(".")[0] in known for name in names)
-
-
-def _parsed(text: str) -> Any:
-    """Return the value that Hydra reads; None if its grammar refuses it."""
-    try:
-        return OverridesParser.create().parse_override(f"key={text}")._value
-    except HydraException:
-        return None
-
-
-def _split(text: str) -> Iterator[str]:
-    """Yield the parts of text between commas; a file that exists may have commas in its name."""
-    pieces = text.split(",")
-    first = 0
-    while first < len(pieces):
-        longest = min(len(pieces), first + AT_MOST)
-        names = (",".join(pieces[first:end]) for end in range(longest, first + 1, -1))
-        name = next(filter(os.path.lexists, names), pieces[first])
-        yield name
-        first += name.count(",") + 1
+def nearest(key: str, options: Iterable[str]) -> list[str]:
+    """Return at most two options that may be meant by a key. An option is known by its whole key
+    and by the last part of it."""
+    names: dict[str, str] = {}
+    for option in options:
+        names[option] = option
+        names.setdefault(option.rpartition(".")[2], option)
+    return [names[name] for name in get_close_matches(key, names, 2)]

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
@@ -192,9 +193,7 @@ class Tracker:
                     return wandb_results.log_model(self._wandb.run, self.folder, scores)
         return None
 
-    def log_results(
-        self, results: Mapping[str, Any], images: Mapping[str, bytes], model: Any
-    ) -> None:
+    def log_results(self, results: RunResults, images: Mapping[str, bytes], model: Any) -> None:
         """Write the results of a finished run to W&B, see `wandb_results.log_results`."""
         if self._wandb is not None:
             with self._wandb.reporting("the results"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import polars as pl
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
 from knobwise.experiments.evidence.problem import DEADLINE, problem_of
+from knobwise.experiments.evidence.schema import RunResults
 
 CELLS = 200_000
 """The most cells, about, that the table of decisions has; more make W&B's pages slow."""
 
 
-def scores_by_seed(
-    results: Mapping[str, Any], folder: Path
-) -> dict[tuple[str, int], dict[str, float]]:
+def scores_by_seed(results: RunResults, folder: Path) -> dict[tuple[str, int], dict[str, float]]:
     """Return the test scores of each policy that our run trained, by stage and seed.
 
     They come from its decisions: means over the budgets or, for a selector, at the shots of
@@ -51,7 +50,7 @@ def scores_by_seed(
     return scores
 
 
-def _decided(results: Mapping[str, Any], folder: Path, policies: Iterable[str]) -> pl.DataFrame:
+def _decided(results: RunResults, folder: Path, policies: Iterable[str]) -> pl.DataFrame:
     """Return the decisions of these policies at the main place."""
     frame = read_decisions(folder).filter(pl.col("policy").is_in(list(policies)))
     main = problem_of(results).main_place(results)
@@ -60,7 +59,7 @@ def _decided(results: Mapping[str, Any], folder: Path, policies: Iterable[str]) 
     return frame.filter(pl.col("place") == main)
 
 
-def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
+def summaries_of(results: RunResults) -> dict[str, float]:
     """Return the numbers that W&B shows of a finished run, by name.
 
     - `Test/<policy>/<number>`: means over the budgets or, for a selector, at the shots of training.
@@ -94,7 +93,7 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
 def log_results(
     run: Any,
     folder: Path,
-    results: Mapping[str, Any],
+    results: RunResults,
     images: Mapping[str, bytes],
     model: Any,
 ) -> None:
@@ -124,18 +123,20 @@ def log_results(
         run.use_artifact(model)
 
 
-def _tables(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _tables(results: RunResults, folder: Path) -> dict[str, Any]:
     """Return the W&B tables that are not empty, by name."""
     problem = problem_of(results)
     main = problem.main_place(results)
-    tables = {"Test/policies": [row for row in _rows(results) if row.get(problem.place) == main]}
-    for key in ("differences", "by_dataset"):
-        tables[f"Test/{key}"] = list(map(_flat, results.get(key, [])))
+    tables = {
+        "Test/policies": [row for row in _rows(results) if row.get(problem.place) == main],
+        "Test/differences": list(map(_flat, results.get("differences", []))),
+        "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
+    }
     tables["Test/decisions"] = _decisions(results, folder)
     return {name: _table(rows) for name, rows in tables.items() if rows}
 
 
-def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
+def _curves(results: RunResults) -> dict[str, Any]:
     """Return the W&B charts against the budget or the number of shots, by name."""
     import wandb
 
@@ -145,7 +146,7 @@ def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
     title = f"{problem.score} by {problem.place_words[0]}".capitalize()
     name = f"Test/by_{axis.removesuffix('_ms')}"
     curves = {name: wandb.plot.line(rows, axis, problem.score, "policy", title)}
-    usage = [use | {"value": str(use["value"])} for use in results.get("knob_usage", [])]
+    usage = [{**use, "value": str(use["value"])} for use in results.get("knob_usage", [])]
     for knob in dict.fromkeys(use["knob"] for use in usage):
         shares = [
             use for use in usage if (use["policy"], use["knob"]) == (problem.trained[0], knob)
@@ -155,7 +156,7 @@ def _curves(results: Mapping[str, Any]) -> dict[str, Any]:
     return curves
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
+def _table(rows: Sequence[Mapping[str, object]]) -> Any:
     import wandb
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -192,7 +193,7 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
     (run.log_artifact if run.offline else run.use_artifact)(data)
 
 
-def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _decisions(results: RunResults, folder: Path) -> list[dict[str, Any]]:
     """Return decisions of the trained policies and of the reference policies, at the main place.
 
     They are of as many samples as fit into the table: all decisions of a sample or none.
@@ -212,7 +213,7 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     return frame.filter(sample <= fits).select(names).to_dicts()
 
 
-def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _rows(results: RunResults) -> list[dict[str, Any]]:
     return list(map(_flat, problem_of(results).rows(results)))
 
 

@@ -52,6 +52,7 @@ from knobwise.experiments.evidence.controllers import (
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
 from knobwise.experiments.evidence.problem import DEADLINE
 from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
 from knobwise.experiments.evidence.summary import summary_of
 from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
@@ -216,7 +217,7 @@ class ControllerExperiment(Experiment):
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
-    def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
         folders = [seed_folder(folder, seed) for seed in self.config.seeds]
@@ -250,7 +251,7 @@ class ControllerExperiment(Experiment):
             add_shares(results)
         return results, decisions
 
-    def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+    def judged(self, best: list[Loaded]) -> tuple[RunResults, pl.DataFrame]:
         """Return the contents of `results.json` and of `decisions.parquet`.
 
         They hold what all seeds deploy, its teachers, and the baselines.
@@ -277,12 +278,14 @@ class ControllerExperiment(Experiment):
                 fold_seed=self.fold_seed,
                 before=before,
             )
-        if gain := results.pop("grpo_gain", {}) | gain_on_held_out(best):
+        gain: GrpoGain = results.pop("grpo_gain", {})
+        gain |= gain_on_held_out(best)
+        if gain:
             results["grpo_gain"] = gain
         first = self.trainers[0]
         iterations = config.optimiser.iterations
         # the stages before GRPO: the teacher's and the warm-up
-        training = {
+        training: TrainingFacts = {
             "warmup_iterations": first.total - iterations,
             "iterations": iterations,
             "method": first.stages[-1].name,
@@ -291,7 +294,8 @@ class ControllerExperiment(Experiment):
             "patience": first.patience,
             "ended_at": [trainer.state.iteration for trainer in self.trainers],
         }
-        results |= held_out_choices(best) | {
+        results |= held_out_choices(best)
+        results |= {
             "validation_utility": scores,
             "best_seed": config.seeds[scores.index(max(scores))],
             "training": training,
@@ -310,7 +314,7 @@ def judge_controllers(
     experts: Experts | None = None,
     fold_seed: int = 0,
     before: Sequence[DeployedController | None] = (),
-) -> tuple[dict[str, Any], pl.DataFrame]:
+) -> tuple[RunResults, pl.DataFrame]:
     """Judge controllers beside the baselines on the test part, under deadlines or mean budgets
     [B], see `judge_on_test`.
 
@@ -322,7 +326,7 @@ def judge_controllers(
     fitted = split.fitted
     test = split.test
     baselines: list[Any] = []
-    estimate = {}
+    estimate: Attainable | None = None
     if controllers[0].sense == "mean":
         if config.baselines:
             baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
@@ -330,7 +334,7 @@ def judge_controllers(
         if experts is None:
             experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
         if table.features:
-            estimate = attainable_by(table, experts, budgets_ms) or {}
+            estimate = attainable_by(table, experts, budgets_ms)
         baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
         if len(rows_by_dataset(table, test)) > 1:
             baselines.insert(1, StaticPerDataset(table, fitted, test))

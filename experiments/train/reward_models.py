@@ -17,6 +17,7 @@ from knobwise.agents.selector.reward_model import RewardModel
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.seeding import seeded
 from knobwise.envs.demonstrations.beam_table import bank_rows
+from knobwise.experiments.evidence.schema import CalibrationBin, RunResults, TrueCalls
 from knobwise.experiments.settings.beams import SelectorData, hide
 from knobwise.experiments.settings.selector_options import Plan, SelectorRun
 from knobwise.experiments.train.run import seed_folder
@@ -27,15 +28,15 @@ DRAWS = 4
 """Number of sequences that a policy draws for each held-out query, for the calibration."""
 
 
-def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str, Any]:
+def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> RunResults:
     """Return facts about every variant that draws while it learns, {} without such variants.
 
     `true_calls` has the calls of the answering model, by seed, and the number of recorded answers
     that the reward was learned from. `calibration` compares every learned reward with the scorer,
     where there is one, on sequences that RCE and the variant itself draw for held-out queries.
     """
-    true_calls = []
-    bins = []
+    true_calls: list[TrueCalls] = []
+    bins: list[CalibrationBin] = []
     for name, plan in config.plans.items():
         if not plan.variant.live and plan.reward_model is None:
             continue
@@ -43,7 +44,7 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
         seeds = [seed_folder(folder, seed) for seed in config.seeds]
         states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
         calls = [state["calls"] for state in states]
-        row = {"policy": name, "calls": calls, "recorded": 0}
+        row: TrueCalls = {"policy": name, "calls": calls, "recorded": 0}
         true_calls.append(row)
         if plan.reward_model is None:
             continue
@@ -57,10 +58,15 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> di
             expected, right = _predicted(config.shots, data, plan, checkpoints, models)
             shares, means = calibration_curve(right, expected, n_bins=BINS, strategy="quantile")
             for share, mean in zip(shares.tolist(), means.tolist(), strict=True):
-                row = {"policy": name, "drawn_by": drawn_by, "expected": mean, "right": share}
-                bins.append(row)
-    facts = {"true_calls": true_calls, "calibration": bins}
-    return {key: value for key, value in facts.items() if value}
+                bins.append(
+                    {"policy": name, "drawn_by": drawn_by, "expected": mean, "right": share}
+                )
+    facts: RunResults = {}
+    if true_calls:
+        facts["true_calls"] = true_calls
+    if bins:
+        facts["calibration"] = bins
+    return facts
 
 
 def _predicted(

@@ -33,6 +33,7 @@ from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.evidence.problem import UPPER
 from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors
 from knobwise.experiments.settings.beams import (
     SelectorData,
@@ -104,7 +105,7 @@ class SelectorExperiment(Experiment):
             for done, _ in enumerate(trained, 1):
                 tick(done, "")
 
-    def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge every policy on the same held-out queries, and keep the best on validation.
         Controls do not compete."""
         config = self.config
@@ -117,7 +118,7 @@ class SelectorExperiment(Experiment):
             folders = [seed_folder(folder, seed) / name for seed in config.seeds]
             scores |= zip(folders, results["validation"][name], strict=True)
         best = keep_best(folder, scores)
-        facts = {
+        facts: RunResults = {
             "reward_mode": config.reward.mode,
             "variants": list(config.variants),
             "best_policy": best.name,
@@ -369,10 +370,10 @@ class SelectorStages:
 
 def judge_run(
     config: SelectorRun, data: SelectorData, folder: Path
-) -> tuple[dict[str, Any], pl.DataFrame]:
+) -> tuple[RunResults, pl.DataFrame]:
     """Judge every policy of a run, see `judge_selectors`."""
     # for each trained policy, one entry for each seed
-    facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
+    facts: RunResults = {"epochs": {}, "validation": {}}
     hidden = policies(config)
     trained = {}
     for name in hidden:

@@ -37,7 +37,7 @@ from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.compare.compare import compare
 from knobwise.experiments.compare.words import results_cells, settings_cells
-from knobwise.experiments.report.words import write_results
+from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.settings.options import CompareRun
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements

@@ -3,6 +3,8 @@
 import doctest
 import functools
 import itertools
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -198,8 +200,9 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
         ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, []),
         ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, ["ridge"]),
         ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, []),
+        ({"policy": "independent", "budgets_ms": np.array([10.0, 20.0]), "loss": {}}, None),
     ],
-    ids=["independent", "mean", "experts", "no experts"],
+    ids=["independent", "mean", "experts", "no experts", "an array"],
 )
 def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     table = small_table(60)
@@ -287,8 +290,17 @@ def test_features_of_a_profile_are_in_its_order():
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("policy/huge", {"policy": "huge"}),
+        ("policy.*huge.*utility", {"policy": "huge"}),
         ("optimiser.iterations=3", {"optimiser": {"iteration": 3}}),
+        ("optimiser.*utility", {"optimiser": 3}),
+        ("optimiser.iterations.*many", {"optimiser": {"iterations": "many"}}),
+        ("optimiser.iterations", {"optimiser": {"iterations": -1}}),
+        ("loss.kl_band.*wide", {"loss.kl_band": "wide"}),
+        ("budgets_ms.*0.5", {"budget_ms": [0.5]}),
+        ("reward.function", {"reward": "function"}),
+        ("experiment.*nothing", {"experiment": "nothing"}),
+        ("experiment=selector", {"experiment": "selector"}),
+        ("profile.path", {"profile": {"path": "a.csv"}}),
         ("seeds", {"seed": -1}),
         ("20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
     ],
@@ -296,6 +308,30 @@ def test_features_of_a_profile_are_in_its_order():
 def test_what_cannot_be_trained_is_refused(message, options):
     with input_error(message):
         knobwise.fit(small_table(20), **options)
+
+
+AFTER_FIT = """
+import json, sys
+import knobwise
+from helpers import small_table
+
+options = {"policy.hidden": 8, "policy.members": 2, "optimiser": json.loads(sys.argv[1])}
+knobwise.fit(small_table(40), policy="utility", **options)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_fit_loads_no_command_line_no_charts_and_no_report():
+    words = [sys.executable, "-c", AFTER_FIT, json.dumps(QUICK)]
+    folders = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, check=True, capture_output=True, env=os.environ | folders)
+    loaded = json.loads(done.stdout)
+    assert "knobwise.experiments.train.controller" in loaded
+    tops = {name.partition(".")[0] for name in loaded}
+    assert tops.isdisjoint({"hydra", "altair", "wandb", "jinja2", "tensorboard"})
+    rooms = {".".join(name.split(".")[:3]) for name in loaded if name.startswith("knobwise.")}
+    unneeded = ("report", "compare", "command_line", "deploy")
+    assert rooms.isdisjoint({f"knobwise.experiments.{room}" for room in unneeded})
 
 
 # -- load ------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from knobwise.experiments.command_line.compose import (
     read_settings,
     text_options,
 )
+from knobwise.experiments.command_line.grammar import TEXT, kinds_of
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.settings.words import TEXT, kinds_of, typed
-from knobwise.experiments.train.run import next_command
+from knobwise.experiments.settings.words import typed
+from knobwise.experiments.train.launch import next_command
 
 NAMES = [
     "ü",

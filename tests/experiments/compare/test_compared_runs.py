@@ -22,8 +22,8 @@ from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.compare.words import results_cells
 from knobwise.experiments.evidence.decisions import read_decisions
+from knobwise.experiments.evidence.results import read_results, write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
-from knobwise.experiments.report.words import read_results, write_results
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):

@@ -16,7 +16,7 @@ import knobwise
 from knobwise.agents import make_actor
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.experiments.report.words import quantity
+from knobwise.experiments.wording.words import quantity
 from knobwise.losses import GRPOLoss
 
 QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 baselines=false")

@@ -22,9 +22,9 @@ from knobwise.experiments.evidence.decisions import (
     write_decisions,
 )
 from knobwise.experiments.evidence.problem import shown_at
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
 from knobwise.experiments.evidence.statistics import mean_interval
-from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.beams import SelectorData
 
 BEAMS, _ = small_beams(7)

@@ -151,7 +151,7 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
     assert tree["fidelity"] > 0.99  # a bound lies between two samples
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
-    small = [rule["then"] for rule in tree["rules"] if ["budget", "≤", 12.5] in rule["when"]]
+    small = [rule["then"] for rule in tree["rules"] if ("budget", "≤", 12.5) in rule["when"]]
     assert small == [two_answers().configuration(0)]
     assert {rule["alike"] for rule in tree["rules"]} == {1.0}
     bounds = {(name, sign): value for rule in tree["rules"] for name, sign, value in rule["when"]}

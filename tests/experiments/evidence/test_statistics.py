@@ -22,7 +22,7 @@ from knobwise.experiments.evidence.statistics import (
     resampled_means,
     score_intervals,
 )
-from knobwise.experiments.report.words import counted, difference_cell, shown_by, span
+from knobwise.experiments.wording.words import counted, difference_cell, shown_by, span
 
 
 def test_means_of_draws_by_hand(monkeypatch):

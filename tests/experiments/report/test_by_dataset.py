@@ -18,9 +18,9 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.controllers import judge_on_test
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
-from knobwise.experiments.report.words import read_results
 
 TWO_SETS = table_of(
     [[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 3 + [[0.0, 0.0]],

@@ -23,7 +23,7 @@ from knobwise.experiments.inspection.page import lead, print_inspection, write_i
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
 from knobwise.experiments.report.tables import Folded, Table, Tile
-from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
+from knobwise.experiments.wording.words import POLICIES, cell, interval, number, policy_name
 from knobwise.testbeds.elastic.adapter import builtin_input
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"

@@ -25,11 +25,12 @@ from page_parts import (
 )
 from run_folders import interval
 
+from knobwise.experiments.evidence.results import calibration_error, read_results
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
-from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
+from knobwise.experiments.wording.words import policy_name, quantity
 
 BUDGETS = (120.0, 480.0)
 SHOWN = ("controller", "budget_aware_static", "random_forest", "oracle")

@@ -30,8 +30,8 @@ from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images
 from knobwise.experiments.report.tables import policies
-from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.settings.beams import SelectorData
+from knobwise.experiments.wording.words import policy_name
 
 SEEDS, QUERIES = (0, 1, 2), 600
 LIVE = "GRPO on live draws"

@@ -1,5 +1,6 @@
 """Every option: its meaning, its default, and what profiles and beams are read from it."""
 
+import json
 from dataclasses import asdict, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,10 +14,11 @@ from helpers import small_beams
 from knobwise.agents import Controller, OptimiserConfig
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.experiments.command_line.compose import READERS, field_docs, read_settings
+from knobwise.experiments.command_line.compose import READERS, choices_of, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
-from knobwise.experiments.settings.options import VERBS, resolve
+from knobwise.experiments.settings.config_file import dotted, settings_text
+from knobwise.experiments.settings.options import VERBS, EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import (
     BuiltinProfile,
     SimulatedProfile,
@@ -25,6 +27,7 @@ from knobwise.experiments.settings.profiles import (
     read_questions,
 )
 from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
+from knobwise.experiments.settings.values import training_settings
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.profiling.measuring.questions import read_vqa_data
 
@@ -122,6 +125,44 @@ def test_defaults_and_overrides():
     assert changed.policy.teacher is False
     assert changed.policy.hidden == 8
     assert changed.optimiser == OptimiserConfig()
+
+
+def test_the_dataclass_says_what_is_trained_by_default():
+    assert settings_text(read_settings("train", [])) == settings_text(
+        TrainRun(profile=BuiltinProfile())
+    )
+    assert read_settings("evaluate", ["beams=builtin"]).reward == EvaluateRun().reward
+
+
+OF_CONTROLLERS = [name for name in choices_of("experiment") if not name.startswith("selector")]
+CHOSEN = [
+    {"policy": "independent"},
+    {"policy": "independent", "optimiser": "utility"},
+    {"policy": "utility", "optimiser": {"lr": 0.5}, "policy.hidden": 9, "loss": "exact"},
+    {"reward": "shaped", "reward.alpha": 2, "budget": "mean", "seeds": (1, 2), "init_from": "x"},
+    {"loss": {"kl_band": (0.01, 0.1)}, "split": {"train": 0.5}, "balance": {"by": "dataset"}},
+    {"loss.kl_to_ref_coeff": None, "policy.experts": ["ridge"], "name": "${x}", "baselines": False},
+    {"experiment": "seeds", "policy": "utility", "optimiser.iterations": 3},
+]
+
+
+@pytest.mark.parametrize(
+    "options", [*({"experiment": name} for name in OF_CONTROLLERS), *CHOSEN], ids=str
+)
+def test_values_from_python_mean_what_words_mean(options):
+    words = []
+    for key, value in dotted(options).items():
+        words.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+    wanted = replace(read_settings("train", words), profile=None)
+    assert settings_text(training_settings(options)) == settings_text(wanted)
+
+
+def test_settings_from_python_are_nobody_elses():
+    before = settings_text(training_settings({}))
+    changed = training_settings({})
+    changed.policy.hidden = 3
+    changed.tracking.mode = "online"
+    assert settings_text(training_settings({})) == before
 
 
 def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings():

@@ -20,7 +20,7 @@ from wandb_stub import WandbStub, forget_wandb, offline_runs
 
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.evidence.decisions import read_decisions
-from knobwise.experiments.report.words import read_results
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.tracker import THROUGHPUT, Tracker, git_commit

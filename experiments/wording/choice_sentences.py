@@ -7,20 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from knobwise.envs.tables.units import in_words
-from knobwise.experiments.evidence.problem import (
-    DEADLINE,
-    Results,
-    Row,
-    problem_of,
-)
-from knobwise.experiments.report.words import (
-    LEARNED,
-    number,
-    quantity,
-    sign_of,
-    span,
-    unit_of,
-)
+from knobwise.experiments.evidence.problem import DEADLINE, Row, problem_of
+from knobwise.experiments.evidence.results import unit_of
+from knobwise.experiments.evidence.schema import RunResults, Tree
+from knobwise.experiments.wording.words import LEARNED, number, quantity, sign_of, span
 
 
 def setting(knobs: Mapping[str, Any]) -> str:
@@ -42,7 +32,7 @@ def condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
     return " and ".join(parts) or "always"
 
 
-def on_usage(results: Results) -> list[str]:
+def on_usage(results: RunResults) -> list[str]:
     """Say for each budget how often each value of a knob is used."""
     lines = []
     usage = [row for row in results["knob_usage"] if row["policy"] == LEARNED and row["share"] > 0]
@@ -57,7 +47,7 @@ def on_usage(results: Results) -> list[str]:
     return lines
 
 
-def on_difficulty(results: Results) -> list[str]:
+def on_difficulty(results: RunResults) -> list[str]:
     """Say whether hard samples get costly settings, and whether more time is used."""
     why = results["explanation"]
     hard = why["difficulty"]
@@ -88,7 +78,7 @@ SPENDS_ON = {
 """`sign_of` the correlation of settings with difficulty → what it shows."""
 
 
-def _on_correlation(results: Results) -> str:
+def _on_correlation(results: RunResults) -> str:
     """Say how the latency of the choice goes with difficulty, and what of that is the setting."""
     hard = results["explanation"]["difficulty"]
     sign = sign_of(hard["setting_ci95"])
@@ -105,7 +95,7 @@ def _on_correlation(results: Results) -> str:
     )
 
 
-def on_tree(tree: Row) -> str:
+def on_tree(tree: Tree) -> str:
     """Say how well a few rules describe the decisions."""
     return (
         f"A tree with at most eight leaves gets {number(tree['fidelity'], '.0%')}"

@@ -5,53 +5,65 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.problem import (
     DEMONSTRATIONS,
     MEAN_BUDGET,
-    Results,
     Row,
     problem_of,
     shown_at,
 )
-from knobwise.experiments.report.words import (
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    guard_by_budget,
+    kept_before_grpo,
+    known,
+    ranked,
+    rows_at,
+    unit_of,
+    value_of,
+)
+from knobwise.experiments.evidence.schema import (
+    Attainable,
+    DifferenceRow,
+    PolicyRow,
+    RunResults,
+    TrainingFacts,
+)
+from knobwise.experiments.wording.words import (
     COMPARED,
     LEARNED,
     ORACLE,
     STATIC,
     TEACHER,
-    baselines,
     difference_words,
-    differences_at,
-    guarantees,
     hidden_words,
     in_seeds,
-    kept_before_grpo,
-    known,
     listed,
     number,
     points,
     policy_name,
     quantity,
-    ranked,
-    rows_at,
     said_of,
     shots_words,
     sign_of,
     span,
-    unit_of,
-    value_of,
     with_score,
 )
 
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.guard import GuardRow
 
-def verdict(results: Results) -> list[str]:
+
+def verdict(results: RunResults) -> list[str]:
     """Say what the run shows, the most important first."""
     return [said_of(results, line) for line in _verdict(results)]
 
 
-def _verdict(results: Results) -> list[str]:
+def _verdict(results: RunResults) -> list[str]:
     """Return the lines of `verdict`, as they are said of times."""
     problem = problem_of(results)
     if problem is DEMONSTRATIONS:
@@ -69,7 +81,7 @@ def _verdict(results: Results) -> list[str]:
 # -- controllers -----------------------------------------------------------------------------------
 
 
-def _under_deadlines(results: Results) -> list[str]:
+def _under_deadlines(results: RunResults) -> list[str]:
     """Compare the learned controller with static, its teacher and the baselines."""
     # the row of each policy with its means over the budgets
     means = rows_at(results, None)
@@ -115,7 +127,7 @@ def _under_deadlines(results: Results) -> list[str]:
     return lines
 
 
-def _over_static(results: Results, learned: Row, utility: float, static: float) -> str:
+def _over_static(results: RunResults, learned: PolicyRow, utility: float, static: float) -> str:
     """Say whether the controller is better than static, by how much, and how sure that is."""
     ci95 = learned.get("over_static_ci95")
     gain = learned.get("over_static", utility - static)
@@ -130,7 +142,7 @@ def _over_static(results: Results, learned: Row, utility: float, static: float) 
     return line
 
 
-def learnable(estimate: Row) -> str:
+def learnable(estimate: Attainable) -> str:
     """Say what looks predictable from the features, `attainable` in results; without a full
     stop."""
     gained = f"{points(estimate['gain'])} points{span(estimate['gain_ci95'])}"
@@ -139,7 +151,7 @@ def learnable(estimate: Row) -> str:
     return f"No gain looks predictable from your features: {gained}"
 
 
-def _on_rivals(results: Results, score: str) -> list[str]:
+def _on_rivals(results: RunResults, score: str) -> list[str]:
     """Say how many baselines have a higher score than the controller, and which is the best."""
     means = rows_at(results, None)
     rivals = [means[name] for name in baselines(results)]
@@ -155,7 +167,7 @@ def _on_rivals(results: Results, score: str) -> list[str]:
     ]
 
 
-def _on_time(learned: Row, level: float | None) -> str:
+def _on_time(learned: PolicyRow, level: float | None) -> str:
     share = number(learned["satisfaction_feasible"], ".1%")
     line = f"The controller is on time for {share} of the feasible requests"
     if level is not None:
@@ -166,7 +178,7 @@ def _on_time(learned: Row, level: float | None) -> str:
     return f"{line} ({infeasible} of all requests are infeasible)."
 
 
-def _under_mean_budgets(results: Results) -> list[str]:
+def _under_mean_budgets(results: RunResults) -> list[str]:
     """Say what is gained at equal mean latency over the best single configuration, the static mix
     and other policies."""
     learned = rows_at(results, None)[LEARNED]
@@ -192,14 +204,14 @@ def _under_mean_budgets(results: Results) -> list[str]:
     ]
 
 
-def promise(seeds: Sequence[Row]) -> str:
+def promise(seeds: Sequence[GuardRow]) -> str:
     """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
     missed = Counter(row["missed"] for row in seeds if row["missed"])
     reasons = [why + in_seeds(count, len(seeds)) for why, count in missed.items()]
     return "; ".join(reasons) or "kept"
 
 
-def _on_guard(results: Results) -> list[str]:
+def _on_guard(results: RunResults) -> list[str]:
     """Say where the guard fell back, and where it does not guarantee a share on time."""
     cases = list(itertools.chain(*results.get("guard") or ()))
     lines = []
@@ -211,7 +223,7 @@ def _on_guard(results: Results) -> list[str]:
         )
     not_kept = [
         f"{quantity(seeds[0]['budget_ms'], unit_of(results))} ({promise(seeds)})"
-        for seeds in guarantees(results)
+        for seeds in guard_by_budget(results)
         if "level" in seeds[0] and promise(seeds) != "kept"
     ]
     if not_kept:
@@ -225,19 +237,19 @@ GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of trai
 """Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
 
 
-def on_training(results: Results) -> list[str]:
+def on_training(results: RunResults) -> list[str]:
     """Say what GRPO or PPO added to the deployed policy, as far as it is known: the gain from its
     start to the weights that are kept, on the same samples; and whether its weights are the
     deployed ones."""
     early = kept_before_grpo(results)
     seeds = len(results.get("chosen") or ())
     method = (results.get("training") or {}).get("method", "GRPO")
-    gain = results.get("grpo_gain") or {}
+    gain: Row = results.get("grpo_gain") or {}
     gains = []
     signs = []
     for key, samples in GAINED_ON.items():
         if key in gain:
-            gained = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
+            gained: DifferenceRow = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
             gains.append(f"{difference_words(gained)} {samples}")
             signs.append(sign_of(gained["ci95"]))
     lines = []
@@ -254,7 +266,7 @@ def on_training(results: Results) -> list[str]:
     return lines
 
 
-def _on_patience(training: Row, method: str) -> list[str]:
+def _on_patience(training: TrainingFacts, method: str) -> list[str]:
     """Say where training stopped before its last iteration, and why."""
     total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
     ended = training.get("ended_at", [])
@@ -285,7 +297,7 @@ FEW_QUERIES = 100
 """With fewer test queries an interval is 20 points wide or more."""
 
 
-def _of_selectors(results: Results) -> list[str]:
+def _of_selectors(results: RunResults) -> list[str]:
     """Say what the policy answers, what it gains over others, and whether controls gain nothing."""
     shots = shown_at(results)
     policy = DEMONSTRATIONS.main_policy(results)
@@ -325,7 +337,9 @@ def _of_selectors(results: Results) -> list[str]:
     return lines + _at_other_shots(results, policy)
 
 
-def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row]) -> list[str]:
+def _of_stages(
+    results: RunResults, policy: str, at: Mapping[tuple[str, str], DifferenceRow]
+) -> list[str]:
     """Compare trained selectors with the stages before them, and say which trainings changed
     nothing because validation preferred the policy that they started from."""
     lines = []
@@ -348,7 +362,7 @@ def _of_stages(results: Results, policy: str, at: Mapping[tuple[str, str], Row])
     return lines
 
 
-def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
+def _shuffled(at: Mapping[tuple[str, str], DifferenceRow]) -> list[str]:
     """Say whether GRPO on shuffled rewards gained anything, which it should not.
 
     Args:
@@ -368,7 +382,9 @@ def _shuffled(at: Mapping[tuple[str, str], Row]) -> list[str]:
     return lines
 
 
-def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | None) -> list[str]:
+def _hidden(
+    results: RunResults, at: Mapping[tuple[str, str], DifferenceRow], real: DifferenceRow | None
+) -> list[str]:
     """Say whether the gain vanishes without the features that matter, as it should."""
     hidden = at.get(("hidden_live", "hidden_sft"))
     if not hidden or not real:
@@ -386,7 +402,7 @@ def _hidden(results: Results, at: Mapping[tuple[str, str], Row], real: Row | Non
     ]
 
 
-def _at_other_shots(results: Results, policy: str) -> list[str]:
+def _at_other_shots(results: RunResults, policy: str) -> list[str]:
     """Say what the policy reaches with other numbers of shots, and where some queries are left
     out."""
     accuracies = []

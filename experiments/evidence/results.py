@@ -1,0 +1,185 @@
+"""The content of `results.json`: its file, and the rows in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+import numpy as np
+
+from knobwise.common.errors import Damaged, InputError
+from knobwise.common.files import write_json
+from knobwise.common.json_text import decoded, is_deeper
+from knobwise.experiments.evidence.decisions import FILE
+from knobwise.experiments.evidence.problem import DEMONSTRATIONS, problem_of
+from knobwise.experiments.evidence.schema import (
+    DifferenceRow,
+    PolicyRow,
+    PolicyRows,
+    ReliabilityBin,
+    RunResults,
+)
+
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.guard import GuardRow
+
+MOST_BYTES = 100_000_000
+"""The longest `results.json` that is read."""
+DEEPEST = 40
+"""The most levels of lists and objects in it."""
+SINGLE = "best_single"
+
+
+def write_results(folder: Path, results: RunResults) -> None:
+    """Write `results.json`, with digests of its content and of `decisions.parquet`, which has been
+    written before."""
+    write_json(folder / "results.json", {**results, "sha256": _digests(folder, results)})
+
+
+def _digests(folder: Path, results: RunResults) -> list[str]:
+    """Return SHA-256 of the results, and of the decisions if the file exists."""
+    content = {key: value for key, value in results.items() if key != "sha256"}
+    contents = [json.dumps(content).encode()]
+    if (folder / FILE).exists():
+        contents.append((folder / FILE).read_bytes())
+    return [hashlib.sha256(content).hexdigest() for content in contents]
+
+
+def read_results(run_folder: str | Path) -> RunResults:
+    """Read `results.json` in the folder of a run.
+
+    Raises:
+        InputError: it is missing, does not hold the results of a run, or is larger or deeper than
+            these are.
+        Damaged: it does not match its checksum.
+    """
+    path = Path(run_folder) / "results.json"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        results: RunResults = decoded(path.read_bytes())
+        if is_deeper(results, DEEPEST):
+            raise ValueError("nested too deeply")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # bytes that are no text, text that is no JSON
+        raise InputError(f"{path}: not the results of a run ({error})") from error
+    if isinstance(results, dict) and "sha256" in results:
+        # the first digest is of the results, the second of the decisions
+        noted = results["sha256"]
+        digests = _digests(path.parent, results)
+        if not isinstance(noted, list) or noted[:1] != digests[:1]:
+            raise Damaged(path)
+        if noted[: len(digests)] != digests:
+            raise InputError(
+                f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
+                "is damaged: restore copies of both, or judge the run again"
+            )
+    try:
+        judged = [row["policy"] for row in results["rows"]]
+    except (KeyError, TypeError):
+        judged = []
+    if not judged:
+        raise InputError(
+            f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
+        )
+    return results
+
+
+def known(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def unit_of(results: RunResults) -> str:
+    """Return the unit of latencies and budgets: ms, or that of the cost that replaces latency."""
+    return str(results.get("unit", "ms"))
+
+
+def rows_at(
+    results: RunResults, place: float | None, rows: PolicyRows = "rows"
+) -> dict[str, PolicyRow]:
+    """Return policy → its row at a budget or a number of shots, or with the means over the budgets
+    (None)."""
+    key = problem_of(results).place
+    return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
+
+
+def ranked(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
+    """Return the rows at the place that the results are about, best first."""
+    problem = problem_of(results)
+    judged = rows_at(results, problem.main_place(results), rows).values()
+    return sorted(judged, key=lambda row: -value_of(row, problem.ranked_by))
+
+
+def value_of(row: Mapping[str, object], metric: str = "utility") -> float:
+    """Return the number of a row to rank by; −∞ where it is not known."""
+    value = row.get(metric)
+    return float(value) if known(value) else -math.inf
+
+
+def mean_of(rows: Sequence[Mapping[str, object]], name: str) -> float:
+    """Return the mean of the known values; NaN where none is known."""
+    values = list(filter(known, (row.get(name) for row in rows)))
+    return float(np.mean(values or [math.nan]))
+
+
+def guard_by_budget(results: RunResults) -> list[list[GuardRow]]:
+    """Return the guard's results: for each budget a row for each seed. [] without a guard."""
+    at = {}
+    for rows in zip(*(results.get("guard") or []), strict=True):
+        at[rows[0]["budget_ms"]] = list(rows)
+    return list(at.values())
+
+
+def calibration_error(bins: Sequence[ReliabilityBin]) -> float:
+    """Return the expected calibration error of the bins of `results["reliability"]`: the mean over
+    all decisions of the absolute difference between predicted probability and observed share in
+    their bin (Naeini, Cooper and Hauskrecht 2015, "Obtaining Well Calibrated Probabilities Using
+    Bayesian Binning", AAAI). NaN without bins."""
+    if not bins:
+        return math.nan
+    errors = [abs(row["expected_in_time"] - row["in_time"]) for row in bins]
+    return float(np.average(errors, weights=[row["decisions"] for row in bins]))
+
+
+def grpo_begins(results: RunResults) -> list[int]:
+    """Return the iteration at which GRPO begins; [] if training had no warm-up or no GRPO, or if it
+    is not known."""
+    training = results.get("training") or {}
+    if training.get("iterations") and training.get("warmup_iterations"):
+        return [training["warmup_iterations"]]
+    return []
+
+
+def kept_before_grpo(results: RunResults) -> int:
+    """Count the seeds whose best checkpoint is from before GRPO."""
+    # without GRPO nothing is kept from before it
+    begin = max(grpo_begins(results), default=-1)
+    return sum(seed.get("iteration", math.inf) <= begin for seed in results.get("chosen") or ())
+
+
+def differences_at(results: RunResults, shots: int) -> dict[tuple[str, str], DifferenceRow]:
+    """Return (policy, the policy it is compared with) → the difference at a number of shots."""
+    rows = [row for row in results.get("differences", []) if row["shots"] == shots]
+    return {(row["policy"], row["against"]): row for row in rows}
+
+
+def baselines(results: RunResults) -> list[str]:
+    """Return the baselines, the best first: of demonstrations the simple ways, else every policy
+    that is neither learned nor a reference."""
+    problem = problem_of(results)
+    policies = [row["policy"] for row in ranked(results)]
+    if problem is DEMONSTRATIONS:
+        from knobwise.agents.selector.baselines import (
+            SIMPLE,  # imports torch, which is slow to load
+        )
+
+        return [name for name in policies if name in SIMPLE]
+    references = (*problem.trained, problem.low, SINGLE, problem.high)
+    return [name for name in policies if name not in references]

@@ -1,0 +1,321 @@
+"""What `results.json` holds: a type for the whole and for each of its parts. docs/metrics.md says
+what every name means.
+
+A file may lack any key: some are of controllers, some of selectors, and earlier versions wrote
+fewer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+# it imports torch, which is slow to load
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.guard import GuardRow
+
+Interval = list[float]
+"""The lower and the upper end, at 95 % confidence."""
+Configuration = dict[str, int | float | str]
+"""The value of each knob."""
+
+
+class ProfileFacts(TypedDict, total=False):
+    """The profile, or the beams."""
+
+    name: str
+    digest: str
+    samples: int
+    configurations: int
+    candidates: int
+
+
+class PolicyRow(TypedDict, total=False):
+    """A policy at a budget or number of shots, or with its means over the budgets."""
+
+    policy: str
+    budget_ms: float | None
+    shots: int
+    queries: int
+    accuracy: float
+    accuracy_ci95: Interval
+    accuracy_per_seed: list[float]
+    utility: float
+    utility_ci95: Interval
+    utility_per_seed: list[float]
+    utility_per_split: list[float]
+    utility_free: float | None
+    reward: float | None
+    gap_closed: float | None
+    gap_closed_ci95: Interval
+    attained: float | None
+    latency_ms_mean: float
+    latency_ms_p95: float | None
+    satisfaction: float | None
+    satisfaction_feasible: float | None
+    infeasible: float | None
+    decision_us_p50: float | None
+    price: float | None
+    worth_ms: float | None
+    oracle_accuracy: float
+    over_static: float
+    over_static_ci95: Interval
+    over_static_mix: float
+    over_static_mix_ci95: Interval
+    over_static_mix_at_budget: float
+    over_static_mix_at_budget_ci95: Interval
+    over_best_single: float
+    over_best_single_ci95: Interval
+
+
+class DatasetRow(PolicyRow, total=False):
+    """The means of a policy on the samples of one data set."""
+
+    dataset: str
+    samples: int
+
+
+class DifferenceRow(TypedDict, total=False):
+    """The paired difference of two selectors at a number of shots."""
+
+    policy: str
+    against: str
+    shots: int
+    difference: float
+    ci95: Interval
+
+
+class ConfigurationRow(TypedDict, total=False):
+    """The means of a configuration on the test samples."""
+
+    label: str
+    knobs: Configuration
+    accuracy: float
+    latency_ms: float
+    utility: float
+
+
+class UsageRow(TypedDict, total=False):
+    """How often a policy sets a knob to a value at a budget."""
+
+    policy: str
+    budget_ms: float
+    knob: str
+    value: object
+    share: float
+
+
+class ReliabilityBin(TypedDict):
+    """Decisions of similar predicted probability of being on time."""
+
+    decisions: int
+    expected_in_time: float
+    in_time: float
+
+
+class Attainable(TypedDict, total=False):
+    """What looks learnable from the features."""
+
+    gain: float
+    gain_ci95: Interval
+    samples: int
+    learned: list[list[bool]]
+    components: int
+
+
+class GrpoGain(TypedDict, total=False):
+    """What GRPO added to the deployed policy, mean over seeds; None without samples."""
+
+    test: float | None
+    test_ci95: Interval | None
+    held_out: float | None
+    held_out_ci95: Interval | None
+
+
+class TrainingFacts(TypedDict, total=False):
+    """How long a controller was trained."""
+
+    warmup_iterations: int
+    iterations: int
+    method: str
+    hidden: int
+    patience: int
+    ended_at: list[int]
+
+
+class RunFacts(TypedDict):
+    """When a run was made, and by which code."""
+
+    started: str
+    seconds: float
+    commit: str | None
+
+
+class Chosen(TypedDict, total=False):
+    """What a seed chose on held-out samples."""
+
+    iteration: int
+    weights: dict[str, float]
+    settings: dict[str, object]
+    grpo: dict[str, float]
+
+
+class DifficultyGroup(TypedDict):
+    """Samples of similar difficulty, in means."""
+
+    difficulty_ms: float
+    policy_ms: float
+    static_ms: float
+    ci95: Interval
+
+
+class Difficulty(TypedDict, total=False):
+    """How the latency of the choice grows with the difficulty of a sample."""
+
+    unanswered: int
+    budget_ms: float | None
+    setting: float
+    setting_ci95: Interval | None
+    correlation: float | None
+    ci95: Interval | None
+    static: float | None
+    groups: list[DifficultyGroup]
+    points: list[list[float]]
+
+
+class Importance(TypedDict):
+    """What is lost without a block of features, or one of its columns."""
+
+    name: str
+    column: str | int | None
+    lost: float
+    ci95: Interval
+
+
+class Rule(TypedDict):
+    """A leaf of the tree that imitates the policy."""
+
+    when: list[tuple[str, str, float]]
+    then: Configuration
+    share: float
+    alike: float
+
+
+class Tree(TypedDict):
+    """A small decision tree that imitates the policy."""
+
+    fidelity: float
+    ci95: Interval
+    by_budget_alone: float
+    exact: float
+    rules: list[Rule]
+
+
+class Side(TypedDict):
+    """What a policy chose for a sample, and what that costs and brings."""
+
+    configuration: Configuration
+    accuracy: float
+    latency_ms: float
+
+
+class SingleDecision(TypedDict):
+    """A decision of the policy beside that of static."""
+
+    sample_id: str
+    dataset: str
+    question: str | None
+    budget_ms: float
+    policy: Side
+    static: Side
+    gain: float
+
+
+class BestAndWorst(TypedDict):
+    """The decisions that gain most over static, and those that lose most."""
+
+    best: list[SingleDecision]
+    worst: list[SingleDecision]
+
+
+class WhyExplained(BestAndWorst):
+    """Why the deployed policy sets the knobs as it does."""
+
+    samples: int
+    reads: list[float]
+    difficulty: Difficulty
+    more_time: dict[str, float] | None
+    importance: list[Importance]
+    tree: Tree
+
+
+class TrueCalls(TypedDict):
+    """How often a variant called the answering model, by seed."""
+
+    policy: str
+    calls: list[int]
+    recorded: int
+
+
+class CalibrationBin(TypedDict):
+    """Sequences of similar predicted reward."""
+
+    policy: str
+    drawn_by: str
+    expected: float
+    right: float
+
+
+class RunResults(TypedDict, total=False):
+    """The content of `results.json`."""
+
+    experiment: str
+    command: str
+    sha256: list[str]
+    run: RunFacts
+    system: str
+    sense: str
+    profile: ProfileFacts
+    split: str
+    split_seeds: list[int]
+    test_samples: int
+    test_clusters: int | None
+    test_queries: int
+    test_digest: str
+    test_candidates: int
+    seeds: list[int]
+    unit: str
+    budgets_ms: list[float]
+    shots: list[int]
+    trained_shots: int
+    rows: list[PolicyRow]
+    controls: list[PolicyRow]
+    votes: list[PolicyRow]
+    by_dataset: list[DatasetRow]
+    differences: list[DifferenceRow]
+    configurations: list[ConfigurationRow]
+    knob_usage: list[UsageRow]
+    static_hull: list[ConfigurationRow]
+    reliability: list[ReliabilityBin]
+    attainable: Attainable
+    grpo_gain: GrpoGain
+    guard: list[list[GuardRow]]
+    chosen: list[Chosen]
+    satisfaction_level: float
+    validation_utility: list[float]
+    training: TrainingFacts
+    warnings: list[str]
+    explanation: WhyExplained
+    best_seed: int
+    best_policy: str
+    judged_by: str
+    hidden: list[str]
+    variants: list[str]
+    reward_mode: str
+    epochs: dict[str, list[int]]
+    validation: dict[str, list[float]]
+    true_calls: list[TrueCalls]
+    calibration: list[CalibrationBin]
+
+
+PolicyRows = Literal["rows", "controls", "votes"]
+"""The keys of what has a row for each policy and place."""

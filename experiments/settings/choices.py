@@ -1,0 +1,64 @@
+"""The choices of the groups whose options are the same for every choice, such as `policy=utility`:
+their values, for the command line and for Python alike.
+
+Each choice sets every option of its group. `TrainRun` holds the choice that is trained where none
+is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
+from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.envs.bandit.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.losses.settings import LossConfig
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+"""The files of Hydra: what each verb chooses, and the experiments."""
+
+INDEPENDENT = PolicyConfig(guard=False)
+UTILITY = PolicyConfig(teacher=True, members=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True)
+AUTO = replace(UTILITY, experts=EXPERTS)
+TAUGHT_OPTIMISER = OptimiserConfig(warmup_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2)
+"""The optimiser of heads that were taught before GRPO."""
+SAMPLED = LossConfig(objective="sampled", group_size=16)
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "policy": {"auto": AUTO, "utility": UTILITY, "independent": INDEPENDENT},
+    "optimiser": {
+        "auto": TAUGHT_OPTIMISER,
+        "utility": TAUGHT_OPTIMISER,
+        "independent": OptimiserConfig(),
+    },
+    "loss": {
+        "sampled": SAMPLED,
+        "exact": replace(SAMPLED, objective="exact"),
+        "ppo": replace(SAMPLED, objective="ppo"),
+    },
+    "budget": {
+        "quantiles": BudgetConfig(strategy="quantiles"),
+        "uniform": BudgetConfig(strategy="uniform"),
+        "relative": BudgetConfig(strategy="relative"),
+        "fixed": BudgetConfig(strategy="fixed"),
+        "mean": BudgetConfig(sense="mean"),
+    },
+    "reward": {
+        "utility": TRAINING_REWARD,
+        "shaped": RewardConfig(kind="shaped"),
+        # no instance, as it is incomplete without reward.function
+        "function": asdict(RewardConfig()) | {"kind": "function"},
+    },
+    "tracking": {
+        mode: TrackingSettings(mode=mode) for mode in ("auto", "online", "offline", "disabled")
+    },
+}
+"""Group → its choices by name: an instance of the group's dataclass, or its values."""
+
+
+def experiments() -> list[str]:
+    """Return the names of all experiments."""
+    return sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -1,0 +1,192 @@
+"""Names and numbers in words, for the sentences and tables of all pages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from knobwise.envs.tables.units import in_words
+from knobwise.experiments.evidence.problem import Metric, Row, problem_of
+from knobwise.experiments.evidence.results import known, unit_of, value_of
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.statistics import Difference
+from knobwise.experiments.evidence.statistics import sign_of as sign_of
+
+LEARNED = "controller"
+TEACHER = "teacher"
+STATIC = "budget_aware_static"
+ORACLE = "oracle"
+FROZEN = "controller_frozen"
+MIX = "static_mix"
+POLICIES: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("policies.json").read_text(encoding="utf-8")
+)
+"""Policy → its name, its colour and a description."""
+
+
+def policy_name(policy: str, results: RunResults | None = None) -> str:
+    """Return a policy in plain words; the names of some controls contain what was hidden in these
+    results, and others what their budgets limit."""
+    if policy in POLICIES:
+        name = POLICIES[policy]["name"].format(hidden=hidden_words(results or {}))
+        return said_of(results or {}, name)
+    return policy.replace("_", " ")
+
+
+def hidden_words(results: RunResults) -> str:
+    """Name the blocks of the embeddings that the controls did not see."""
+    return listed(results.get("hidden") or ["information"])
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def quantity(value: object, unit: str = "ms") -> str:
+    """Format a number and its unit, with three significant figures, or with all digits before the
+    point from 100 on."""
+    if not known(value):
+        return "–"
+    # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
+    # from every file
+    rounded = float(f"{value:.6g}")
+    # "#" keeps trailing zeros, and also a point at the end
+    figures = f"{rounded:#.3g}".rstrip(".")
+    if abs(value) >= 100:
+        figures = f"{value:,.0f}"
+    return f"{figures} {unit}".rstrip()
+
+
+def number(value: object, how: str) -> str:
+    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
+    if not known(value):
+        return "–"
+    sign = "+" if how.startswith("+") else ""
+    return f"{value:{sign}z{how.removeprefix('+')}}"  # z: no −0.0
+
+
+def interval(ci95: Any, how: str) -> str:
+    """Format the interval that stands below a number in a cell.
+
+    It is "" where both ends are equal, as for the gap that the oracle closes.
+    """
+    if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
+        return ""
+    return "\n" + bracketed(ci95, how)
+
+
+def bracketed(ci95: Sequence[float], how: str) -> str:
+    """Write an interval in brackets, so that it excludes 0 wherever `sign_of` says so: an end that
+    would be rounded to 0 gets more digits."""
+    written = [number(end, how) for end in ci95]
+    digits = re.search(r"\.(\d)", how)
+    # an end without a digit other than 0
+    vanished = not all(re.search("[1-9]", end) for end in written)
+    if digits and vanished and sign_of(ci95):
+        return bracketed(ci95, how.replace(digits[0], f".{int(digits[1]) + 1}"))
+    return f"[{', '.join(written)}]"
+
+
+def cell(row: Mapping[str, object], metric: Metric, unit: str = "ms") -> str:
+    """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
+    value = row.get(metric.key)
+    # latencies and costs have no interval
+    if metric.unit:
+        return quantity(value, {"ms": unit}.get(metric.unit, metric.unit))
+    ci95 = row.get(f"{metric.key}_ci95")
+    return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
+
+
+def points(share: object, how: str = "+.1f") -> str:
+    """Format a share in points (hundredths); return a dash if it is not known."""
+    if not known(share):
+        return "–"
+    return number(100 * share, how)
+
+
+def span(ci95: Sequence[float] | None, how: str = "") -> str:
+    """Write an interval for a sentence, in the format `how`, or in points if that is "".
+
+    An unknown interval is "".
+    """
+    if not ci95 or not all(map(known, ci95)):
+        return ""
+    if not how:
+        ci95 = [100 * end for end in ci95]
+    return f" {bracketed(ci95, how or '.1f')}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words with commas and "and"."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words, such as `1 request` and `1,000 requests`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def shots_words(count: int) -> str:
+    return counted(count, "shot")
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+COMPARED = {1: "is better than", -1: "is worse than", 0: "shows no difference from"}
+"""`sign_of` a difference → what it shows, in a sentence."""
+SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
+"""`sign_of` a difference → what it shows, in a table."""
+LEANING = {1: "may be better than", -1: "may be worse than"}
+"""`sign_of` a difference whose interval excludes 0 while its p is not small → the same, in a
+sentence."""
+LEANING_WORDS = {1: "perhaps better", -1: "perhaps worse"}
+"""The same, in a table."""
+
+
+def shown_by(difference: Difference) -> str:
+    """Return what a tested difference shows, for a table: what interval and p say together."""
+    if not difference.sign and sign_of(difference.ci95):
+        return LEANING_WORDS[sign_of(difference.ci95)]
+    return SIGN_WORDS[difference.sign]
+
+
+def difference_words(row: Row) -> str:
+    """Write a difference for a sentence: `+1.2 points [0.3, 2.1]`."""
+    return f"{points(row['difference'])} points{span(row['ci95'])}"
+
+
+def difference_cell(row: Row) -> str:
+    """Return the cell of a difference, in points, with its interval; a dash where it is not
+    known."""
+    cell = points(row.get("difference"))
+    ci95 = row.get("ci95")
+    if ci95 and all(map(known, ci95)):
+        cell += "\n" + bracketed([100 * end for end in ci95], "+.1f")
+    return cell
+
+
+def said_of(results: RunResults, text: str) -> str:
+    """Return a text about latencies as one about what these results limit, such as a price."""
+    return in_words(text, unit_of(results))
+
+
+def place_words(results: RunResults, place: float) -> str:
+    """Return a budget or a number of shots in words."""
+    if problem_of(results).averaged:
+        return quantity(place, unit_of(results))
+    return shots_words(int(place))
+
+
+def in_seeds(count: int, seeds: int) -> str:
+    """Say in how many seeds something holds; "" where that is in all."""
+    return f" in {count} of {seeds} seeds" * (count < seeds)
+
+
+def with_score(row: Row, score: str) -> str:
+    """Name a policy with its score, and the interval of that."""
+    interval = span(row.get(f"{score}_ci95"), ".3f")
+    return f"{policy_name(row['policy'])} ({number(value_of(row, score), '.3f')}{interval})"
