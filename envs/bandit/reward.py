@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
+FEW = 16
+"""So many measurements of a cell are few."""
+
+
 def share_in_time(
     measurements_ms: Tensor, budget_ms: Tensor, count: Tensor | int | None = None
 ) -> Tensor:
@@ -27,9 +32,12 @@ def share_in_time(
     """
     if count is None:
         count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
-    # torch sums bytes twice as fast as truth values
     met = (measurements_ms <= budget_ms.unsqueeze(-1)).view(torch.int8)
-    in_time = met.sum(-1, dtype=torch.int32)
+    if met.shape[-1] <= FEW:
+        # to add bytes up is much faster than torch.sum
+        in_time = functools.reduce(torch.add, met.unbind(-1))
+    else:
+        in_time = met.sum(-1, dtype=torch.int32)
     return in_time.to(measurements_ms.dtype) / count
 
 
@@ -44,8 +52,8 @@ def expected_utility(
     Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
     `count` see `share_in_time`.
     """
-    share = share_in_time(measurements_ms, budget_ms, count)
-    return torch.where(share > 0, accuracy * share, 0.0)
+    # much faster than torch.where; what was not profiled is never in time
+    return share_in_time(measurements_ms, budget_ms, count) * accuracy.nan_to_num()
 
 
 def reward(
@@ -72,16 +80,18 @@ def reward(
         return config.alpha * accuracy - relative
     if config.kind == "utility":
         # products with 0 and 1: much faster than torch.where, if the mask has no pattern
-        late = (relative > 1).to(relative.dtype)
         nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
-        return (config.alpha * accuracy * (1 - late)).sub_(late, alpha=config.miss).add_(nothing)
-    excess = relative - 1
+        late = relative.gt_(1)  # as numbers, which is faster than a conversion
+        kept = (1 - late) * (accuracy if config.alpha == 1 else config.alpha * accuracy)
+        return kept.sub_(late, alpha=config.miss).add_(nothing)
+    # in place, because new memory takes longer than the arithmetic
+    excess = relative.sub_(1)
     return (
-        config.alpha * accuracy
-        - config.beta * torch.sigmoid(10 * excess)
-        - config.gamma * excess.clamp_min(0).square()
-        - config.epsilon * complexity
-        - config.delta * excess.clamp_max(0)
+        (accuracy if config.alpha == 1 else config.alpha * accuracy)
+        .sub((10 * excess).sigmoid_().mul_(config.beta))
+        .sub_(excess.clamp_min(0).square_().mul_(config.gamma))
+        .sub(config.epsilon * complexity)
+        .sub_(excess.clamp_max_(0).mul_(config.delta))
     )
 
 
@@ -194,6 +204,7 @@ class RewardTable:
         self.function = config.function and RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device).contiguous()
         self.latency_ms = table.latency_ms.to(device).contiguous()
+        self.has_gaps = not bool(table.mask.all())
         self.repeats_ms: Tensor | None = None
         self.count: Tensor | int = 1  # measurements of each cell, int16 [N, C], or of every cell
         if table.repeats_ms is not None and repeats == "draw":
@@ -218,6 +229,21 @@ class RewardTable:
             measured = self.repeats_ms
         return self._mean(self.accuracy[rows], measured[rows], budgets_ms, everything)
 
+    def draw(
+        self, configurations: Tensor, generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Draw a measurement for each choice of configurations, int64 [n, G], for `outcome`.
+
+        None where cells have one latency.
+        """
+        if self.repeats_ms is None:
+            return None
+        # cells may differ in how many measurements they have: a large number modulo that
+        drawn = torch.randint(1 << 62, configurations.shape, generator=generator)
+        if not isinstance(self.count, Tensor):
+            drawn.fmod_(self.count)
+        return drawn.to(configurations.device)
+
     def outcome(
         self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -226,20 +252,17 @@ class RewardTable:
         Args:
             rows: int64 [n].
             configurations: int64 [n, G].
-            repeats: int64 [n, G], ≥ 0, the measurement that gives the latency, modulo the number of
-                measurements of the cell; None for the median.
+            repeats: what `draw` returned; None for the median.
         """
         # cells count through the flattened table, and measurements through the flattened cells
-        cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+        cells = torch.add(configurations, rows.unsqueeze(-1), alpha=len(self.complexity))
+        accuracy = _at(self.accuracy, cells)
         if repeats is None or self.repeats_ms is None:
-            latency_ms = _at(self.latency_ms, cells)
-        else:
-            count = self.count
-            if isinstance(count, Tensor):
-                count = _at(count, cells).clamp_min(1)
-            measurement = repeats.fmod(count).add_(cells, alpha=self.repeats_ms.shape[-1])
-            latency_ms = _at(self.repeats_ms, measurement)
-        return _at(self.accuracy, cells), latency_ms
+            return accuracy, _at(self.latency_ms, cells)
+        if isinstance(self.count, Tensor):
+            repeats = repeats.fmod(_at(self.count, cells).clamp_min(1))
+        measurement = cells.mul_(self.repeats_ms.shape[-1]).add_(repeats)
+        return accuracy, _at(self.repeats_ms, measurement)
 
     def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
         """Return the rewards of these choices, means over the measurements of each cell.
@@ -272,7 +295,7 @@ class RewardTable:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0
         if self.config.kind == "shaped":
-            complexity = self.complexity[configurations]
+            complexity = _at(self.complexity, configurations)
         return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)
 
 
