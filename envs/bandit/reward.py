@@ -38,7 +38,7 @@ def share_in_time(
         in_time = functools.reduce(torch.add, met.unbind(-1))
     else:
         in_time = met.sum(-1, dtype=torch.int32)
-    return in_time.to(measurements_ms.dtype) / count
+    return in_time.to(measurements_ms.dtype).div_(count)
 
 
 def expected_utility(
