@@ -8,13 +8,14 @@ from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.losses.dropout import dropping_out
-    from knobwise.losses.functional import group_advantage
+    from knobwise.losses.functional import ADVANTAGES, group_advantage
     from knobwise.losses.grpo import GRPOLoss
     from knobwise.losses.warm_up import RCELoss
 
 __getattr__ = lazy(
     __name__,
     {
+        "ADVANTAGES": "functional",
         "GRPOLoss": "grpo",
         "RCELoss": "warm_up",
         "dropping_out": "dropout",
@@ -22,4 +23,4 @@ __getattr__ = lazy(
     },
 )
 
-__all__ = ["GRPOLoss", "RCELoss", "dropping_out", "group_advantage"]
+__all__ = ["ADVANTAGES", "GRPOLoss", "RCELoss", "dropping_out", "group_advantage"]

@@ -40,7 +40,8 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Stage
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths, log_moments
 from knobwise.envs.bandit.drift import copies_of, rows_of_copies
-from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss
@@ -132,13 +133,13 @@ class ControllerTrainer(JudgedTrainer):
         self.sense = "deadline" if budget is None else budget.sense
         self.priced = self.sense == "mean"
         if self.priced:
-            reward = RewardConfig(kind="priced")
+            reward = REWARDS[self.sense]
             budgets_ms = judged_worths(table)
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
         self.judged_by = "utility"
-        if self.priced or (reward is not None and reward.kind == "function"):
-            self.judged_by = "reward"
+        if reward is not None:
+            self.judged_by = KINDS[reward.kind].judged_by
         # the networks, the environment that they act in, and the stages
         with seeded(seed, device):
             agent = self._first_agent(init_from).to(device).eval()

@@ -297,7 +297,7 @@ def _separate(observations: Observation) -> list[Observation]:
         parts: Iterable[Any] = values
         if values.ndim == 1:
             # a number stays an array, of shape (), as its Box has it
-            parts = np.nditer(values, op_flags=[["readwrite"]])
+            parts = np.nditer(values, op_flags=["readwrite"])
         # a loop that runs in C
         deque(map(setitem, separate, itertools.repeat(name), parts), maxlen=0)
     return separate
@@ -335,7 +335,7 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if rewards.config.kind == "priced":
+    if rewards.kind.sense == "mean":
         gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count

@@ -1,6 +1,6 @@
 """The reward of a decision, and the utility that decisions are judged by.
 
-`settings.py` lists the kinds of reward.
+`reward_kinds.py` holds the kinds of reward.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
-
 
 FEW = 16
 """So many measurements of a cell are few."""
@@ -65,34 +65,11 @@ def reward(
 ) -> Tensor:
     """Compute the reward of a configuration under a budget, for the kinds that have a formula.
 
-    `utility` = α·accuracy if latency ≤ budget, else −miss.
-
-    `priced` = α·accuracy − latency/worth, where the budget is the worth of a right answer, in ms.
-
-    `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency −
-    budget)/budget)² − ε·complexity + δ·(1 − latency/budget if latency ≤ budget else 0), the formula
-    of the original controller.
-
-    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the kind `function`.
+    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the user's own function.
     """
-    relative = latency_ms / budget_ms
-    if config.kind == "priced":
-        return config.alpha * accuracy - relative
-    if config.kind == "utility":
-        # products with 0 and 1: much faster than torch.where, if the mask has no pattern
-        nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
-        late = relative.gt_(1)  # as numbers, which is faster than a conversion
-        kept = (1 - late) * (accuracy if config.alpha == 1 else config.alpha * accuracy)
-        return kept.sub_(late, alpha=config.miss).add_(nothing)
-    # in place, because new memory takes longer than the arithmetic
-    excess = relative.sub_(1)
-    return (
-        (accuracy if config.alpha == 1 else config.alpha * accuracy)
-        .sub((10 * excess).sigmoid_().mul_(config.beta))
-        .sub_(excess.clamp_min(0).square_().mul_(config.gamma))
-        .sub(config.epsilon * complexity)
-        .sub_(excess.clamp_max_(0).mul_(config.delta))
-    )
+    formula = KINDS[config.kind].formula
+    assert formula is not None
+    return formula(accuracy, latency_ms, budget_ms, complexity, config)
 
 
 def complexity(table: ProfileTable) -> Tensor:
@@ -200,6 +177,7 @@ class RewardTable:
         cost_ms: float = 0.0,
     ) -> None:
         self.config = config
+        self.kind = KINDS[config.kind]
         self.complexity = complexity(table).to(device)
         self.function = config.function and RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device).contiguous()
@@ -294,7 +272,7 @@ class RewardTable:
         if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0
-        if self.config.kind == "shaped":
+        if self.kind.uses_complexity:
             complexity = _at(self.complexity, configurations)
         return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)
 

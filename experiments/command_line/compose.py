@@ -30,6 +30,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.experiments.command_line.flags import (
     DASHES,
     FLAGS,
@@ -55,7 +56,15 @@ READERS: dict[str, dict[str, type[Any]]] = {
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams},
     "encoder": {"stored": StoredEncoder, "clip": ClipLora},
 }
-"""The groups whose choices have options of their own; all other groups are folders of `CONF`."""
+"""The groups whose choices have options of their own."""
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "reward": {
+        name: {"kind": name, **kind.settings}
+        for name, kind in KINDS.items()
+        if kind.sense == "deadline"  # under a mean budget there is no choice
+    }
+}
+"""The groups whose choices are settings of a dict. All other groups are folders of `CONF`."""
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 """Groups of what is read, and their choice for a file of any name."""
@@ -86,8 +95,8 @@ def schema_of(verb: str, arguments: Sequence[str]) -> str:
 def register() -> None:
     """Tell Hydra the readers of files and the settings of every verb."""
     store = ConfigStore.instance()
-    for group, readers in READERS.items():
-        for name, node in readers.items():
+    for group, choices in (READERS | SETTINGS).items():
+        for name, node in choices.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
         store.store(name=f"{verb}_schema", node=node)
@@ -98,7 +107,8 @@ def register() -> None:
 
 def choices_of(group: str) -> list[str]:
     """Return the names of all choices of a config group, such as the experiments."""
-    return sorted(READERS.get(group) or (path.stem for path in (CONF / group).glob("*.yaml")))
+    known = (READERS | SETTINGS).get(group)
+    return sorted(known or (path.stem for path in (CONF / group).glob("*.yaml")))
 
 
 @cache
@@ -397,6 +407,10 @@ def options_in(
         value = getattr(settings, f.name)
         key = f"{prefix}{f.name}"
         meaning = docs[f.name]
+        # the entries of a dict explain themselves
+        known = [f"`{word}`: {kind.meaning}" for word, kind in f.metadata.get("words", {}).items()]
+        if known:
+            meaning = f"{meaning} {'; '.join(known)}."
         words = {MISSING: "must be given", "None": "none", "": "empty"}
         default = words.get(str(value), str(value))
         # parts of the value, by the choice that has them; "" for all
