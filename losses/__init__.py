@@ -8,13 +8,14 @@ from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.losses.dropout import dropping_out
-    from knobwise.losses.functional import group_advantage
+    from knobwise.losses.functional import ADVANTAGES, group_advantage
     from knobwise.losses.grpo import ExactGRPOLoss, GRPOLoss
     from knobwise.losses.warm_up import RCELoss
 
 __getattr__ = lazy(
     __name__,
     {
+        "ADVANTAGES": "functional",
         "ExactGRPOLoss": "grpo",
         "GRPOLoss": "grpo",
         "RCELoss": "warm_up",
@@ -23,4 +24,11 @@ __getattr__ = lazy(
     },
 )
 
-__all__ = ["ExactGRPOLoss", "GRPOLoss", "RCELoss", "dropping_out", "group_advantage"]
+__all__ = [
+    "ADVANTAGES",
+    "ExactGRPOLoss",
+    "GRPOLoss",
+    "RCELoss",
+    "dropping_out",
+    "group_advantage",
+]

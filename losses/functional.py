@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
-from knobwise.losses.settings import ADVANTAGES
 
 STD_FLOOR = 0.3
 """The least number that z-scores divide by, as a share of the spread of rewards (`reward_spread`),
@@ -117,9 +116,50 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     return (worse - better) / differ.clamp_min(0.5)
 
 
+def centred_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute A = r − E r, as in Dr. GRPO (Liu et al. 2025)."""
+    return reward - expectation(reward, weight).unsqueeze(-1)
+
+
+def zscore_advantage(
+    reward: Tensor,
+    weight: Tensor | None = None,
+    *,
+    std_floor: float | None = None,
+    std_eps: float = 0.0,
+) -> Tensor:
+    """Compute A = (r − E r)/(max(std, floor) + ε), the form of GRPO (Shao et al. 2024,
+    "DeepSeekMath", section 4.1.1).
+
+    Only the floor is ours. Without it, rewards that differ by noise alone would give advantages as
+    large as any. None for `STD_FLOOR` times the `reward_spread` of all groups together.
+    """
+    advantage = centred_advantage(reward, weight)
+    std = expectation(advantage.square(), weight).sqrt().unsqueeze(-1)
+    floor: Any = std_floor
+    if std_floor is None:
+        floor = STD_FLOOR * reward_spread(reward, weight)
+    # where all rewards are equal, 0/0 would be NaN
+    least = torch.finfo(std.dtype).tiny
+    return advantage / (std.clamp_min(floor) + std_eps).clamp_min(least)
+
+
+def unnormalised_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return A = r, without a baseline."""
+    return reward
+
+
 AdvantageFunction = Callable[[Tensor, Tensor | None], Tensor]
 """Rewards [*, J] and weights [*, J] (None for draws) → advantages [*, J]. The group is the last
-axis."""
+axis. Rewards are in units of their spread. Alternatives of weight 0 must not affect the others."""
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "zscore": zscore_advantage,
+    "centred": centred_advantage,
+    "rank": rank_advantage,
+    "unnormalised": unnormalised_advantage,
+}
+"""By the words of `loss.advantage`; a new one is an entry here, and one of your own needs none."""
 
 
 def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
@@ -156,18 +196,10 @@ def group_advantage(
 ) -> Tensor:
     """Compute the advantages A of rewards r inside each group, after r is divided by the unit.
 
-    - `unnormalised`: A = r, without a baseline.
-    - `centred`: A = r − E r.
-    - `zscore`: A = (r − E r)/(max(std, floor) + ε), the form of GRPO (Shao et al. 2024,
-      "DeepSeekMath", section 4.1.1). Only the floor is ours. Without it, rewards that differ by
-      noise alone would give advantages as large as any.
-    - `rank`: see `rank_advantage`.
-
     Args:
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
-        weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not affect
-            the others.
+        weight: [*, J], sums to 1; None for draws, 1/J each.
         clip: advantages are cut to ±clip; None for no cut.
         unit: what rewards are divided by, their `reward_spread`; None leaves them as they are.
         std_floor: the floor of `zscore`, as a reward; None for `STD_FLOOR` times the unit, or
@@ -182,28 +214,22 @@ def group_advantage(
             rewards.
     """
     reward = reward.detach() / (unit or 1.0)
-    if kind in ("zscore", "centred"):
-        advantage = reward - expectation(reward, weight).unsqueeze(-1)
-        if kind == "zscore":
-            std = expectation(advantage.square(), weight).sqrt().unsqueeze(-1)
-            floor: Any = STD_FLOOR
-            if std_floor is not None:
-                floor = std_floor / (unit or 1.0)
-            elif unit is None:
-                floor = STD_FLOOR * reward_spread(reward, weight)
-            # where all rewards are equal, 0/0 would be NaN
-            least = torch.finfo(std.dtype).tiny
-            std = std.clamp_min(floor) + std_eps / (unit or 1.0)
-            advantage = advantage / std.clamp_min(least)
-    elif kind == "rank":
-        advantage = rank_advantage(reward, weight)
-    elif kind == "unnormalised":
-        advantage = reward
-    elif callable(kind):
+    if callable(kind):
         advantage = kind(reward, weight)
         _check_advantage(advantage, reward)
-    else:
+    elif kind not in ADVANTAGES:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
+    elif kind == "zscore":
+        # the only one with numbers of its own, here in the unit
+        if std_floor is not None:
+            std_floor = std_floor / (unit or 1.0)
+        elif unit is not None:
+            std_floor = STD_FLOOR
+        advantage = zscore_advantage(
+            reward, weight, std_floor=std_floor, std_eps=std_eps / (unit or 1.0)
+        )
+    else:
+        advantage = ADVANTAGES[kind](reward, weight)
     if clip is None:
         return advantage
     return torch.clamp(advantage, -clip, clip)

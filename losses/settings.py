@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from knobwise import losses
 from knobwise.common.checks import at_least, band, one_of, positive, share
 from knobwise.common.errors import InputError
 
-# a branch of `group_advantage` each; `GRPOConfig.advantage` explains them, and
-# `experiments/conf/experiment/advantages.yaml` compares them
-ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 ZSCORE_CLIP = 5.0
 """Where z-scores are cut, as in the original selector."""
 
@@ -61,8 +59,9 @@ class GRPOConfig:
         return settings
 
     def __post_init__(self) -> None:
-        if ":" not in self.advantage:
-            one_of("loss.advantage", self.advantage, (*ADVANTAGES, "module:name"))
+        # the defaults are known, so that the command line starts without torch
+        if self.advantage not in ("centred", "zscore") and ":" not in self.advantage:
+            one_of("loss.advantage", self.advantage, (*losses.ADVANTAGES, "module:name"))
         at_least("loss.group_size", self.group_size, 1)
         for name in (
             "clip_epsilon",

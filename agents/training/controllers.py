@@ -29,7 +29,8 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.drift import copies_of, rows_of_copies
-from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.settings import LossConfig
@@ -103,13 +104,13 @@ class ControllerSetup:
         self.priced = self.sense == "mean"
         self.limit_key = LIMIT_KEYS[self.sense]
         if self.priced:
-            reward = RewardConfig(kind="priced")
+            reward = REWARDS[self.sense]
             budgets_ms = judged_worths(table)
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
         self.judged_by = "utility"
-        if self.priced or (reward is not None and reward.kind == "function"):
-            self.judged_by = "reward"
+        if reward is not None:
+            self.judged_by = KINDS[reward.kind].judged_by
 
         # samples: what each network is fitted on, and judged on
         self._seen_before: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.bandit.settings import REWARDS, BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FACTORS = (0.8, 1.0, 1.2)
@@ -179,6 +180,104 @@ def judged_worths(table: ProfileTable) -> Tensor:
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
+class Strategy(ABC):
+    """A way to draw limits for samples of a table.
+
+    Args:
+        table: the profile.
+        config: the settings; they may lack what the strategy needs.
+        latencies_ms: float [n], the profiled latencies of the samples that training may use.
+
+    Raises:
+        InputError: the strategy cannot use the numbers in the settings.
+    """
+
+    def __init__(self, table: ProfileTable, config: BudgetConfig, latencies_ms: Tensor) -> None:
+        self.table = table
+        self.numbers = self.prepared(config, latencies_ms)
+
+    @abstractmethod
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        """Compute what all draws need, `numbers`, float [m]."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw a limit in ms for each of these samples, int64 [n] → float32 [n]."""
+
+
+class Quantiles(Strategy):
+    """Evenly by rank: between two neighbours of a fine grid of the distribution."""
+
+    points = 1025
+
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        return _quantile(latencies_ms, torch.linspace(*RANGE, self.points))
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        position = torch.rand(rows.shape[0], generator=generator) * (self.points - 1)
+        below = position.long().clamp_max_(self.points - 2)
+        low = self.numbers.index_select(0, below)
+        high = self.numbers[1:].index_select(0, below)
+        return torch.lerp(low, high, position.sub_(below))
+
+
+class Uniform(Quantiles):
+    """Evenly in ms: between the ends of the grid alone."""
+
+    points = 2
+
+
+class Fixed(Strategy):
+    """One of the numbers in the settings."""
+
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        values = config.values_ms
+        if not values or not all(0 < value < math.inf for value in values):
+            raise InputError(
+                "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
+                f"not {values}"
+            )
+        return torch.tensor([*values])
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        drawn = torch.randint(len(self.numbers), (rows.shape[0],), generator=generator)
+        return self.numbers[drawn]
+
+
+class Relative(Strategy):
+    """A factor times the latency of a random profiled cell of the sample."""
+
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        return torch.tensor(FACTORS)
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        drawn = torch.randint(len(self.numbers), (rows.shape[0],), generator=generator)
+        cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
+        latency_ms = self.table.latency_ms[rows].gather(1, cell).squeeze(1)
+        return self.numbers[drawn] * latency_ms
+
+
+class Worths(Strategy):
+    """Under a mean budget: worths, evenly on a log scale."""
+
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        return worths_range(latencies_ms).log()
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        low, high = self.numbers
+        return torch.lerp(low, high, torch.rand(rows.shape[0], generator=generator)).exp()
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "relative": Relative,
+    "quantiles": Quantiles,
+    "uniform": Uniform,
+    "fixed": Fixed,
+}
+"""By the words of `budget.strategy`. A new one is an entry here. The shorter `budget=NAME` of the
+command line needs a file NAME.yaml in `experiments/conf/budget` beside it."""
+
+
 class BudgetSampler:
     """Draw budgets for samples of a table.
 
@@ -193,56 +292,20 @@ class BudgetSampler:
         InputError: the strategy is unknown, or cannot use the numbers in the settings.
     """
 
-    STRATEGIES = ("relative", "quantiles", "uniform", "fixed")
-
     def __init__(
         self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
     ) -> None:
-        self.table = table
         self.config = config
+        one_of("budget.sense", config.sense, REWARDS)
+        one_of("budget.strategy", config.strategy, STRATEGIES)
         rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
-        latencies = table.latency_ms[rows][table.mask[rows]]
-        one_of("budget.sense", config.sense, ("deadline", "mean"))
-        one_of("budget.strategy", config.strategy, self.STRATEGIES)
-        if config.sense == "mean":
-            self._numbers = worths_range(latencies).log()
-        elif config.strategy == "relative":
-            self._numbers = torch.tensor(FACTORS)
-        elif config.strategy == "fixed":
-            values = config.values_ms
-            if not values or not all(0 < value < math.inf for value in values):
-                raise InputError(
-                    "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
-                    f"not {values}"
-                )
-            self._numbers = torch.tensor([*values])
-        else:
-            # `uniform` needs the ends alone, `quantiles` a fine grid of the distribution
-            points = 2 if config.strategy == "uniform" else 1025
-            self._numbers = _quantile(latencies, torch.linspace(*RANGE, points))
+        latencies_ms = table.latency_ms[rows][table.mask[rows]]
+        strategy = Worths if config.sense == "mean" else STRATEGIES[config.strategy]
+        self._draw = strategy(table, config, latencies_ms)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        n = rows.shape[0]
-        numbers = self._numbers
-        count = numbers.shape[0]
-        if self.config.sense == "mean":
-            low, high = numbers
-            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
-        if self.config.strategy in ("quantiles", "uniform"):
-            # between two neighbours of the grid
-            position = torch.rand(n, generator=generator) * (count - 1)
-            below = position.long().clamp_max_(count - 2)
-            low = numbers.index_select(0, below)
-            high = numbers[1:].index_select(0, below)
-            drawn = torch.lerp(low, high, position.sub_(below))
-        else:
-            drawn = numbers[torch.randint(count, (n,), generator=generator)]
-        if self.config.strategy == "relative":
-            # a factor times the latency of a random profiled cell of the sample
-            cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
-            drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
-        return drawn.clamp_min(LEAST_LATENCY_MS)
+        return self._draw(rows, generator).clamp_min(LEAST_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):

@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import BudgetSampler
-from knobwise.envs.bandit.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
@@ -217,18 +218,20 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
 def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
-    The default is the reward of training; under a mean budget it is `priced`.
+    The default is that of the sense of the budget, see `REWARDS`.
 
     Raises:
         InputError: the reward does not go with the sense of the budget.
     """
-    priced = budget.sense != "deadline"
-    reward = reward or ("priced" if priced else TRAINING_REWARD.kind)
+    one_of("budget.sense", budget.sense, REWARDS)
+    reward = reward or REWARDS[budget.sense]
     if isinstance(reward, str):
-        reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
-    if (reward.kind == "priced") != priced:
+        one_of("reward.kind", reward, KINDS)
+        reward = RewardConfig(kind=reward, **KINDS[reward].settings)
+    if KINDS[reward.kind].sense != budget.sense:
+        suited = [kind for kind, about in KINDS.items() if about.sense == budget.sense]
         raise InputError(
-            f"reward.kind={reward.kind}: does not suit budget.sense={budget.sense}; priced goes "
-            "with mean only"
+            f"reward.kind={reward.kind}: does not suit budget.sense={budget.sense}, which goes "
+            f"with {', '.join(suited)}"
         )
     return reward

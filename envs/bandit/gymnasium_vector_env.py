@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import setitem
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -18,7 +21,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler, chosen_context
 from knobwise.envs.bandit.replay import Replay
-from knobwise.envs.bandit.reward import RewardTable, expected_utility
+from knobwise.envs.bandit.reward import RewardTable, share_in_time
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -37,10 +40,6 @@ class _Contexts(NamedTuple):
     """int64 [n]."""
     limits: Tensor
     """float32 [n], in ms."""
-    observations: Observation
-    """Before and after a decision."""
-    infos: Info
-    """Before a decision."""
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
@@ -212,18 +211,26 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             new = torch.from_numpy(renewed)
             rows = rows.where(new, self._current.rows)
             limits = limits.where(new, self._current.limits)
+        self._current = _Contexts(rows, limits)
+        self._over[... if renewed is None else renewed] = False
+        return self._described(self._current)
+
+    def _described(self, contexts: _Contexts) -> tuple[Observation, Info]:
+        """Return the observations of contexts, and their infos before a decision.
+
+        The arrays are new, because the caller may change them.
+        """
+        rows, limits = contexts
         # twice as fast as block[rows]
         observations = {
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
         }
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
-        observations |= {self.limit_key: limits.numpy(), "mask": mask}
-        infos = {"row": rows.numpy()}
+        observations |= {self.limit_key: limits.numpy().copy(), "mask": mask}
+        infos = {"row": rows.numpy().copy()}
         if self._replay.action == "configuration":
-            infos["action_mask"] = mask
-        self._current = _Contexts(rows, limits, observations, infos)
-        self._over[... if renewed is None else renewed] = False
-        return _copied(observations), _copied(infos)
+            infos["action_mask"] = mask.copy()
+        return observations, infos
 
     def _by_seeds(
         self, seeds: Sequence[int | None], rows: Tensor, limits: Tensor, chosen: Tensor | None
@@ -255,17 +262,18 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
                 "call reset() before step(): every episode is one decision"
             )
         # actions as [n, 1, K] or [n, 1]
-        rows, limits, observations, infos = self._current
+        rows, limits = self._current
         if not self.knob_keys:
             actions = np.array(actions)  # faster than torch for lists and tuples
         grouped = self._replay.grouped(actions, self.num_envs)
         choice, reward, *outcome = self._replay(rows, grouped, limits, self._contexts.generator)
         rewards = self._replay.rewards
         best = oracle(rewards, rows, limits).unsqueeze(1)
-        outcomes = _copied(infos) | self._outcome("", limits, choice, *outcome)
+        observations, infos = self._described(self._current)
+        outcomes = infos | self._outcome("", limits, choice, *outcome)
         outcomes |= self._outcome("oracle_", limits, best, *rewards.outcome(rows, best))
         self._over[:] = True
-        return _copied(observations), reward[:, 0].numpy(), outcomes
+        return observations, reward[:, 0].numpy(), outcomes
 
     def _outcome(
         self, who: str, limits: Tensor, choice: Tensor, accuracy: Tensor, latency_ms: Tensor
@@ -283,16 +291,16 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 def _separate(observations: Observation) -> list[Observation]:
     """Take a batch of observations apart into those of each environment, faster than gymnasium's
     `iterate`."""
-    separate: list[Observation] = [{} for _ in observations["mask"]]
+    empty = dict.fromkeys(observations)
+    separate: list[Any] = [empty.copy() for _ in observations["mask"]]
     for name, values in observations.items():
-        for i, observation in enumerate(separate):
-            # with the dots a number stays an array, of shape (), as its Box has it
-            observation[name] = values[i, ...]
+        parts: Iterable[Any] = values
+        if values.ndim == 1:
+            # a number stays an array, of shape (), as its Box has it
+            parts = np.nditer(values, op_flags=["readwrite"])
+        # a loop that runs in C
+        deque(map(setitem, separate, itertools.repeat(name), parts), maxlen=0)
     return separate
-
-
-def _copied(blocks: Observation) -> Observation:
-    return {name: values.copy() for name, values in blocks.items()}
 
 
 def _box(block: Tensor) -> spaces.Box:
@@ -318,20 +326,24 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     """
     # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
     # nothing it is the slowest
-    latency = rewards.latency_ms.index_select(0, rows).nan_to_num_(torch.inf)
+    latency = rewards.latency_ms.index_select(0, rows)
+    accuracy = rewards.accuracy.index_select(0, rows)
+    if rewards.has_gaps:
+        latency.nan_to_num_(torch.inf)
+        accuracy.nan_to_num_()
     measured = latency.unsqueeze(-1)
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
-    accuracy = rewards.accuracy.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if rewards.config.kind == "priced":
-        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
+    if rewards.kind.sense == "mean":
+        gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count
         if isinstance(count, Tensor):
             count = count.index_select(0, rows).clamp_min(1)
-        gain = expected_utility(accuracy, measured, limits, count)
-    beaten = (gain < gain.amax(1, keepdim=True)).to(latency.dtype)
+        # the expected utility, in place
+        gain = share_in_time(measured, limits, count).mul_(accuracy)
+    beaten = gain.lt_(gain.amax(1, keepdim=True))  # as numbers, which is faster than a conversion
     slowest = torch.finfo(latency.dtype).max
     # NumPy's argmin is five times as fast
     return torch.from_numpy(latency.add_(beaten, alpha=slowest).numpy().argmin(1))

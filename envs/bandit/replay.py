@@ -5,6 +5,7 @@ The TorchRL and the gymnasium environments share this module.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -114,26 +115,24 @@ class Replay:
         """
         by_knobs = self.action == "knobs"
         configuration = self.find(action) if by_knobs else action
-        # values that no knob has are found as −1 too, so that most steps need this one look
-        # as numbers, since a tensor takes long to compare with them
-        lowest, highest = (int(index) for index in configuration.aminmax())
+        # values that no knob has are found as −1 too, so that most steps need this one number;
+        # it takes long to compare tensors with numbers, and aminmax is slower than both
+        lowest = int(configuration.amin())
+        highest = 0 if by_knobs else int(configuration.amax())
         if lowest < 0 or highest >= self.table.num_configurations:
             self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
-        # cells differ in how many measurements they have, so draw a large number modulo that
-        repeat = None
-        if self.rewards.repeats_ms is not None:
-            repeat = torch.randint(1 << 62, configuration.shape, generator=generator)
-            repeat = repeat.to(configuration.device)
+        repeat = self.rewards.draw(configuration, generator)
         inside = configuration if lowest >= 0 else configuration.clamp_min(0)
         accuracy, latency_ms = self.rewards.outcome(rows, inside, repeat)
         # configurations that were never profiled at all are −1; a sum shows whether a cell is NaN
         missing = None
-        if lowest < 0 or accuracy.sum().isnan():
+        if lowest < 0 or (self.rewards.has_gaps and math.isnan(accuracy.sum())):
             missing = (configuration < 0) | accuracy.isnan()
             knobs = action if by_knobs else self.configurations[action]
             nearest = self._nearest(rows, knobs, missing)
             configuration = configuration.masked_scatter(missing, nearest)
             accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
+        del repeat, inside  # what follows takes their memory
         reward = self.rewards.reward_of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
         if missing is not None and self.unprofiled == "penalty":
             at = missing.nonzero()[:, 0]

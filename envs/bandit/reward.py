@@ -1,10 +1,11 @@
 """The reward of a decision, and the utility that decisions are judged by.
 
-`settings.py` lists the kinds of reward.
+`reward_kinds.py` holds the kinds of reward.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
+
+FEW = 16
+"""So many measurements of a cell are few."""
 
 
 def share_in_time(
@@ -27,10 +32,13 @@ def share_in_time(
     """
     if count is None:
         count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
-    # torch sums bytes twice as fast as truth values
     met = (measurements_ms <= budget_ms.unsqueeze(-1)).view(torch.int8)
-    in_time = met.sum(-1, dtype=torch.int32)
-    return in_time.to(measurements_ms.dtype) / count
+    if met.shape[-1] <= FEW:
+        # to add bytes up is much faster than torch.sum
+        in_time = functools.reduce(torch.add, met.unbind(-1))
+    else:
+        in_time = met.sum(-1, dtype=torch.int32)
+    return in_time.to(measurements_ms.dtype).div_(count)
 
 
 def expected_utility(
@@ -44,8 +52,8 @@ def expected_utility(
     Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
     `count` see `share_in_time`.
     """
-    share = share_in_time(measurements_ms, budget_ms, count)
-    return torch.where(share > 0, accuracy * share, 0.0)
+    # much faster than torch.where; what was not profiled is never in time
+    return share_in_time(measurements_ms, budget_ms, count) * accuracy.nan_to_num()
 
 
 def reward(
@@ -57,32 +65,11 @@ def reward(
 ) -> Tensor:
     """Compute the reward of a configuration under a budget, for the kinds that have a formula.
 
-    `utility` = α·accuracy if latency ≤ budget, else −miss.
-
-    `priced` = α·accuracy − latency/worth, where the budget is the worth of a right answer, in ms.
-
-    `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency −
-    budget)/budget)² − ε·complexity + δ·(1 − latency/budget if latency ≤ budget else 0), the formula
-    of the original controller.
-
-    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the kind `function`.
+    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the user's own function.
     """
-    relative = latency_ms / budget_ms
-    if config.kind == "priced":
-        return config.alpha * accuracy - relative
-    if config.kind == "utility":
-        # products with 0 and 1: much faster than torch.where, if the mask has no pattern
-        late = (relative > 1).to(relative.dtype)
-        nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
-        return (config.alpha * accuracy * (1 - late)).sub_(late, alpha=config.miss).add_(nothing)
-    excess = relative - 1
-    return (
-        config.alpha * accuracy
-        - config.beta * torch.sigmoid(10 * excess)
-        - config.gamma * excess.clamp_min(0).square()
-        - config.epsilon * complexity
-        - config.delta * excess.clamp_max(0)
-    )
+    formula = KINDS[config.kind].formula
+    assert formula is not None
+    return formula(accuracy, latency_ms, budget_ms, complexity, config)
 
 
 def complexity(table: ProfileTable) -> Tensor:
@@ -190,10 +177,12 @@ class RewardTable:
         cost_ms: float = 0.0,
     ) -> None:
         self.config = config
+        self.kind = KINDS[config.kind]
         self.complexity = complexity(table).to(device)
         self.function = config.function and RewardFunction(config.function, table, device)
         self.accuracy = table.accuracy.to(device).contiguous()
         self.latency_ms = table.latency_ms.to(device).contiguous()
+        self.has_gaps = not bool(table.mask.all())
         self.repeats_ms: Tensor | None = None
         self.count: Tensor | int = 1  # measurements of each cell, int16 [N, C], or of every cell
         if table.repeats_ms is not None and repeats == "draw":
@@ -218,6 +207,21 @@ class RewardTable:
             measured = self.repeats_ms
         return self._mean(self.accuracy[rows], measured[rows], budgets_ms, everything)
 
+    def draw(
+        self, configurations: Tensor, generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Draw a measurement for each choice of configurations, int64 [n, G], for `outcome`.
+
+        None where cells have one latency.
+        """
+        if self.repeats_ms is None:
+            return None
+        # cells may differ in how many measurements they have: a large number modulo that
+        drawn = torch.randint(1 << 62, configurations.shape, generator=generator)
+        if not isinstance(self.count, Tensor):
+            drawn.fmod_(self.count)
+        return drawn.to(configurations.device)
+
     def outcome(
         self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -226,20 +230,17 @@ class RewardTable:
         Args:
             rows: int64 [n].
             configurations: int64 [n, G].
-            repeats: int64 [n, G], ≥ 0, the measurement that gives the latency, modulo the number of
-                measurements of the cell; None for the median.
+            repeats: what `draw` returned; None for the median.
         """
         # cells count through the flattened table, and measurements through the flattened cells
-        cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+        cells = torch.add(configurations, rows.unsqueeze(-1), alpha=len(self.complexity))
+        accuracy = _at(self.accuracy, cells)
         if repeats is None or self.repeats_ms is None:
-            latency_ms = _at(self.latency_ms, cells)
-        else:
-            count = self.count
-            if isinstance(count, Tensor):
-                count = _at(count, cells).clamp_min(1)
-            measurement = repeats.fmod(count).add_(cells, alpha=self.repeats_ms.shape[-1])
-            latency_ms = _at(self.repeats_ms, measurement)
-        return _at(self.accuracy, cells), latency_ms
+            return accuracy, _at(self.latency_ms, cells)
+        if isinstance(self.count, Tensor):
+            repeats = repeats.fmod(_at(self.count, cells).clamp_min(1))
+        measurement = cells.mul_(self.repeats_ms.shape[-1]).add_(repeats)
+        return accuracy, _at(self.repeats_ms, measurement)
 
     def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
         """Return the rewards of these choices, means over the measurements of each cell.
@@ -271,8 +272,8 @@ class RewardTable:
         if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0
-        if self.config.kind == "shaped":
-            complexity = self.complexity[configurations]
+        if self.kind.uses_complexity:
+            complexity = _at(self.complexity, configurations)
         return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)
 
 

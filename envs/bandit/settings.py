@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.reward_kinds import KINDS
 
 
 @dataclass
@@ -44,9 +45,8 @@ class BalanceConfig:
 class RewardConfig:
     """The training signal. The defaults of `shaped` are those of the original controller."""
 
-    kind: str = "shaped"
-    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else
-    −`miss`; `priced`: α·accuracy − latency/worth; `function`: what `function` returns."""
+    kind: str = field(default="shaped", metadata={"words": KINDS})
+    """What a decision is rewarded for."""
     function: str | None = None
     """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
     `knobwise.envs.bandit.reward.RewardFunction`)."""
@@ -65,8 +65,8 @@ class RewardConfig:
     """The cost of a missed budget under `utility`."""
 
     def __post_init__(self) -> None:
-        one_of("reward.kind", self.kind, ("shaped", "utility", "priced", "function"))
-        if (self.kind == "function") != (self.function is not None):
+        one_of("reward.kind", self.kind, KINDS)
+        if (KINDS[self.kind].formula is None) != (self.function is not None):
             raise InputError(
                 "reward=function and reward.function=module:name go together; give both or neither"
             )
@@ -77,5 +77,7 @@ class RewardConfig:
             )
 
 
-TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
+TRAINING_REWARD = RewardConfig(kind="utility", **KINDS["utility"].settings)
 """The default reward of training and of the environments."""
+REWARDS = {"deadline": TRAINING_REWARD, "mean": RewardConfig(kind="priced")}
+"""The default reward, by the sense of the budget."""

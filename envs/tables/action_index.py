@@ -19,17 +19,16 @@ class ActionIndex(nn.Module):
     def __init__(self, configurations: Tensor) -> None:
         super().__init__()
         # A knob's value is a digit. One more digit at either end stands for all values that do not
-        # exist; the lower one is −1, so that codes below 0 index `order` from its end, where
-        # nothing else is.
+        # exist. The lower one is −1; `raised` lifts codes that index `order` to 0 and above.
         self.most = int(configurations.max()) + 1
         base = self.most + 2
         width = configurations.shape[1]
         self.dense = base**width <= 1 << 20
         self.strides = [base**knob for knob in range(width)]
         if base**width >= 1 << 62:  # more combinations than int64 can number: hash them instead
-            self.strides = torch.randint(
-                1 << 62, (width,), generator=torch.Generator().manual_seed(0)
-            ).tolist()
+            drawn = torch.randint(1 << 62, (width,), generator=torch.Generator().manual_seed(0))
+            self.strides = [1, *drawn[1:].tolist()]
+        self.raised = sum(self.strides) if self.dense else 0
         codes, order = self._code(configurations).sort()
         # with few combinations a table by code is faster than a search
         if self.dense:
@@ -38,15 +37,16 @@ class ActionIndex(nn.Module):
         self.register_buffer("order", order, persistent=False)
 
     def _code(self, actions: Tensor) -> Tensor:
-        digits = actions.clamp(-1, self.most).unbind(-1)
-        code = digits[0] * self.strides[0]
-        for digit, stride in zip(digits[1:], self.strides[1:], strict=True):
-            code = torch.add(code, digit, alpha=stride)
+        first, *others = actions.clamp(-1, self.most).unbind(-1)
+        code = first + self.raised  # the first stride is 1
+        for digit, stride in zip(others, self.strides[1:], strict=True):
+            code.add_(digit, alpha=stride)
         return code
 
     def forward(self, actions: Tensor) -> Tensor:
         code = self._code(actions)
         if self.dense:
-            return self.order.take(code)
+            # several times as fast as `take`
+            return self.order.index_select(0, code.flatten()).view(code.shape)
         index = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
         return torch.where(self.codes[index] == code, self.order[index], -1)

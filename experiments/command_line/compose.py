@@ -399,6 +399,10 @@ def options_in(
         value = getattr(settings, f.name)
         key = f"{prefix}{f.name}"
         meaning = docs[f.name]
+        # the entries of a dict explain themselves
+        known = [f"`{word}`: {kind.meaning}" for word, kind in f.metadata.get("words", {}).items()]
+        if known:
+            meaning = f"{meaning} {'; '.join(known)}."
         words = {MISSING: "must be given", "None": "none", "": "empty"}
         default = words.get(str(value), str(value))
         # parts of the value, by the choice that has them; "" for all

@@ -13,7 +13,8 @@ from typing import Any
 
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.bandit.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.losses.settings import LossConfig
 
@@ -47,10 +48,10 @@ CHOICES: dict[str, dict[str, Any]] = {
         "mean": BudgetConfig(sense="mean"),
     },
     "reward": {
-        "utility": TRAINING_REWARD,
-        "shaped": RewardConfig(kind="shaped"),
-        # no instance, as it is incomplete without reward.function
-        "function": asdict(RewardConfig()) | {"kind": "function"},
+        # no instances, as `function` is incomplete without reward.function
+        name: asdict(RewardConfig()) | {"kind": name, **kind.settings}
+        for name, kind in KINDS.items()
+        if kind.sense == "deadline"  # under a mean budget there is no choice
     },
     "tracking": {
         mode: TrackingSettings(mode=mode) for mode in ("auto", "online", "offline", "disabled")

@@ -11,7 +11,9 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import (
+    REWARDS,
     TRAINING_REWARD,
     BalanceConfig,
     BudgetConfig,
@@ -111,23 +113,27 @@ class TrainRun(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("threads", self.threads, 1)
-        if self.reward.kind == "function" and self.policy.experts:
-            raise InputError(
-                "reward=function: experts learn the reward utility only; give policy=utility"
-            )
-        if self.reward.kind == "function" and self.budget.sense != "deadline":
-            raise InputError(
-                f"reward=function: is for deadlines; budget={self.budget.sense} has a reward of "
-                "its own"
-            )
+        kind = KINDS[self.reward.kind]
+        if kind.judged_by == "reward" and not kind.taught:
+            # the aim is another one than utility
+            if self.policy.experts:
+                raise InputError(
+                    f"reward={self.reward.kind}: experts learn the reward utility only; give "
+                    "policy=utility"
+                )
+            if self.budget.sense != kind.sense:
+                raise InputError(
+                    f"reward={self.reward.kind}: is for deadlines; budget={self.budget.sense} has "
+                    "a reward of its own"
+                )
 
 
 def resolve(config: TrainRun) -> TrainRun:
-    """Return the settings with what follows from the kind of budget: under a mean budget the reward
-    is priced."""
+    """Return the settings with what follows from the kind of budget: under a mean budget it has a
+    reward of its own."""
     if config.budget.sense == "deadline":
         return config
-    return replace(config, reward=RewardConfig(kind="priced"))
+    return replace(config, reward=REWARDS[config.budget.sense])
 
 
 @dataclass

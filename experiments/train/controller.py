@@ -38,6 +38,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -120,6 +121,13 @@ class ControllerExperiment(Experiment):
             self.notes.append(
                 f"policy.augment={config.policy.augment} has no effect: profile {table.name!r} has "
                 "no features, or too many cells to copy"
+            )
+        kind = KINDS[self.config.reward.kind]
+        if self.trainers[0].teaches and not kind.taught:
+            self.notes.append(
+                f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
+                "this reward, held to what was taught by loss.kl_to_ref_coeff "
+                f"({self.trainers[0].kl_coeff:g}); policy=independent learns this reward alone"
             )
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []

@@ -6,6 +6,7 @@ from helpers import close, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.losses import ADVANTAGES
 from knobwise.losses.functional import (
     clipped_surrogate,
     doubly_robust,
@@ -20,7 +21,6 @@ from knobwise.losses.functional import (
     reward_weighted_cross_entropy,
     weight_of_best,
 )
-from knobwise.losses.settings import ADVANTAGES
 
 RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
 

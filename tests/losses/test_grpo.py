@@ -22,8 +22,7 @@ from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
-from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss, grpo
-from knobwise.losses.settings import ADVANTAGES
+from knobwise.losses import ADVANTAGES, ExactGRPOLoss, GRPOLoss, RCELoss, grpo
 
 LOSSES = {"sampled": GRPOLoss, "exact": ExactGRPOLoss}
 both_objectives = pytest.mark.parametrize("objective", ["sampled", "exact"])

@@ -12,6 +12,7 @@ from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
     LEAST_LATENCY_MS,
+    STRATEGIES,
     BudgetEncoding,
     BudgetSampler,
     few_budgets,
@@ -264,7 +265,7 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
     assert (drawn < 6).float().mean().item() == pytest.approx(3 / 8, abs=0.03)
 
 
-@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("balance", ["none", "question_type"])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
 def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):

@@ -1,0 +1,111 @@
+"""The kinds of reward, and all that is to be known of each.
+
+A new kind is a formula and an entry in `KINDS`. No other place asks for a kind by its name: the
+settings, the command line (`reward=KIND`), its help, the environments, training and the teacher
+read this dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # the command line reads this module, and starts without torch
+    from torch import Tensor
+
+    from knobwise.envs.bandit.settings import RewardConfig
+
+    Formula = Callable[[Tensor, Tensor, Tensor, Tensor | float, RewardConfig], Tensor]
+
+
+@dataclass(frozen=True)
+class RewardKind:
+    """A kind of reward.
+
+    A formula takes accuracy, latency in ms, budget in ms (under a mean budget the worth of a right
+    answer), complexity in [0, 1], and the settings. Its tensors are float and broadcast; it returns
+    the rewards of all decisions, NaN where accuracy or latency is, and changes no argument.
+    """
+
+    meaning: str
+    """For the help."""
+    formula: Formula | None
+    """None: the settings name the user's own function, see `RewardFunction`."""
+    sense: str = "deadline"
+    """The sense of the budget that it goes with."""
+    uses_complexity: bool = False
+    """Without, complexity is 0."""
+    judged_by: str = "utility"
+    """By what the best weights are chosen: `utility`, or the `reward` itself."""
+    taught: bool = False
+    """Whether the teacher learns it. Otherwise the teacher learns utility, which is where training
+    by this reward then starts."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What `reward=KIND` sets beside the kind."""
+
+
+def utility(
+    accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, _: Tensor | float, config: RewardConfig
+) -> Tensor:
+    """Compute α·accuracy if latency ≤ budget, else −miss."""
+    relative = latency_ms / budget_ms
+    # products with 0 and 1: much faster than torch.where, if the mask has no pattern
+    nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
+    late = relative.gt_(1)  # as numbers, which is faster than a conversion
+    kept = (1 - late) * _weighted(accuracy, config.alpha)
+    return kept.sub_(late, alpha=config.miss).add_(nothing)
+
+
+def priced(
+    accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, _: Tensor | float, config: RewardConfig
+) -> Tensor:
+    """Compute α·accuracy − latency/worth; the budget is the worth of a right answer, in ms."""
+    return config.alpha * accuracy - latency_ms / budget_ms
+
+
+def shaped(
+    accuracy: Tensor,
+    latency_ms: Tensor,
+    budget_ms: Tensor,
+    complexity: Tensor | float,
+    config: RewardConfig,
+) -> Tensor:
+    """Compute α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency −
+    budget)/budget)² − ε·complexity + δ·(1 − latency/budget if latency ≤ budget else 0).
+
+    This is the formula of the original controller.
+    """
+    # in place, because new memory takes longer than the arithmetic
+    excess = (latency_ms / budget_ms).sub_(1)
+    return (
+        _weighted(accuracy, config.alpha)
+        .sub((10 * excess).sigmoid_().mul_(config.beta))
+        .sub_(excess.clamp_min(0).square_().mul_(config.gamma))
+        .sub(config.epsilon * complexity)
+        .sub_(excess.clamp_max_(0).mul_(config.delta))
+    )
+
+
+def _weighted(accuracy: Tensor, alpha: float) -> Tensor:
+    return accuracy if alpha == 1 else alpha * accuracy
+
+
+KINDS = {
+    "shaped": RewardKind("the sum of the five terms below", shaped, uses_complexity=True),
+    "utility": RewardKind(
+        "α·accuracy if the budget is met, else −`miss`",
+        utility,
+        taught=True,
+        settings={"miss": 0.2},
+    ),
+    "priced": RewardKind(
+        "α·accuracy − latency/worth, under a mean budget only",
+        priced,
+        sense="mean",
+        judged_by="reward",
+        taught=True,
+    ),
+    "function": RewardKind("what `function` returns", None, judged_by="reward"),
+}
