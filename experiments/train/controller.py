@@ -39,8 +39,9 @@ from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
-from knobwise.envs.tables.divisions import FOLDS, budget_rows, divide
+from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.splits import FOLDS
 from knobwise.envs.tables.units import MS, in_words
 from knobwise.experiments.evidence.attainable import add_shares, attainable_by
 from knobwise.experiments.evidence.controllers import (

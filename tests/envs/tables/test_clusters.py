@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame
-from knobwise.envs.tables.divisions import divide, folds_of
+from knobwise.envs.tables.divisions import divide
+from knobwise.envs.tables.splits import folds_of
 
 SAMPLES = 120
 
