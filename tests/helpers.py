@@ -357,7 +357,7 @@ def rows_of_networks(setup):
 def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    return deployed_by(trained(table, policy, sense, **settings), budgets_ms)
+    return deployed_by(trained(table, policy, sense, **settings).setup, budgets_ms)
 
 
 def member_of(controller, number):
