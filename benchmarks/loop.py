@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from knobwise.agents.calibration.taught import taught_trainer
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.trainer import Trainer
 from knobwise.envs import builtin_profile
 from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
 from knobwise.losses.settings import LossConfig
@@ -45,25 +46,27 @@ Losses = Callable[[], Iterator[Tensor]]
 """Draws contexts, and returns the loss of each minibatch."""
 
 
-def trainer_of(stage: str) -> taught_trainer:
-    """Return a trainer that begins with this stage; nothing is judged or logged."""
+def trainer_of(stage: str) -> Trainer:
+    """Return a trainer that has begun this stage; nothing is judged or logged."""
     lengths: dict[str, Any] = {"iterations": 1, **STAGES[stage]}
     optimiser = OptimiserConfig(
         contexts=CONTEXTS, minibatch=MINIBATCH, epochs=EPOCHS, evaluate_every=LONG, **lengths
     )
     trainer = taught_trainer(TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser)
-    trainer.iteration = 1
+    trainer.policy.stage = trainer.stage
+    trainer.optimiser = trainer.stage.optimiser(trainer.stage.module)
+    trainer.state.iteration = 1
     return trainer
 
 
-def grpo(trainer: taught_trainer, network: nn.Module, reference: nn.Module) -> Losses:
+def grpo(trainer: Trainer, network: nn.Module, reference: nn.Module) -> Losses:
     """Return plain GRPO over drawn actions."""
     env = trainer.env
     table = env.table
     measured_ms = table.measurements_ms
-    networks = trainer.networks
-    x = trainer.all_features
-    by_value = trainer.actor.module[0].module.by_value
+    networks = trainer.setup.networks
+    x = trainer.setup.rows.all_features
+    by_value = trainer.setup.rows.by_value
 
     def losses() -> Iterator[Tensor]:
         with torch.no_grad():
@@ -95,30 +98,32 @@ def grpo(trainer: taught_trainer, network: nn.Module, reference: nn.Module) -> L
     return losses
 
 
-def imitation(trainer: taught_trainer, network: nn.Module) -> Losses:
+def imitation(trainer: Trainer, network: nn.Module) -> Losses:
     """Return the plain cross-entropy to the policy that the teacher's expected worths make."""
     names = "x", "limit", "worth", "by_value"
 
     def losses() -> Iterator[Tensor]:
-        for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            drawn = trainer.stage.draw(MINIBATCH)
-            x, limit, worth, drift = (drawn[name] for name in names)
-            log_probs = network(x, limit, None, drift)
-            yield reward_weighted_cross_entropy(log_probs, worth, 1 / POLICY.sharpness).mean()
+        for _ in range(EPOCHS):
+            for drawn in trainer.stage.minibatches(trainer.buffer):
+                x, limit, worth, drift = (drawn[name] for name in names)
+                log_probs = network(x, limit, None, drift)
+                yield reward_weighted_cross_entropy(log_probs, worth, 1 / POLICY.sharpness).mean()
 
     return losses
 
 
-def regression(trainer: taught_trainer, network: nn.Module) -> Losses:
+def regression(trainer: Trainer, network: nn.Module) -> Losses:
     """Return the plain regression on measured accuracies and latencies."""
     accuracy = TABLE.accuracy
+    setup = trainer.setup
+    stage: Any = trainer.stage
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
-            rows = trainer.env.contexts.draw_rows(MINIBATCH * trainer.networks)
+            rows = trainer.env.contexts.draw_rows(MINIBATCH * setup.networks)
             row = rows.view(MINIBATCH, -1)[:, : POLICY.members].T % len(accuracy)
-            predicted = network(trainer.all_features[row])
-            measured = accuracy[row], trainer.log_latency[row], trainer.variance[row]
+            predicted = network(setup.rows.all_features[row])
+            measured = accuracy[row], stage.log_latency[row], stage.variance[row]
             wrong, off = regression_losses(predicted, *measured)
             yield wrong.mean() + off.mean()
 
@@ -141,18 +146,17 @@ def time_stage(bench: Bench, stage: str) -> None:
     stream = iter(trainer.collector)
 
     def iterate() -> None:
-        trainer.iterate(stream)
-        trainer.iteration += 1
+        trainer._train_step(trainer.stage, stream)
+        trainer.state.iteration += 1
 
     def plain() -> dict[str, Way]:
-        agent = copy.deepcopy(trainer.agent)
-        learned = agent.controller.network
+        learned = copy.deepcopy(trainer.setup.controller).network
         if stage == "GRPO":
             losses = grpo(trainer, learned, copy.deepcopy(learned))
         elif stage == "imitation":
             losses = imitation(trainer, learned)
         else:
-            learned = agent.teacher.network
+            learned = copy.deepcopy(trainer.setup.teaching.teacher).network
             losses = regression(trainer, learned)
         optimiser = torch.optim.AdamW(learned.parameters(), lr=1e-4, fused=True)
         return {"plain torch": functools.partial(learn, losses, learned, optimiser)}

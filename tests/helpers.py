@@ -319,10 +319,45 @@ def trained(table, policy=TAUGHT, sense="deadline", **settings):
     return trainer
 
 
+def watch(student, look):
+    """Look at every batch before it is learned from, None where none was collected; return what was
+    seen in each iteration."""
+    seen = {}
+
+    def watched(stage):
+        minibatches = stage.minibatches
+
+        def passed(buffer):
+            # in later passes it has been learned from
+            if student.state.iteration not in seen:
+                collected = stage.collects or student.evaluates
+                seen[student.state.iteration] = look(buffer[:] if collected else None)
+            return minibatches(buffer)
+
+        return passed
+
+    for stage in student.stages:
+        stage.minibatches = watched(stage)
+    return seen
+
+
+def batches_of(student):
+    """Train; the contexts that every iteration collected."""
+    seen = watch(student, lambda data: None if data is None else data.clone())
+    student.run()
+    return [batch for batch in seen.values() if batch is not None]
+
+
+def rows_of_networks(setup):
+    """The rows that each network learns from; behind the folds there is one of all samples."""
+    fitted = setup.folds[0]
+    return fitted if setup.networks == 1 else [*fitted, setup.fitted]
+
+
 def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    return deployed_by(trained(table, policy, sense, **settings), budgets_ms)
+    return deployed_by(trained(table, policy, sense, **settings).setup, budgets_ms)
 
 
 def member_of(controller, number):

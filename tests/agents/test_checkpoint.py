@@ -26,6 +26,7 @@ from helpers import (
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
@@ -170,11 +171,10 @@ def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, t
     assert equal_states(start, student.setup.controller)
     mean = start.normaliser.mean
     assert torch.equal(student.setup.controller.normaliser.mean, mean)
-    fresh = trainer(how, table).agent.controller
+    fresh = trainer(how, table).setup.controller
     assert torch.equal(fresh.normaliser.mean, mean) == (table is TABLE)
     assert [stage.iterations for stage in student.stages] == [0, 8]
-    agent = student.run()
-    assert agent.teacher is None
+    assert isinstance(student.run(), Controller)
     assert equal_states(start, student.setup.reference)
 
 
@@ -198,10 +198,10 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
     first = load_checkpoint(starts / "taught.pt").extra
     again = trainer("taught", init_from=starts / "taught.pt", seed=3)
     # the folds are those of the start, so what is held out of a network never was its training data
-    assert (again.fold_seed, first["fold_seed"]) == (0, 0)
+    assert (again.setup.fold_seed, first["fold_seed"]) == (0, 0)
     assert set(again.provenance(again)["seen"]) == set(first["seen"])
     other = trainer("taught", OTHER, init_from=starts / "taught.pt", seed=3)
-    assert other.fold_seed == 3
+    assert other.setup.fold_seed == 3
     assert set(first["seen"]) < set(other.provenance(other)["seen"])
 
 

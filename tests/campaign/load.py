@@ -20,7 +20,14 @@ import torch
 from helpers import arrays, table_of
 from replayed import ReplayedModel, untrained
 
-from knobwise.agents import AdaptiveModel, OptimiserConfig, PolicyConfig, judge, taught_trainer
+from knobwise.agents import (
+    AdaptiveModel,
+    DeployedController,
+    OptimiserConfig,
+    PolicyConfig,
+    judge,
+    taught_trainer,
+)
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import RequestLog
@@ -140,7 +147,8 @@ def mapped(path):
         report("budgets")
         optimiser = OptimiserConfig(warmup_iterations=50, iterations=20)
         options = {"policy": PolicyConfig(hidden=32), "optimiser": optimiser, "seed": 0}
-        agent = taught_trainer(large, split, budgets_ms=budgets, **options).run()
+        controller = taught_trainer(large, split, budgets_ms=budgets, **options).run()
+        agent = DeployedController(controller)
         report("trained")
         static = static_of(large, split.train)
         for name, each in (("controller", agent), ("static", static)):

@@ -138,7 +138,7 @@ def test_a_selector_and_its_clip_are_trained_together_and_resume_alike(source, b
         split = table.split(0.7, 0.2)
         return selector_trainer("grpo", table, split, start, folder=folder, **options)
 
-    whole, resumed = (each.trained for each in stopped_and_resumed(trainer, tmp_path, 3))
+    whole, resumed = (each.kept for each in stopped_and_resumed(trainer, tmp_path, 3))
     assert equal_states(start, before)
     for part in ("encoder", "network"):
         assert not equal_states(getattr(whole, part), getattr(start, part))

@@ -70,9 +70,9 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     assert "by_value" not in lessons  # no drift
     x, limits, worths = lessons["x"][:, :, 0], lessons["limit"], lessons["worth"]
     assert limits.shape == (*x.shape[:2], LIMITS)
-    drawn = student._draw_lessons(500)
+    drawn = torch.cat([*student.stages[-2].minibatches(student.buffer)], 1)
     shapes = [drawn[name].shape for name in ("x", "limit", "worth")]
-    assert shapes == [(3, 500, 1), (3, 500), (3, 500, 12)]
+    assert shapes == [(3, 256, 1), (3, 256), (3, 256, 12)]
     normal = student.setup.rows.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
         close(worths[pupil, :50], taught_by.teach(x[pupil, :50], limits[pupil, :50]))
@@ -111,8 +111,9 @@ def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     student = trained(small_table(60), optimiser=IMITATION)
-    lessons = student._draw_lessons(7)
-    loss = student._imitate(lessons)["loss_imitation"]
+    stage = student.stages[-2]
+    lessons = next(stage.minibatches(student.buffer))
+    loss = stage.loss(lessons)["loss_imitation"]
     target = (40 * lessons["worth"]).softmax(-1)
     log_probs = student.setup.controller.network(lessons["x"], lessons["limit"])
     close(loss, -(target * log_probs).sum(-1).mean())

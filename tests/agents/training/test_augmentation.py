@@ -10,10 +10,12 @@ from helpers import (
     BRIEF,
     TAUGHT,
     arrays,
+    batches_of,
     close,
     equal_states,
     gappy_table,
     input_error,
+    rows_of_networks,
     small_table,
     trainer_on,
 )
@@ -47,21 +49,6 @@ def inputs_of(student):
     return student.setup.actor.module[0].module
 
 
-def batches_of(student):
-    """The contexts that every iteration learned from."""
-    learn = student._learn
-    batches = []
-
-    def learned(data):
-        if data is not None:
-            batches.append(data.clone())
-        return learn(data)
-
-    student._learn = learned
-    student.run()
-    return batches
-
-
 def test_noise_has_its_size_where_a_feature_varies_and_is_0_elsewhere():
     table = gappy_table()
     table.features["image_features"][:, 0] = 7.0  # never varies
@@ -80,7 +67,7 @@ def test_noise_has_its_size_where_a_feature_varies_and_is_0_elsewhere():
 def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_split(name, sense):
     student = trainer(name, sense=sense)
     rows = torch.cat([batch["row"] for batch in batches_of(student)]).T
-    for seen, fitted in zip(rows, student.network_rows, strict=True):
+    for seen, fitted in zip(rows, rows_of_networks(student.setup), strict=True):
         assert set((seen % 60).tolist()) <= set(fitted.tolist())
         assert float((seen < 60).double().mean()) == pytest.approx(0.5, abs=0.12)
     # every copy has noise of its own, of the size asked for; the samples have none
@@ -103,14 +90,13 @@ def test_the_ratio_is_1_at_the_first_step(name):
     student = trainer(name)
     (first, *_) = batches_of(trainer(name, optimiser=replace(BRIEF, iterations=1)))
     student = trainer(name, optimiser=replace(BRIEF, warmup_iterations=0, teacher_iterations=0))
-    stream = iter(student.collector)
-    student.buffer.empty()
-    next(stream)
+    student.policy.stage = student.stages[-1]
+    next(iter(student.collector))
     data = student.buffer[:]
     assert (data["row"] >= 60).any()
     new = student.setup.actor.get_dist(data).log_prob_of_index(data["configuration"])
     assert torch.equal(new, data["action_log_prob"])
-    loss = student.grpo(data)
+    loss = student.stages[-1].grpo(data)
     assert float(loss["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
     assert first["row"].shape == data["row"].shape
 
@@ -148,14 +134,16 @@ def test_the_teacher_and_its_lessons_see_noise_too():
     close(off[1::2], torch.zeros_like(off[1::2]))
     # the teacher's regression reads features with noise beside the outcomes of the sample
     rows = torch.arange(60, 80).unsqueeze(1).expand(-1, 3)
-    batch = noisy._draw_rows(20).set("row", rows)
+    regression = noisy.stages[0]
+    drawn = next(regression.minibatches(noisy.buffer))
+    batch = drawn[:20].set("row", rows)
     seen = []
-    network = noisy.agent.teacher.network
+    network = noisy.setup.teaching.teacher.network
     hook = network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    noisy._regress(batch)
+    regression.loss(batch)
     hook.remove()
     close(seen[0], inputs_of(noisy).features_of(rows.T[:2]))
-    assert not torch.equal(seen[0][0], noisy.all_features[:20])
+    assert not torch.equal(seen[0][0], noisy.setup.rows.all_features[:20])
 
 
 @pytest.mark.parametrize("objective", ["sampled", "exact", "ppo"])

@@ -5,7 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, arrays, close, repeated, small_table, trainer_on
+from helpers import (
+    TAUGHT,
+    arrays,
+    batches_of,
+    close,
+    repeated,
+    rows_of_networks,
+    small_table,
+    trainer_on,
+)
 
 from knobwise.agents.calibration.calibrate import deployed_by, latency_of
 from knobwise.agents.controller.features import FeatureNormaliser
@@ -76,17 +85,9 @@ def trainer(table, sense="deadline"):
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     table = small_table(60, holes=0.2)
     student = trainer(table)
-    learn, batches = student._learn, []
-
-    def learned(data):
-        if data is not None:
-            batches.append(data.clone())
-        return learn(data)
-
-    student._learn = learned
-    student.run()
+    batches = batches_of(student)
     rows = torch.cat([batch["row"] for batch in batches]).T
-    for seen, fitted in zip(rows, student.network_rows, strict=True):
+    for seen, fitted in zip(rows, rows_of_networks(student.setup), strict=True):
         assert set((seen % 60).tolist()) == set(fitted.tolist())
         assert float((seen < 60).double().mean()) == pytest.approx(0.5, abs=0.1)
     # the latencies that it is rewarded for are those of the copy
@@ -131,7 +132,8 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     # but where nothing is likely to be on time
     hopeful = (worths.amax(-1) > 0.02) & (worths.amin(-1) >= 0)
     close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
-    assert student._draw_lessons(9)["by_value"].shape == (3, 9, told.shape[-1])
+    drawn = next(student.stages[-2].minibatches(student.buffer))
+    assert drawn["by_value"].shape == (3, 32, told.shape[-1])
 
 
 def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():

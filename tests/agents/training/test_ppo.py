@@ -27,20 +27,21 @@ def trainer(samples=60, **settings):
 def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(members, advantage):
     loss = replace(PPO, entropy_coeff=0.01, advantage=advantage)
     student = trainer(policy=replace(POLICY, members=members), loss=loss)
-    student._prepare_grpo(0.5, True)
+    stage = student.policy.stage = student.stages[-1]
+    stage.prepare(0.5, True)
     next(iter(student.collector))
     data = student.buffer[:]
     # weights are no longer those that actions were drawn with
     generator = torch.Generator().manual_seed(0)
-    for parameter in student.learned.parameters():
+    for parameter in stage.module.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     with torch.no_grad():
         dist = student.setup.actor.get_dist(data)
         now = student.setup.critic(data.copy())["state_value"]
     # by hand; the head of a fresh value network is 0, rewards are in units of three spreads
-    student.reward_spread = 0.25
+    stage.reward_spread = 0.25
     with torch.no_grad():
-        out = student.stages[-1].loss(data)
+        out = stage.loss(data)
     advantages = data["next", "reward"] / 0.75
     error = (now - advantages.mean(-1, keepdim=True)).square().mean()
     networks = {1: 1, 3: 4}[members]
@@ -86,8 +87,9 @@ def test_a_stopped_training_ends_as_without_the_stop(tmp_path, stopped):
         for name in ("whole", "stopped")
     )
     assert same(state, other)
-    assert state["learned"]["1.module.controller.network.head.weight"].any()
-    assert len(state["optimiser"]["state"]) == len([*whole.learned.parameters()])
+    stage = whole.stages[-1]
+    assert state["stages"][-1]["critic"]["module.controller.network.head.weight"].any()
+    assert len(state["optimiser"]["state"]) == len([*stage.module.parameters()])
 
 
 @pytest.mark.parametrize(

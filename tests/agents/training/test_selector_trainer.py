@@ -10,6 +10,7 @@ import torch
 from commands import same, stopped_and_resumed
 from helpers import Lines, close, equal_states, input_error, small_beams
 
+from knobwise.agents.selector import stages
 from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig, SelectorConfig
@@ -112,7 +113,7 @@ def test_every_network_learns_to_choose(update):
     start = fresh(data[0], SelectorConfig(width=32, heads=2, update=update))
     config = replace(SHORT, epochs=8)
     student = trainer("sft", data, start, groups=GroupConfig("beams"), config=config)
-    before, _ = student._judge()
+    before = student.validate(False).score
     student.run()
     # the convex update only moves towards what was chosen, and does not look for what is missing
     assert student.state.best.score > before + (0.2 if update == "additive" else 0.1)
@@ -124,9 +125,9 @@ def test_post_training_adds_what_imitation_gets_wrong():
     data = small_beams(400, seed=1)
     sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
     live = trainer("grpo", data, sft, live=True, config=replace(SHORT, epochs=5, queries=16))
-    before, _ = live._judge()
+    before = live.validate(False).score
     live.run()
-    assert live.best["score"] > before + 0.1
+    assert live.state.best.score > before + 0.1
 
 
 def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite():
@@ -134,7 +135,8 @@ def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite():
     rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
     for student, share, wanted in ((rce, 0.0, 2.0), (rce, 1.0, 0.5), (sft, 0.0, torch.inf)):
         student.stage.prepare(share, True)
-        temperature = float(student.imitation.temperature) / (student.reward_spread or 1.0)
+        temperature = float(student.stage.imitation.temperature)
+        temperature /= student.stage.reward_spread or 1.0
         assert temperature == pytest.approx(wanted)
 
 
@@ -209,7 +211,7 @@ def test_the_start_is_not_closest_to_itself():
 
 def test_only_the_best_get_a_gradient_under_the_curriculum(monkeypatch):
     """Trap 4: their advantages are those of the whole group."""
-    monkeypatch.setattr(selector_trainer, "CURRICULUM_TOP", 1)
+    monkeypatch.setattr(stages, "CURRICULUM_TOP", 1)
     student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5))
     batch = one_batch(student)
     # by hand: minus the advantage of the best of each group in the whole group; ratios are 1
@@ -219,7 +221,7 @@ def test_only_the_best_get_a_gradient_under_the_curriculum(monkeypatch):
     objective = losses(student, batch)["loss_objective"].detach()
     close(objective, -advantage.mean())
     student.stage.prepare(0.5, True)
-    assert student.grpo.top is None
+    assert student.stage.grpo.top is None
 
 
 def test_conditional_training_leaves_out_groups_with_few_right_sequences():
@@ -247,8 +249,8 @@ def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl():
     student.run()
     assert log.values("Train/Beta")[-1] > 0.1
     assert log.values("Train/Temperature")[-1] < 1
-    coefficients = [float(student.grpo.kl_to_ref_coeff), float(student.agent.temperature)]
-    assert student.training_state()["coefficients"] == pytest.approx(coefficients)
+    coefficients = [float(student.stage.grpo.kl_to_ref_coeff), float(student.agent.temperature)]
+    assert student.training_state().stages[-1]["coefficients"] == pytest.approx(coefficients)
 
 
 @pytest.mark.parametrize("stage", ["rce", "grpo"])
@@ -337,7 +339,7 @@ def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(s
     rows = student.setup.split.validation
     dists = [distribution_of(selector, table, rows) for selector in (start, sft)]
     log_probs = dists[0].log_prob(student.env.sequences[rows]).detach()
-    scores = student.env.rewards[rows] / (student.reward_spread or 1.0)
+    scores = student.env.rewards[rows] / (student.stage.reward_spread or 1.0)
     weight = torch.softmax(scores / temperature, -1)
     first, *others = log.values("Val/Loss")
     assert first == pytest.approx(-float((weight * log_probs).sum(-1).mean()), abs=1e-5)
@@ -423,7 +425,7 @@ def test_the_learned_reward_teaches_and_the_shuffled_one_does_not():
     for shuffled in (False, True):
         reward = DemonstrationRewardConfig(shuffled=shuffled)
         student = learned(data, model, config=config, reward=reward)
-        before, _ = student._judge()
+        before = student.validate(False).score
         student.run()
         gain = student.state.best.score - before
         assert gain < 0.1 if shuffled else gain > 0.15
@@ -435,8 +437,8 @@ def test_a_stop_changes_nothing(stop, tmp_path):
     data = small_beams()
     both = stopped_and_resumed(lambda folder: learned(data, folder=folder), tmp_path, stop)
     assert equal_states(*(each.agent for each in both))
-    assert same(*(each.reward_model.state_dict() for each in both))
-    assert [each.calls for each in both] == [TINY.calls] * 2
+    assert same(*(each.setup.reward_model.state_dict() for each in both))
+    assert [each.setup.calls for each in both] == [TINY.calls] * 2
 
 
 def test_true_calls_need_a_scorer():

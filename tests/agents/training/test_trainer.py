@@ -19,16 +19,19 @@ from helpers import (
     small_table,
     table_of,
     trainer_on,
+    watch,
 )
 
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.evaluation import judge
 from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.trainer import Trainer
+from knobwise.agents.training.stage import Validation
+from knobwise.agents.training.trainer import Best
 from knobwise.envs.bandit.budgets import judged_worths
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig
@@ -40,18 +43,6 @@ TAUGHT = PolicyConfig(teacher=True, members=3, hidden=16, teacher_hidden=16)
 POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
 
 
-def watch(student, look):
-    """Look at every batch before it is learned from; return what was seen in each iteration."""
-    seen = {}
-
-    def learn(data):
-        seen[student.state.iteration] = look(data)
-        return Trainer._learn(student, data)
-
-    student._learn = learn
-    return seen
-
-
 def trainer(table, folder=None, **settings):
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": POLICIES["one"]} | settings
     return trainer_on(table, folder=folder, **options)
@@ -59,8 +50,10 @@ def trainer(table, folder=None, **settings):
 
 def scored(student, *scores):
     """Let its evaluations give these scores."""
-    student.by_sample = torch.zeros(len(student.setup.held_out.rows))
-    student._judge = Mock(side_effect=[(score, {}) for score in scores])
+    held_out = student.setup.held_out
+    by_sample = torch.zeros(len(held_out.rows))
+    found = [Validation(score, {}, by_sample) for score in scores]
+    held_out.validation = Mock(side_effect=found)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +75,12 @@ def test_learns_more_than_budget_aware_static(objective, policy):
     def utility(policy):
         return judge(policy, table, student.setup.split.test, student.setup.limits).utility.mean()
 
-    static, before = utility(static_of(table, student.setup.split.train)), utility(student.agent)
-    assert utility(student.run()) > max(static + 0.02, before + 0.05)
+    def decides(agent):
+        return DeployedController(agent) if isinstance(agent, Controller) else agent
+
+    static = utility(static_of(table, student.setup.split.train))
+    before = utility(decides(student.agent))
+    assert utility(decides(student.run())) > max(static + 0.02, before + 0.05)
 
 
 def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path):
@@ -138,7 +135,7 @@ def test_a_stage_past_its_peak_gives_way_to_the_next():
         **dict.fromkeys(range(84, 96), "GRPO"),
     }
     at = [iteration for iteration, _ in student.state.scores]
-    assert at == [*range(0, 28, 4), *range(32, 60, 4), 64, 68, 72, 84, 88, 92, 96]
+    assert at == [*range(0, 32, 4), *range(36, 64, 4), 68, 72, 76, 88, 92, 96]
     assert (student.state.best.score, student.state.best.iteration) == (0.6, 88)
     assert student.provenance(student)["grpo"].keys() == {"start"}
 
@@ -163,23 +160,28 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
     student = trainer(small_table(80), policy=POLICIES[name])
     start = copy.deepcopy(student.agent)
     # as if nothing later were as good
-    student.best = {"score": 2.0, "iteration": 0, "state": start.state_dict()}
-    moved = "controller.network.head.logits.bias"
-    begin, began = student.stages[-1].begin, []
+    student.state.best = Best(2.0, 0, start.state_dict())
+    moved = "network.head.logits.bias"
+    if name == "taught":
+        moved = f"controller.{moved}"
+    begin, began = student.stages[-1].start, []
 
-    def watched():
+    def watched(trainer):
         end = copy.deepcopy(student.agent)
+        controller = copy.deepcopy(student.setup.controller)
         assert not torch.equal(end.state_dict()[moved], start.state_dict()[moved])
-        begin()
+        begin(trainer)
         began.append(student.state.iteration)
         assert equal_states(student.agent, end)
-        assert equal_states(student.setup.reference, end.controller)
+        assert equal_states(student.setup.reference, controller)
 
-    student.stages[-1].begin = watched
+    student.stages[-1].start = watched
     student.run()
     assert began == [24 if name == "taught" else 8]
     # without a teacher nothing holds GRPO there
-    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(1 if name == "taught" else 0)
+    assert float(student.stages[-1].grpo.kl_to_ref_coeff) == pytest.approx(
+        1 if name == "taught" else 0
+    )
 
 
 def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
@@ -230,7 +232,7 @@ def test_without_a_warm_up_there_is_no_teacher():
     student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
     agent = student.run()
     assert student.total == 12
-    assert agent.teacher is None
+    assert isinstance(agent, Controller)
     assert deployed_by(student.setup, student.setup.limits).teacher is None
 
 
@@ -263,7 +265,7 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
         close(data["next", "reward"].squeeze(-1), wanted)
 
     watch(student, priced)
-    best = student.run()
+    best = DeployedController(student.run())
     assert best.controller.limit_key == "worth_ms"
     assert torch.equal(student.setup.limits, judged_worths(table))
     assert not lines.values("Train/Budget_Violation_Rate")
@@ -359,7 +361,7 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
                 chosen = scores.masked_fill(~mask, -torch.inf).argmax(1)
             at = hold, chosen
             utilities += (table.accuracy[at] * (table.latency_ms[at] <= budget)).tolist()
-    student._evaluate()
+    student._evaluate(student.stage)
     assert student.state.best.score == pytest.approx(np.mean(utilities), abs=1e-6)
 
 
@@ -384,7 +386,10 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         torch.manual_seed(0)
         for iteration in range(student.total):
             student.state.iteration = iteration
-            student.iterate(stream)
+            stage = student.policy.stage = student.stage
+            if iteration == stage.first:
+                student.optimiser = stage.optimiser(stage.module)
+            student._train_step(stage, stream)
         student.collector.shutdown()
         students.append(student)
     for number in range(4):

@@ -175,15 +175,15 @@ def selector(folder, how):
 
 def press(trainer, iteration, times=1):
     """Have signals sent to this process in the middle of an iteration."""
-    learn = trainer._learn
+    train_step = trainer._train_step
 
-    def pressed(data):
+    def pressed(stage, stream):
         if trainer.state.iteration == iteration:
             for _ in range(times):
                 send()
-        return learn(data)
+        return train_step(stage, stream)
 
-    trainer._learn = pressed
+    trainer._train_step = pressed
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, 
         (note,) = stopped(trainer.run).__notes__
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"holds iteration {stop + 1} of {trainer.total}" in note
-        assert resumed().iteration == stop + 1  # nothing of what was done is lost
+        assert resumed().state.iteration == stop + 1  # nothing of what was done is lost
     crashing = ctrl_c(lambda trainer: trainer.state.iteration == crash, EOFError())
     with crashing, pytest.raises(EOFError):
         resumed().run()
