@@ -123,11 +123,12 @@ class ControllerExperiment(Experiment):
                 "no features, or too many cells to copy"
             )
         kind = KINDS[self.config.reward.kind]
-        if self.trainers[0].teaches and not kind.taught:
+        setup = self.trainers[0].setup
+        if setup.teaching is not None and not kind.taught:
             self.notes.append(
                 f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
                 "this reward, held to what was taught by loss.kl_to_ref_coeff "
-                f"({self.trainers[0].kl_coeff:g}); policy=independent learns this reward alone"
+                f"({setup.kl_coeff:g}); policy=independent learns this reward alone"
             )
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []
