@@ -149,12 +149,12 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 "experiment=selector_replay"
             )
     # the trainers themselves refuse what they cannot learn from
-    stages = SelectorStages(config, data, config.seeds[0], Path(config.runs))
-    table = stages.data.table
-    start = stages.first
-    stages.trainer("rce", table, start)
+    run = SeedRun(config, data, config.seeds[0], Path(config.runs))
+    table = run.data.table
+    start = run.first
+    run.trainer("rce", table, start)
     recorded_groups(data.table, GroupConfig(config.imitated))
-    stages.trainer("sft", table, start, groups=GroupConfig(config.imitated))
+    run.trainer("sft", table, start, groups=GroupConfig(config.imitated))
     for name, plan in plans.items():
         variant = plan.variant
         if data.items is not None and (variant.hidden or plan.reward_model is not None):
@@ -163,15 +163,15 @@ def check(config: SelectorRun, data: SelectorData) -> None:
                 f"leave it out with encoder=clip, by variants.{name}=null"
             )
         hide(data.table, variant.hidden)
-        stages.trainer("rce", table, start, reward=plan.reward)
+        run.trainer("rce", table, start, reward=plan.reward)
         if plan.reward_model is not None:
             recorded_answers(table, data.split.train)
             learned = RewardModel(plan.reward_model, start.mean, start.scale)
-            stages.trainer("grpo", table, start, reward_model=learned)
+            run.trainer("grpo", table, start, reward_model=learned)
         elif not (variant.live or (variant.own_draws and data.scorer is not None)):
             groups = GroupConfig(variant.groups)
             recorded_groups(data.table, groups)
-            stages.trainer("grpo", table, start, reward=plan.reward, loss=plan.loss, groups=groups)
+            run.trainer("grpo", table, start, reward=plan.reward, loss=plan.loss, groups=groups)
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError(
             "variants: those with hidden blocks share hidden_sft, so all must hide the same blocks"
@@ -185,11 +185,68 @@ def train_seed(config: SelectorRun, seed: int, folder: Path) -> None:
     """Train all unfinished stages of one seed."""
     set_up_torch()
     with stopped_by_signals():
-        SelectorStages(config, read_data(config.beams, config.encoder), seed, folder).all()
+        train_graph(SeedRun(config, read_data(config.beams, config.encoder), seed, folder))
 
 
-class SelectorStages:
-    """The stages of one seed: what each stage starts from, and what it learns from.
+def train_graph(run: SeedRun) -> None:
+    """Train every policy of one seed. Each `run.train` is a training of one stage, which starts
+    from what an earlier one returned:
+
+        fresh → SFT → RCE → GRPO of each variant, in rounds that add draws to the records
+
+    and the same without the blocks that are hidden from some variants.
+    """
+    config = run.config
+    shown = run.data.table
+
+    def warmed_up(prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
+        imitated = GroupConfig(config.imitated)
+        sft = run.train(f"{prefix}sft", "sft", table, start, groups=imitated)
+        return sft, run.train(f"{prefix}rce", "rce", table, sft)
+
+    seeing = warmed_up("", shown, run.first)
+    blind = None
+    for name, plan in config.plans.items():
+        if not plan.variant.hidden:
+            train_variant(run, name, plan, shown, *seeing)
+            continue
+        table = hide(shown, plan.variant.hidden)
+        # all hide the same blocks
+        blind = blind or warmed_up("hidden_", table, run.fresh(table))
+        train_variant(run, name, plan, table, *blind)
+    MetricsFile(run.folder / "metrics.csv", run.seed, run.logged)
+
+
+def train_variant(
+    run: SeedRun, name: str, plan: Plan, table: BeamTable, sft: Selector, rce: Selector
+) -> None:
+    """Train a variant, from its warm-up to its last round."""
+    variant = plan.variant
+    changes: dict[str, Any] = {"reward": plan.reward, "loss": plan.loss}
+    start = sft
+    if variant.warmup:
+        # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
+        start = rce
+        if replace(plan.reward, shuffled=False) != run.config.reward:
+            start = run.train(f"{name}-rce", "rce", table, sft, **changes)
+    changes |= {"config": plan.stage, "reference": sft}
+    if plan.reward_model is not None:
+        changes["reward_model"] = run.reward_model(table, sft, plan.reward_model)
+    if variant.live or plan.reward_model is not None:
+        run.train(name, "grpo", table, start, live=variant.live, **changes)
+        return
+    # in replay, each round adds draws of the latest policy to the records
+    changes["groups"] = GroupConfig(variant.groups, rounds=1)
+    drawing = sft
+    for k in range(1, variant.rounds + 1):
+        if variant.own_draws:
+            table = run.recorded(table, drawing, variant.own_draws, k)
+        policy = name if k == variant.rounds else f"{name}-{k}"
+        start = drawing = run.train(policy, "grpo", table, start, **changes)
+
+
+class SeedRun:
+    """One seed of a run: its data, what stages start from, and the training of one stage.
 
     The checkpoints of a policy go into `checkpoints/seed<k>/<policy>` of the run's folder.
     """
@@ -219,27 +276,6 @@ class SelectorStages:
             "device": config.device,
         }
         return selector_trainer(stage, table, self.data.split, start, **(usual | settings))
-
-    def all(self) -> None:
-        """Train every stage and variant that the settings name."""
-        # variants with hidden blocks start from SFT and RCE without these blocks
-        seeing = self._base("", self.data.table, self.first)
-        blind = None
-        for name, plan in self.config.plans.items():
-            if not plan.variant.hidden:
-                self._variant(name, plan, self.data.table, *seeing)
-                continue
-            table = hide(self.data.table, plan.variant.hidden)
-            # all hide the same blocks
-            blind = blind or self._base("hidden_", table, self.fresh(table))
-            self._variant(name, plan, table, *blind)
-        MetricsFile(self.folder / "metrics.csv", self.seed, self.logged)
-
-    def _base(self, prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
-        """Train SFT and RCE, which variants start from."""
-        imitated = GroupConfig(self.config.imitated)
-        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=imitated)
-        return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
     def fresh(self, table: BeamTable) -> Selector:
         """Return a selector for this table, with weights that are drawn by the seed."""
@@ -281,33 +317,6 @@ class SelectorStages:
             )
         return selector
 
-    def _variant(
-        self, name: str, plan: Plan, table: BeamTable, sft: Selector, rce: Selector
-    ) -> None:
-        """Train a variant, from its warm-up to its last round."""
-        variant = plan.variant
-        changes: dict[str, Any] = {"reward": plan.reward, "loss": plan.loss}
-        start = sft
-        if variant.warmup:
-            # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
-            start = rce
-            if replace(plan.reward, shuffled=False) != self.config.reward:
-                start = self.stage(f"{name}-rce", "rce", table, sft, **changes)
-        changes |= {"config": plan.stage, "reference": sft}
-        if plan.reward_model is not None:
-            changes["reward_model"] = self.reward_model(table, sft, plan.reward_model)
-        if variant.live or plan.reward_model is not None:
-            self.stage(name, "grpo", table, start, live=variant.live, **changes)
-            return
-        # in replay, each round adds draws of the latest policy to the records
-        changes["groups"] = GroupConfig(variant.groups, rounds=1)
-        drawing = sft
-        for k in range(1, variant.rounds + 1):
-            if variant.own_draws:
-                table = self.recorded(table, drawing, variant.own_draws, k)
-            policy = name if k == variant.rounds else f"{name}-{k}"
-            start = drawing = self.stage(policy, "grpo", table, start, **changes)
-
     def recorded(self, table: BeamTable, selector: Selector, count: int, k: int) -> BeamTable:
         """Return the table with draws of a selector for every query, scored once, as beams of round
         k; without a scorer the table as it is."""
@@ -331,7 +340,7 @@ class SelectorStages:
             model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
         return model
 
-    def stage(
+    def train(
         self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any
     ) -> Selector:
         """Train one stage, or what is left of it; return the selector of its best epoch.

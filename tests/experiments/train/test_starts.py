@@ -32,7 +32,7 @@ from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train import selector
-from knobwise.experiments.train.selector import SelectorStages
+from knobwise.experiments.train.selector import SeedRun, train_graph
 
 STAGE = StageConfig(epochs=1, lr=1e-2, queries=16, keep="last")
 
@@ -60,7 +60,7 @@ def test_what_the_stages_start_and_learn_from(monkeypatch, tmp_path):
     }
     trainer = Mock(side_effect=selector.selector_trainer)
     monkeypatch.setattr(selector, "selector_trainer", trainer)
-    SelectorStages(run_of(variants), data_of(*small_beams(60)), 0, tmp_path).all()
+    train_graph(SeedRun(run_of(variants), data_of(*small_beams(60)), 0, tmp_path))
     last, starts, tables, settings = {}, {}, {}, {}
     for call in trainer.call_args_list:
         folder = call.kwargs["folder"]
@@ -89,7 +89,7 @@ def test_what_the_stages_start_and_learn_from(monkeypatch, tmp_path):
 
 def test_own_draws_are_those_of_the_selector(tmp_path):
     table, scorer = small_beams(30)
-    stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
+    stages = SeedRun(run_of({}), data_of(table, scorer), 0, tmp_path)
     config = SelectorConfig(width=16, heads=2, temperature=1e-4)
     sharp = Selector.fitted(config, table.queries, table.candidates)
     recorded = stages.recorded(table, sharp, 3, 1)
@@ -106,7 +106,7 @@ def test_own_draws_are_those_of_the_selector(tmp_path):
 def test_the_kept_epoch_is_judged(tmp_path):
     """Not the last one."""
     config, data = run_of({"warm": {}}), data_of(*small_beams(60))
-    SelectorStages(config, data, 0, tmp_path).all()
+    train_graph(SeedRun(config, data, 0, tmp_path))
     before, decisions = selector.judge_run(config, data, tmp_path)
     epochs = {"sft": [1], "rce": [1], "warm": [1]}
     assert before["epochs"] == epochs
@@ -142,7 +142,7 @@ def _made(tmp_path_factory):
         write_table()
         beams = small_beams(60)
         beams[0].save("b.safetensors")
-        SelectorStages(run_of({"warm": {}}), data_of(*beams), 0, Path()).all()
+        train_graph(SeedRun(run_of({"warm": {}}), data_of(*beams), 0, Path()))
         launch(TRAIN, "optimiser.warmup_iterations=30 optimiser.iterations=0 name=warm")
         yield
 
@@ -177,7 +177,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(tmp_path
     config.sft = replace(STAGE, epochs=0)
 
     def train(name):
-        SelectorStages(config, data_of(*small_beams(60)), 0, tmp_path / name).all()
+        train_graph(SeedRun(config, data_of(*small_beams(60)), 0, tmp_path / name))
         return tmp_path / name / "checkpoints" / "seed0"
 
     with ctrl_c_at("rce", 2), pytest.raises(KeyboardInterrupt):
@@ -198,7 +198,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(tmp_path
 
 
 def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(tmp_path):
-    SelectorStages(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path).all()
+    train_graph(SeedRun(run_of({}, init_from=SFT), data_of(*small_beams(60)), 0, tmp_path))
     more = tmp_path / "checkpoints" / "seed0" / "sft"
     assert same(state(SFT), state(more / "epoch0.pt"))
     assert not same(state(SFT), state(more / "epoch1.pt"))
