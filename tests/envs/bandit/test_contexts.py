@@ -12,8 +12,8 @@ from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
     LEAST_LATENCY_MS,
-    BudgetEncoding,
     STRATEGIES,
+    BudgetEncoding,
     BudgetSampler,
     few_budgets,
     judged_worths,
