@@ -258,7 +258,7 @@ class ConfigBandit(SingleStepEnv):
             return {}
         blocks = {**self.table.features, "mask": self.table.mask}
         rows = self.current["row"].cpu()
-        out = {name: block[rows].to(self.device) for name, block in blocks.items()}
+        out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
         if self.replay.action == "configuration":
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             mask = out["mask"]
