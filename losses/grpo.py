@@ -1,4 +1,4 @@
-"""GRPO as TorchRL loss modules: `GRPOLoss` over a group of draws, `ExactGRPOLoss` over every
+"""GRPO as a TorchRL loss module, over a group of draws; `losses.exact_grpo` is over every
 configuration."""
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from knobwise.losses.actor_loss import (
     ActorLoss,
     Keys,
     Read,
-    configuration_log_probs,
     is_finite,
     is_positive,
     is_zero,
@@ -210,9 +209,8 @@ class GroupLoss(ActorLoss):
         if is_zero(self.kl_to_ref_coeff):
             return None
         # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-        return torch.where(
-            self.kl_to_ref_coeff == 0, group.log_prob.detach(), group.reference.detach()
-        )
+        current = group.log_prob.detach()
+        return torch.where(self.kl_to_ref_coeff == 0, current, group.reference.detach())
 
     # -- what the loss refuses ---------------------------------------------------------------------
 
@@ -378,70 +376,4 @@ class GRPOLoss(GroupLoss):
             log_prob, old, reward = (x.masked_fill(~mask, 0.0) for x in (log_prob, old, reward))
             if reference is not None:
                 reference = reference.masked_fill(~mask, 0.0)
-        return Group(dist, log_prob, old, reference, reward, weight)
-
-
-class ExactGRPOLoss(GroupLoss):
-    """GRPO in expectation over all C configurations, weighted by the behaviour policy.
-
-    It is the objective of `GRPOLoss` without sampling noise, possible because a profile knows the
-    reward of every configuration; see `GroupLoss` for formula, settings and outputs.
-
-    Args:
-        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs`
-            [P, C], −inf where masked, and `entropy()` [P].
-    """
-
-    @dataclass
-    class _AcceptedKeys:
-        """Keys of the tensordict.
-
-        Attributes:
-            reward_per_configuration: float [P, C]; anything where not profiled.
-            behaviour_log_probs: float [P, C], the behaviour policy's, −inf where masked.
-            reference_log_probs: float [P, C]; may be missing when β = 0.
-        """
-
-        reward_per_configuration: NestedKey = "reward_per_configuration"
-        behaviour_log_probs: NestedKey = "behaviour_log_probs"
-        reference_log_probs: NestedKey = "reference_log_probs"
-
-    tensor_keys: _AcceptedKeys
-    default_keys = _AcceptedKeys
-    exact = True
-
-    def __init__(self, actor_network: ProbabilisticTensorDictSequential, **settings: Any) -> None:
-        super().__init__(actor_network, **settings)
-        self._forward_value_estimator_keys()
-
-    @property
-    def _keys(self) -> tuple[Keys, Keys, Keys]:
-        keys = self.tensor_keys
-        return keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs
-
-    def _loss_keys(self) -> list[Keys]:
-        return [*self._keys]
-
-    def _group(self, tensordict: TensorDictBase) -> Group:
-        """Return the groups of all configurations, J = C.
-
-        What is masked has weight 0. Finite numbers in its place keep 0 · ∞ out of values and
-        gradients.
-        """
-        keys = self.tensor_keys
-        dist = self._distribution(tensordict)
-        reward = self._required(tensordict, keys.reward_per_configuration, "all rewards")
-        old = self._required(tensordict, keys.behaviour_log_probs, "all old log-probs")
-        log_prob = configuration_log_probs(dist)
-        reference = tensordict.get(keys.reference_log_probs, None)
-        # the behaviour policy never chooses what is masked
-        impossible = old == -torch.inf
-        weight = old.exp().detach()
-        # the objective alone can do with log π = −∞, and is faster without this
-        if self.diagnostics or not is_zero(self.kl_to_ref_coeff):
-            log_prob = log_prob.masked_fill(impossible, 0.0)
-            if reference is not None:
-                reference = reference.masked_fill(impossible, torch.finfo(old.dtype).min)
-        old = old.masked_fill(impossible, 0.0)
-        reward = reward.masked_fill(impossible, 0.0)
         return Group(dist, log_prob, old, reference, reward, weight)

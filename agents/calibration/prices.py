@@ -17,12 +17,13 @@ from torch import Tensor
 
 from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
+from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.policy import Array, requests_of
 from knobwise.agents.teacher.experts import Experts, Fitted
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES, judged_budgets, worths_range
+from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES, worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 ROUNDING = 1e-9

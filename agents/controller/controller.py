@@ -145,22 +145,18 @@ class Controller(nn.Module):
 
     def requirements(self) -> dict[str, Any]:
         """Return what must be the same for weights to be taken over: name in a message → value."""
-        parts: dict[str, Any] = {
-            f"policy.{name}": value
-            for name, value in asdict(self.config).items()
-            if name not in OUTSIDE_THE_NETWORK
-        }
+        settings = asdict(self.config)
+        names = settings.keys() - OUTSIDE_THE_NETWORK
+        parts: dict[str, Any] = {f"policy.{name}": settings[name] for name in sorted(names)}
         # the order of the configurations matters too
+        count = len(self.configurations)
         checksum = zlib.crc32(self.configurations.numpy().tobytes())
         return parts | {
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
             "features": self.normaliser.sizes,
             "columns": {column.name: column.labels for column in self.normaliser.columns},
             "the limit of a request": (self.limit_key, self.unit),
-            "the number of configurations and their checksum": (
-                len(self.configurations),
-                checksum,
-            ),
+            "the number of configurations and their checksum": (count, checksum),
         }
 
     def plain(self) -> dict[str, Any]:

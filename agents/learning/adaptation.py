@@ -25,7 +25,7 @@ from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.teacher.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import log_measured
-from knobwise.envs.bandit.drift import drawn_drift
+from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 
 

@@ -15,7 +15,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs
 from knobwise.agents.teacher.teacher import Fitted
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.drift import drawn_drift
+from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import joined_by_name
 

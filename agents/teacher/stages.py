@@ -16,7 +16,8 @@ from torchrl.data import ReplayBuffer
 from knobwise.agents.training.controller_stages import ControllerStage
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.agents.training.stage import Validation
-from knobwise.agents.training.trainer import Best, Trainer
+from knobwise.agents.training.state import Best
+from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.bandit.budgets import log_moments
 from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
 

@@ -28,10 +28,10 @@ from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
-from knobwise.envs.bandit.drift import copies_of, rows_of_copies
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
+from knobwise.envs.tables.drift import copies_of, rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.settings import LossConfig
 

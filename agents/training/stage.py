@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
@@ -16,7 +17,35 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.losses.kl_control import KLControl
 
 if TYPE_CHECKING:
-    from knobwise.agents.training.trainer import Best, Trainer
+    from knobwise.agents.training.state import Best
+    from knobwise.agents.training.trainer import Trainer
+
+
+LOGGED = {
+    "loss": "Loss",
+    "loss_objective": "Policy_Loss",
+    "loss_kl_to_ref": "KL_Loss",
+    "loss_critic": "Value_Loss",
+    "grad_norm": "Grad_Norm",
+    "entropy": "Entropy",
+    "kl_to_ref": "KL",
+    "clip_fraction": "Clip_Fraction",
+    "cut_fraction": "Cut_Fraction",
+    "ESS": "ESS",
+    "ratio_mean": "Ratio_Mean",
+    "mean_ratio": "Ratio_Mean",
+    "explained_variance": "Explained_Variance",
+    "zero_advantage_fraction": "Zero_Advantage_Fraction",
+    "advantage_mean": "Advantage_Mean",
+    "advantage_std": "Advantage_Std",
+}
+"""Diagnostics of the loss modules, and the names that they are logged under."""
+
+
+class Log(Protocol):
+    """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
 class Validation(NamedTuple):
@@ -127,9 +156,9 @@ class Stage(ABC):
         """Judge the agent on held-out data."""
         return trainer.validate(trainer.log is not None)
 
-    def is_better(self, found: Validation, best: Best) -> bool:
+    def is_better(self, validation: Validation, best: Best) -> bool:
         """Return True if weights with this validation replace the best."""
-        return found.score > best.score
+        return validation.score > best.score
 
     def is_past_its_peak(self, iteration: int, scores: list[tuple[int, float]]) -> bool:
         """Return True if its score has not improved within `patience` evaluations.
@@ -138,9 +167,9 @@ class Stage(ABC):
             iteration: the present one.
             scores: iteration and score of every evaluation.
         """
-        own = [(score, -at) for at, score in scores if at > self.first]
+        scored = [(score, -at) for at, score in scores if at > self.first]
         patience = self.patience * self.settings.evaluate_every
-        return bool(own) and 0 < patience <= iteration + max(own)[1]
+        return bool(scored) and 0 < patience <= iteration + max(scored)[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed training needs of it, beside the weights that learn."""
@@ -185,3 +214,17 @@ class Stage(ABC):
         if share + 1e-2 < self.settings.rise:
             return self.lr * (share + 1e-2) / self.settings.rise
         return self.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+class StagePolicy(TensorDictModuleBase):
+    """The policy of the collector: what the present stage decides."""
+
+    def __init__(self, stage: Stage, in_keys: Sequence[Any]) -> None:
+        super().__init__()
+        self.in_keys = list(in_keys)
+        self.out_keys = ["action"]
+        self.stage = stage
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.stage.collect(tensordict)

@@ -12,14 +12,12 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
@@ -27,7 +25,8 @@ from torchrl.envs import EnvBase
 from knobwise.agents.training.checkpoint import Loaded, Table, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.stage import Stage, Validation
+from knobwise.agents.training.stage import LOGGED, Log, Stage, StagePolicy, Validation
+from knobwise.agents.training.state import Best, TrainingState
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress, say
@@ -36,102 +35,6 @@ from knobwise.losses.dropout import dropping_out
 PREVIOUS = "previous.pt"
 """The `last.pt` before the present one."""
 STOPPING = "stopping after this iteration, which will be saved; interrupt again to stop at once"
-LOGGED = {
-    "loss": "Loss",
-    "loss_objective": "Policy_Loss",
-    "loss_kl_to_ref": "KL_Loss",
-    "loss_critic": "Value_Loss",
-    "grad_norm": "Grad_Norm",
-    "entropy": "Entropy",
-    "kl_to_ref": "KL",
-    "clip_fraction": "Clip_Fraction",
-    "cut_fraction": "Cut_Fraction",
-    "ESS": "ESS",
-    "ratio_mean": "Ratio_Mean",
-    "mean_ratio": "Ratio_Mean",
-    "explained_variance": "Explained_Variance",
-    "zero_advantage_fraction": "Zero_Advantage_Fraction",
-    "advantage_mean": "Advantage_Mean",
-    "advantage_std": "Advantage_Std",
-}
-"""Diagnostics of the loss modules, and the names that they are logged under."""
-
-
-class Log(Protocol):
-    """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-
-@dataclass
-class Best:
-    """The best evaluation."""
-
-    score: float = -math.inf
-    iteration: int = -1
-    """−1 before there is any."""
-    state: dict[str, Tensor] | None = None
-    """The weights of the agent."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    by_sample: Tensor | None = None
-    """The score of each held-out sample, where they are noted."""
-
-
-@dataclass
-class TrainingState:
-    """Where a training stands: what `last.pt` holds beside the agent."""
-
-    identity: str
-    """What a training must agree with to go on from it, beside the data."""
-    iteration: int = 0
-    """The number of iterations that are done, or left out where a stage ended early."""
-    finished: bool = False
-    """True at the end; then nothing is learned any more."""
-    best: Best = field(default_factory=Best)
-    scores: list[tuple[int, float]] = field(default_factory=list)
-    """Iteration and score of every evaluation."""
-    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """The logged metrics by iteration, so that `metrics.csv` can be written again."""
-    # what live objects hold, taken when the state is saved
-    agent: dict[str, Any] = field(default_factory=dict)
-    optimiser: dict[str, Any] = field(default_factory=dict)
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    contexts: Any = None
-    """The state of the generator of contexts."""
-    random: list[Tensor] = field(default_factory=list)
-    """The state of torch's generators."""
-
-    def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
-        return vars(self) | {"best": vars(self.best)}
-
-    @classmethod
-    def restored(cls, plain: Mapping[str, Any]) -> TrainingState:
-        """Return the state that `plain` describes.
-
-        Raises:
-            InputError: an earlier version wrote it.
-        """
-        if plain.keys() != {part.name for part in fields(cls)}:
-            raise InputError(
-                "was written by an earlier version of knobwise, which alone can go on with this "
-                "training; start it anew under another name=…"
-            )
-        return cls(**{**plain, "best": Best(**plain["best"])})
-
-
-class _Collecting(TensorDictModuleBase):
-    """The policy of the collector: what the present stage decides."""
-
-    def __init__(self, stage: Stage, in_keys: Sequence[Any]) -> None:
-        super().__init__()
-        self.in_keys = list(in_keys)
-        self.out_keys = ["action"]
-        self.stage = stage
-
-    @torch.no_grad()
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.stage.collect(tensordict)
 
 
 class Trainer:
@@ -211,8 +114,13 @@ class Trainer:
             stage.first = self.total
             self.total = stage.end
             stored |= {*stage.stored}
+
+        def arranged(data: TensorDictBase) -> TensorDictBase:
+            # an episode is a single step, so the time axis is dropped
+            return data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
+
         # the collector draws contexts, lets the stage decide, and fills the buffer
-        self.policy = _Collecting(self.stages[0], reads)
+        self.policy = StagePolicy(self.stages[0], reads)
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
@@ -223,10 +131,7 @@ class Trainer:
             self.policy,
             replay_buffer=self.buffer,
             extend_buffer=True,
-            # an episode is a single step, so the time axis is dropped
-            postproc=lambda data: (
-                data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
-            ),
+            postproc=arranged,
             frames_per_batch=math.prod(shape),
             total_frames=-1,
             trust_policy=True,
@@ -250,12 +155,6 @@ class Trainer:
     def evaluates(self) -> bool:
         """True if the agent is evaluated, and metrics are logged, in this iteration."""
         return self.state.iteration % self.settings.evaluate_every == 0
-
-    @property
-    def patience(self) -> int:
-        """Iterations of the last stage without a better score after which it ends; 0 for all of
-        them."""
-        return self.stages[-1].patience * self.settings.evaluate_every
 
     @property
     def epoch(self) -> int:
@@ -293,8 +192,8 @@ class Trainer:
                 for stage in self.stages:
                     while state.iteration < stage.end and not state.finished:
                         if state.iteration == stage.first:
-                            self._start(stage)
-                        self.policy.stage = stage
+                            stage.start(self)
+                            self.optimiser = stage.optimiser(stage.module)
 
                         # collect and learn
                         metrics = self._train_step(stage, stream)
@@ -316,16 +215,12 @@ class Trainer:
         self.agent.eval()
         return self.kept
 
-    def _start(self, stage: Stage) -> None:
-        """Begin a stage, with a fresh optimiser."""
-        stage.start(self)
-        self.optimiser = stage.optimiser(stage.module)
-
     def _train_step(self, stage: Stage, stream: Iterator[None]) -> dict[str, float]:
         """Collect a batch of contexts, learn from it, and return the metrics to log."""
         began = time.perf_counter()
         watched = self.evaluates or bool(stage.kl_controls)
         stage.prepare(stage.share(self.state.iteration), watched)
+        self.policy.stage = stage
 
         # collect, also where a stage draws its own batches, to see how the policy does
         data = None
@@ -388,27 +283,27 @@ class Trainer:
     def _evaluate(self, stage: Stage) -> None:
         """Judge on held-out data, keep the best, end the stage if it is time, and save."""
         state = self.state
-        found = stage.validate(self)
-        state.scores.append((state.iteration, found.score))
+        validation = stage.validate(self)
+        state.scores.append((state.iteration, validation.score))
         kept = []
         if self.keeps_epochs:
             kept.append(f"epoch{self.epoch}.pt")
-        if stage.is_better(found, state.best):
+        if stage.is_better(validation, state.best):
             kept.append("best.pt")
             weights = self.agent.state_dict()
             state.best = Best(
-                found.score,
+                validation.score,
                 state.iteration,
                 {name: value.detach().clone() for name, value in weights.items()},
-                dict(found.metrics),
-                found.by_sample,
+                dict(validation.metrics),
+                validation.by_sample,
             )
         past = stage.is_past_its_peak(state.iteration, state.scores)
         # true also where the later stages have no iterations
         state.finished = state.iteration == self.total or (past and stage.end == self.total)
         if past and not state.finished:
             state.iteration = stage.end
-        self._log({f"Val/{name}": value for name, value in found.metrics.items()})
+        self._log({f"Val/{name}": value for name, value in validation.metrics.items()})
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:

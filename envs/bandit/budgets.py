@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,35 +106,6 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         above = ordered[ordered >= floor]
         budgets = above[(quantiles.double() * len(above)).long()]
     return budgets.clamp_min(LEAST_LATENCY_MS).unique()
-
-
-def few_budgets(budgets_ms: Tensor) -> list[str]:
-    """Return a note if the default budgets [B] are fewer than usual, else no note."""
-    usual = len(DEFAULT_QUANTILES)
-    note = (
-        f"budgets: only {len(budgets_ms)} of {usual} are distinct, because many latencies are "
-        "equal; budgets_ms sets others"
-    )
-    return [note] * (len(budgets_ms) < usual)
-
-
-def judged_budgets(
-    table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None
-) -> Tensor:
-    """Return the budgets in the settings, in ms or the unit of the table, float32 [B].
-
-    The default is `default_budgets` of these rows, int64 [n], or of the whole table.
-
-    Raises:
-        InputError: there is no budget, or one that is not positive.
-    """
-    if budgets_ms is None:
-        return default_budgets(table, rows)
-    if not budgets_ms or not min(budgets_ms) > 0:
-        raise InputError(
-            f"budgets_ms={list(budgets_ms)}: give at least one budget in {table.unit}, all positive"
-        )
-    return torch.tensor(list(budgets_ms))
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:

@@ -20,15 +20,9 @@ import polars as pl
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decoded, encoding_of, text_of
 from knobwise.common.parquet import read_parquet
-from knobwise.common.text_files import (
-    LOOKED_AT,
-    encoding_of,
-    form_of,
-    text_of,
-    with_points,
-)
+from knobwise.common.text_files import LOOKED_AT, form_of, with_points
 from knobwise.envs.readers.arff import arff_frame
 from knobwise.envs.tables.profile_table import Knob
 

@@ -19,10 +19,10 @@ from knobwise.agents.deployed.controller import MOST_MS, NumpyController
 from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decoded, encoding_of
 from knobwise.common.parquet import decoded_size, refuse_unpacked
 from knobwise.common.progress import say
-from knobwise.common.text_files import LOOKED_AT, encoding_of, form_of, with_points
+from knobwise.common.text_files import LOOKED_AT, form_of, with_points
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
-from knobwise.envs.bandit.budgets import judged_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
+from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.first_stages import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -38,7 +39,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS, judged_budgets
+from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import (
     Record,

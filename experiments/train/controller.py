@@ -28,6 +28,7 @@ from knobwise.agents.evaluation.baselines import (
     make_baselines,
     static_of,
 )
+from knobwise.agents.evaluation.budgets import few_budgets, judged_budgets
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -36,7 +37,6 @@ from knobwise.agents.training.controllers import kept_is_of_grpo
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
-from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
@@ -300,7 +300,7 @@ class ControllerExperiment(Experiment):
             "method": first.stages[-1].name,
             "hidden": config.policy.hidden,
             # the iterations without a better score after which it stops, and where each seed ended
-            "patience": first.patience,
+            "patience": patience_of(first),
             "ended_at": [trainer.state.iteration for trainer in self.trainers],
         }
         results |= held_out_choices(best)
@@ -372,7 +372,7 @@ def best_of(trainer: Trainer) -> str:
     if state.iteration < trainer.total:
         line += (
             f"; training stopped at iteration {state.iteration}, after "
-            f"{trainer.patience} iterations of {last.name} without a better one "
+            f"{patience_of(trainer)} iterations of {last.name} without a better one "
             f"(optimiser.patience={trainer.settings.patience})"
         )
     return line
@@ -397,3 +397,8 @@ def copy_policy(folder: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(source, target, ignore=ignored)
+
+
+def patience_of(trainer: Trainer) -> int:
+    """Return after how many iterations without a better score the last stage ends; 0 for never."""
+    return trainer.stages[-1].patience * trainer.settings.evaluate_every

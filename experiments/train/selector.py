@@ -197,20 +197,20 @@ def train_graph(run: SeedRun) -> None:
     and the same without the blocks that are hidden from some variants.
     """
     config = run.config
-    shown = run.data.table
+    whole = run.data.table
 
     def warmed_up(prefix: str, table: BeamTable, start: Selector) -> tuple[Selector, Selector]:
         imitated = GroupConfig(config.imitated)
         sft = run.train(f"{prefix}sft", "sft", table, start, groups=imitated)
         return sft, run.train(f"{prefix}rce", "rce", table, sft)
 
-    seeing = warmed_up("", shown, run.first)
+    seeing = warmed_up("", whole, run.first)
     blind = None
     for name, plan in config.plans.items():
         if not plan.variant.hidden:
-            train_variant(run, name, plan, shown, *seeing)
+            train_variant(run, name, plan, whole, *seeing)
             continue
-        table = hide(shown, plan.variant.hidden)
+        table = hide(whole, plan.variant.hidden)
         # all hide the same blocks
         blind = blind or warmed_up("hidden_", table, run.fresh(table))
         train_variant(run, name, plan, table, *blind)

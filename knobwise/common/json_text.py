@@ -1,7 +1,8 @@
-"""JSON, read and written strictly."""
+"""Text in UTF-8 or with a mark, and JSON, read and written strictly."""
 
 from __future__ import annotations
 
+import codecs
 import gc
 import itertools
 import json
@@ -9,7 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.common.text_files import text_of
+
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    # before UTF-16, whose mark begins it
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""What text may begin with → its encoding."""
+
+
+def encoding_of(begin: bytes) -> str:
+    """Return the encoding of text that begins so: UTF-8 unless a mark says otherwise."""
+    return next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8")
+
+
+def text_of(content: bytes) -> str:
+    """Decode text in UTF-8, or in what a mark at its beginning says.
+
+    Raises:
+        ValueError: it is in another encoding; the message says in which line that shows.
+    """
+    try:
+        return content.decode(encoding_of(content[:4]))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"line {line} is not {error.encoding.upper()} ({error.reason}); save it as UTF-8"
+        ) from error
 
 
 class RepeatedKeyError(ValueError):

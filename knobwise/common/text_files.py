@@ -3,22 +3,12 @@ commas."""
 
 from __future__ import annotations
 
-import codecs
 import csv
 import re
 from collections.abc import Sequence
 
 import polars as pl
 
-MARKS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    # before UTF-16, whose mark begins it
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
-"""What text may begin with → its encoding."""
 SEPARATORS = ",;\t|"
 """What may stand between the values of a row; of several that fit, the first."""
 NAMED = re.compile(r"\"?sep=(.)\"?[,;\t|]*", re.IGNORECASE)
@@ -31,26 +21,6 @@ NUMBER = r"(?i)^\s*(?:[-+]?(?:\d+|\d*,\d+)(?:e[-+]?\d+)?|nan|na|null|none|\?|)\s
 """A number that may have a decimal comma, or nothing."""
 THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"
 """A number whose comma may also part thousands."""
-
-
-def encoding_of(begin: bytes) -> str:
-    """Return the encoding of text that begins so: UTF-8 unless a mark says otherwise."""
-    return next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8")
-
-
-def text_of(content: bytes) -> str:
-    """Decode text in UTF-8, or in what a mark at its beginning says.
-
-    Raises:
-        ValueError: it is in another encoding; the message says in which line that shows.
-    """
-    try:
-        return content.decode(encoding_of(content[:4]))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"line {line} is not {error.encoding.upper()} ({error.reason}); save it as UTF-8"
-        ) from error
 
 
 def form_of(lines: Sequence[str]) -> tuple[str, int]:

@@ -23,8 +23,8 @@ from helpers import (
 from knobwise.agents import PolicyConfig, load_checkpoint
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.envs.bandit.drift import COPIES
 from knobwise.envs.bandit.settings import BalanceConfig
+from knobwise.envs.tables.drift import COPIES
 from knobwise.losses.settings import LossConfig
 
 ALONE = PolicyConfig(hidden=8, dropout=0.0, augment=0.2)

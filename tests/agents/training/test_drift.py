@@ -21,7 +21,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.teacher import distillation
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.bandit.drift import COPIES, copies_of, drawn_drift
+from knobwise.envs.tables.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations

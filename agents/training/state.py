@@ -1,0 +1,69 @@
+"""Where a training stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+
+
+@dataclass
+class Best:
+    """The best evaluation."""
+
+    score: float = -math.inf
+    iteration: int = -1
+    """−1 before there is any."""
+    state: dict[str, Tensor] | None = None
+    """The weights of the agent."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    by_sample: Tensor | None = None
+    """The score of each held-out sample, where they are noted."""
+
+
+@dataclass
+class TrainingState:
+    """Where a training stands: what `last.pt` holds beside the agent."""
+
+    identity: str
+    """What a training must agree with to go on from it, beside the data."""
+    iteration: int = 0
+    """The number of iterations that are done, or left out where a stage ended early."""
+    finished: bool = False
+    """True at the end; then nothing is learned any more."""
+    best: Best = field(default_factory=Best)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    """Iteration and score of every evaluation."""
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """The logged metrics by iteration, so that `metrics.csv` can be written again."""
+    # what live objects hold, taken when the state is saved
+    agent: dict[str, Any] = field(default_factory=dict)
+    optimiser: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    contexts: Any = None
+    """The state of the generator of contexts."""
+    random: list[Tensor] = field(default_factory=list)
+    """The state of torch's generators."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+        return vars(self) | {"best": vars(self.best)}
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> TrainingState:
+        """Return the state that `plain` describes.
+
+        Raises:
+            InputError: an earlier version wrote it.
+        """
+        if plain.keys() != {part.name for part in fields(cls)}:
+            raise InputError(
+                "was written by an earlier version of knobwise, which alone can go on with this "
+                "training; start it anew under another name=…"
+            )
+        return cls(**{**plain, "best": Best(**plain["best"])})
