@@ -52,8 +52,7 @@ def main(iterations: int = 200, contexts: int = 2048) -> tuple[float, float]:
     kinds = {"distribution_map": dict.fromkeys(knobs, Categorical)}
     drawn = {"distribution_class": CompositeDistribution, "distribution_kwargs": kinds}
     actor = ProbabilisticActor(heads, ["params"], knobs, return_log_prob=True, **drawn)
-    value = Network(out_features=1, num_cells=[256, 256])
-    critic = TensorDictModule(value, in_keys=read, out_keys=["state_value"])
+    critic = TensorDictModule(Network(out_features=1, num_cells=[256, 256]), read, ["state_value"])
     critic(actor(env.reset()))  # sets the widths of the first layers
     estimate = GAE(gamma=1.0, lmbda=1.0, value_network=critic)  # of one step: reward − V
     loss_module = ClipPPOLoss(actor, critic, entropy_coeff=0.0)

@@ -25,6 +25,7 @@ from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
 from knobwise.experiments.command_line.compose import run_hydra, schema_of
+from knobwise.experiments.train import selector
 
 COMMAND = [sys.executable, "-m", "knobwise"]
 
@@ -150,6 +151,23 @@ def ctrl_c_at(stage, iteration):
     return ctrl_c(
         lambda trainer: (trainer.stage.name, trainer.state.iteration) == (stage, iteration)
     )
+
+
+@contextmanager
+def selector_trainers():
+    """A block, and the trainers of a selector's stages that runs make in it, by their folders'
+    names."""
+    made = {}
+    make = selector.selector_trainer
+
+    def noted(*arguments, **settings):
+        trainer = make(*arguments, **settings)
+        if trainer.folder is not None:  # else its settings are only checked
+            made[trainer.folder.name] = trainer
+        return trainer
+
+    with patch.object(selector, "selector_trainer", noted):
+        yield made
 
 
 def ctrl_c_in_report():

@@ -29,6 +29,7 @@ from commands import (
     launch,
     read_json,
     refused,
+    selector_trainers,
     words_of,
     write_table,
 )
@@ -856,9 +857,10 @@ def test_s6_a_checkpoint_takes_the_place_of_the_sft_policy():
     table.save("b.safetensors")
     start = Selector.fitted(SelectorConfig(width=16, heads=2), table.queries, table.candidates)
     save_checkpoint("sft.pt", start, table, {"fitted": []})
-    launch(REPLAYED, "grpo.epochs=1 sft.epochs=0 init_from=sft.pt")
-    last = load_checkpoint("runs/latest/checkpoints/seed0/grpo_recorded/last.pt")
-    reference = last.extra["training"]["reference"]  # what the KL is taken to
+    with selector_trainers() as trainers:
+        launch(REPLAYED, "grpo.epochs=1 sft.epochs=0 init_from=sft.pt")
+    # what the KL is taken to
+    reference = trainers["grpo_recorded"].setup.reference.state_dict()
     for name, values in start.state_dict().items():
         assert torch.equal(values, reference[f"selector.{name}"])
 

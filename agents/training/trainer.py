@@ -356,7 +356,7 @@ class Trainer:
         The training then ends bit for bit as it would have without the stop.
 
         Returns:
-            False when there is no such file.
+            False when there is no such file, or nothing was learned yet.
 
         Raises:
             InputError: the file belongs to another training, or to an earlier version.
@@ -369,9 +369,12 @@ class Trainer:
         if belongs_to != (self.table.digest, self.state.identity):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         try:
-            state = self.state = TrainingState.restored(plain)
+            state = TrainingState.restored(plain)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
+        if state.iteration == 0 and not state.finished:
+            return False  # it begins anew, with its first rows in metrics.csv
+        self.state = state
         self.agent.load_state_dict(state.agent)
         for stage, part in zip(self.stages, state.stages, strict=True):
             stage.load_state_dict(part)

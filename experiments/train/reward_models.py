@@ -42,7 +42,8 @@ def learned_rewards(config: SelectorRun, data: SelectorData, folder: Path) -> Ru
             continue
         # the last checkpoint of a training has the number of its calls
         seeds = [seed_folder(folder, seed) for seed in config.seeds]
-        states = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
+        lasts = [load_checkpoint(seed / name / "last.pt").extra["training"] for seed in seeds]
+        states = [training["stages"][-1] for training in lasts]
         calls = [state["calls"] for state in states]
         row: TrueCalls = {"policy": name, "calls": calls, "recorded": 0}
         true_calls.append(row)

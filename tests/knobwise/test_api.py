@@ -29,7 +29,7 @@ from helpers import (
 from replayed import untrained
 
 import knobwise
-from knobwise import agents, api, envs, losses
+from knobwise import agents, api, envs, losses, testbeds
 from knobwise.agents import DeployedController, PolicyConfig, Selector, SelectorConfig
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.training.checkpoint import Loaded, save_checkpoint
@@ -387,7 +387,7 @@ def test_the_examples_run():
 
 
 PUBLIC = {
-    envs: "InputError Knob ProfileTable SimulatedConfig Split join_tables read_beam_data simulate",
+    envs: "InputError Knob ProfileTable Split join_tables read_beam_data",
     agents: "Controller LossConfig SelectorLossConfig load_checkpoint save_checkpoint make_actor",
     losses: "GRPOLoss RCELoss group_advantage",
 }
@@ -398,3 +398,8 @@ def test_a_package_hands_out_its_public_names(package):
     assert set(PUBLIC[package].split()) <= set(package.__all__)
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["builtin_profile", "SimulatedConfig", "simulate"])
+def test_what_moved_is_still_found_where_it_was(name):
+    assert getattr(envs, name) is getattr(testbeds, name)

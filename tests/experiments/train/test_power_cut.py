@@ -45,7 +45,7 @@ def stopped(tmp_path_factory):
     """For each system a folder with a run that was stopped in the middle, and one with the unbroken
     run."""
     late = {
-        "controller": lambda t: (t.seed, t.stage.name, t.iteration) == (2, "GRPO", 14),
+        "controller": lambda t: (t.seed, t.stage.name, t.state.iteration) == (2, "GRPO", 14),
         "selector": lambda t: t.stages[0].name == "rce",
     }
     folders = {}

@@ -16,6 +16,7 @@ from commands import (
     read_json,
     refused,
     same,
+    selector_trainers,
     words_of,
     write_table,
 )
@@ -164,7 +165,7 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption():
     assert whole == again
     start = load_checkpoint("runs/controller/warm/checkpoints/best.pt").network.state_dict()
     training = load_checkpoint(runs[0] / "checkpoints" / "last.pt").extra["training"]
-    assert same(training["reference"], start)
+    assert same(training["stages"][-1]["reference"], start)
     results = read_json(runs[0] / "results.json")
     training = {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
     training |= {"patience": 24, "ended_at": [9]}
@@ -182,11 +183,13 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(tmp_path
 
     with ctrl_c_at("rce", 2), pytest.raises(KeyboardInterrupt):
         train("killed")
-    killed, whole = train("killed"), train("whole")
+    killed = train("killed")
+    with selector_trainers() as trainers:
+        whole = train("whole")
     start = state(SFT)
     assert same(start, state(whole / "sft" / "best.pt"))
-    reference = load_checkpoint(whole / "warm" / "last.pt").extra["training"]["reference"]
-    assert same({f"selector.{name}": values for name, values in start.items()}, reference)
+    reference = trainers["warm"].setup.reference.selector
+    assert same(start, dict(reference.state_dict()))
     for name in ("rce", "warm"):
         assert same(*(state(seed / name / "last.pt") for seed in (whole, killed)))
     # what must not see a block does not start from weights that have seen it
