@@ -182,7 +182,7 @@ def _calibrated(
         row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
     if missed:
         row["reason"] += (
-            f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count} are"
+            f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count:,} are"
         )
     return row
 

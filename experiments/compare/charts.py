@@ -110,5 +110,5 @@ def _training(comparison: Comparison) -> list[alt.LayerChart]:
     points = points.group_by(*curve, "step", maintain_order=True).agg(
         value.mean().round_sig_figs(5), low=value.min(), high=value.max()
     )
-    colour = charts.colour_of(colours_of([run.label for run in comparison.drawn]))
-    return charts.curves(points, colour, sorted(begins))
+    colours = colours_of([run.label for run in comparison.drawn])
+    return charts.curves(points, colours, "policy", sorted(begins))

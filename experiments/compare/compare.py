@@ -24,7 +24,7 @@ from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.report.tables import Folded, reworded
 from knobwise.experiments.settings.options import CompareRun
-from knobwise.experiments.wording.words import shown_by
+from knobwise.experiments.wording.words import number, shown_by
 
 
 def compare(config: CompareRun) -> Comparison:
@@ -121,7 +121,7 @@ def _facts(comparison: Comparison) -> str:
     reference = comparison.reference
     samples = comparison.problem.samples
     profile = (reference.results.get("profile") or {}).get("name", "unnamed")
-    judged = reference.results.get(f"test_{samples}", "?")
+    judged = number(reference.results.get(f"test_{samples}"), ",.0f")
     places = ", ".join(words.place_name(comparison, place) for place in comparison.places)
     facts = (
         f"compared with {reference.label} · profile {profile} · judged on {judged} test {samples} "

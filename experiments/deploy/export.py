@@ -93,12 +93,12 @@ def _print(summary: dict[str, Any], out: Path) -> None:
     lines = []
     for name, counts in summary["graphs"].items():
         lines.append(
-            f"{name}: of {counts['contexts']} decisions {counts['same']} are the same, "
-            f"{counts['rounding']} differ by rounding"
+            f"{name}: of {counts['contexts']:,} decisions {counts['same']:,} are the same, "
+            f"{counts['rounding']:,} differ by rounding"
         )
     for name, micros in summary["decisions_us_p50"].items():
         lines.append(f"median decision: {micros:.0f} µs by {name}")
-    print_lines(Console(), [*lines, f"exported: {out}"])
+    print_lines(Console(), [*lines, f"The files are in the folder {out}"])
 
 
 def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:

@@ -39,7 +39,7 @@ def units_of_time(measured: Measured) -> Faults:
     epochs = measured.log_ms > math.log(EPOCH)
     if epochs.any():
         sample = measured.ids[epochs.any(1).argmax()]
-        words = f"{epochs.sum()} latencies, such as of sample {sample}, are above {EPOCH:.0e} ms "
+        words = f"{epochs.sum():,} latencies, such as of sample {sample}, are above {EPOCH:.0e} ms "
         words += "(11 days), as times of day are"
         yield Fault(words, "nearly certain", "Write how long it took: the end minus the start.")
     median = float(np.exp(np.nanmedian(measured.log_ms)))
@@ -52,16 +52,18 @@ def units_of_time(measured: Measured) -> Faults:
     if columns.mean() > 0.25:
         share = rows[:, columns].mean(1)
         count = int((share > 0.5).sum())
-        words = f"Latencies of {count} samples are a thousand or more times smaller than others"
+        words = f"Latencies of {count:,} samples are a thousand or more times smaller than others"
         # where rows were mixed, a sample has cells of both kinds
         if ((share > 0) & (share < 1)).mean() > 0.5:
-            words = f"{int(rows[:, columns].sum())} latencies are a thousand or more times smaller "
+            words = (
+                f"{int(rows[:, columns].sum()):,} latencies are a thousand or more times smaller "
+            )
             words += "than others of their configuration"
         yield Fault(words, "nearly certain", advice)
     repeats = np.log(measured.repeats_ms)
     distant = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
     if distant.mean() > 0.02:
-        words = f"Repeats of {distant.sum()} cells are hundreds of times apart"
+        words = f"Repeats of {distant.sum():,} cells are hundreds of times apart"
         yield Fault(words, "likely", advice)
     medians = np.nanmedian(measured.log_ms, 0)[:, None]
     parted, smaller = gaps_of(medians, 1)
@@ -108,7 +110,7 @@ def same_samples(measured: Measured) -> Faults:
     same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
     if same.any():
         yield Fault(
-            f"{same.sum()} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
+            f"{same.sum():,} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
             f"{alike} as another one, are as often right, and take about as long",
             "likely",
             "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
@@ -139,8 +141,8 @@ def capped(measured: Measured) -> Faults:
         advice += "them out."
         if scored:
             advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
-            advice += f"the {scored} of them that have more, unless they were in time."
-        words = f"{counts[-1]} cells have the largest latency, {math.exp(values[-1]):.4g}"
+            advice += f"the {scored:,} of them that have more, unless they were in time."
+        words = f"{counts[-1]:,} cells have the largest latency, {math.exp(values[-1]):.4g}"
         yield Fault(words, "nearly certain", advice)
 
 
@@ -218,7 +220,7 @@ def missing_where_slow(measured: Measured) -> Faults:
     slower = expected[missing].mean() - expected[~missing].mean()
     if slower > max(0.3, 5 / math.sqrt(missing.sum())) * expected.std():
         yield Fault(
-            f"The {missing.sum()} cells that are missing would take {math.exp(slower):.2f} times "
+            f"The {missing.sum():,} cells that are missing would take {math.exp(slower):.2f} times "
             "as long as the others",
             "likely",
             "Means favour slow configurations then: write time-outs as accuracy 0 at the limit.",

@@ -75,8 +75,8 @@ def extreme_features(measured: Measured) -> Faults:
     parted, smaller = gaps_of(np.log(values[:, late]), max(2, len(values) // 50))
     for column, below in zip(late[parted], smaller.T[parted], strict=True):
         yield Fault(
-            f"Feature {measured.names[column]} holds times of day in several units: {below.sum()} "
-            "are a thousand or more times smaller than the others",
+            f"Feature {measured.names[column]} holds times of day in several units: "
+            f"{below.sum():,} are a thousand or more times smaller than the others",
             "nearly certain",
             "Write all in the same unit.",
         )

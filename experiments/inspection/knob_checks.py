@@ -42,8 +42,9 @@ def reversed_values(measured: Measured) -> Faults:
         between = (np.abs(strength) < 0.2 * min(usual, other)).mean()
         if between < 0.02 and 1 / FASTER < other / usual < FASTER and usual > 0.05:
             yield Fault(
-                f"In {few.sum()} samples, such as {measured.ids[few.argmax()]}, the values of knob "
-                f"{knob.name} have the effect on latency that they have in reverse order elsewhere",
+                f"In {few.sum():,} samples, such as {measured.ids[few.argmax()]}, the values of "
+                f"knob {knob.name} have the effect on latency that they have in reverse order "
+                "elsewhere",
                 "likely",
                 "Were the values of this column reversed or swapped in some of the files?",
             )

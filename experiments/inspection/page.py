@@ -56,9 +56,9 @@ def _sentences(facts: Facts) -> list[str]:
     counts = ", ".join(f"{name} {count:,}" for name, count in facts["datasets"].items())
     widths = ", ".join(f"{name} ({width})" for name, width in facts["features"].items())
     lines = [
-        f"{facts['samples']:,} samples × {facts['configurations']} configurations (of "
-        f"{facts['grid']} combinations of knob values); {number(facts['coverage'], '.1%')} of the "
-        f"cells are profiled. Samples by data set: {counts}.",
+        f"{facts['samples']:,} samples × {facts['configurations']:,} configurations (of "
+        f"{facts['grid']:,} combinations of knob values); {number(facts['coverage'], '.1%')} of "
+        f"the cells are profiled. Samples by data set: {counts}.",
         f"{_differing(facts)} The median latency is "
         f"{quantity(facts['median_latency_ms'], facts['unit'])}; within one configuration latency "
         f"varies by {number(facts['latency_cv_within_configuration'], '.0%')} between samples "

@@ -53,8 +53,8 @@ def far_off(measured: Measured) -> Faults:
     if 0 < late.sum() < 0.05 * late.size:
         row, column = np.unravel_index(np.nanargmax(beyond), beyond.shape)
         yield Fault(
-            f"{late.sum()} cells take {FAR} times as long as they should or longer, such as sample "
-            f"{measured.ids[row]} with {measured.table.label(int(column))}",
+            f"{late.sum():,} cells take {FAR} times as long as they should or longer, such as "
+            f"sample {measured.ids[row]} with {measured.table.label(int(column))}",
             "nearly certain",
             "Remove them; did a clock change between start and end?",
         )
@@ -73,9 +73,8 @@ def far_off(measured: Measured) -> Faults:
         between = int((sign * beyond > math.log(factor / 4)).sum()) - count - int(late.sum())
         if count > max(5, 0.003 * beyond.size) and between < 0.5 * count:
             sample = measured.ids[far.any(1).argmax()]
-            words = (
-                f"{count} cells, such as of sample {sample}, take {words} the time that they should"
-            )
+            words = f"{count:,} cells, such as of sample {sample}, take {words} the time that they "
+            words += "should"
             yield Fault(words, "likely", f"If they were {advice}.")
 
 
@@ -117,7 +116,7 @@ def cut_answers(measured: Measured) -> Faults:
         worst = int((count * hits).argmax())
         yield Fault(
             f"With {hits.sum()} configurations, such as {measured.table.label(worst)}, the slowest "
-            f"{count[worst]} answers take the same time, and few are right",
+            f"{count[worst]:,} answers take the same time, and few are right",
             "likely",
             "If they were cut at a number of tokens, raise it, or leave these cells out.",
         )
@@ -144,7 +143,7 @@ def failed_requests(measured: Measured) -> Faults:
     wrong = np.nanmax(measured.accuracy, 1) == 0
     failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
     if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
-        words = f"{failed.sum()} samples such as {measured.ids[failed.argmax()]} are answered by "
+        words = f"{failed.sum():,} samples such as {measured.ids[failed.argmax()]} are answered by "
         words += "no configuration, in less than a quarter of the usual time"
         yield Fault(words, "likely", "If these requests failed, leave them out.")
 

@@ -178,13 +178,18 @@ def by_shots(rows: pl.DataFrame, trained: int) -> alt.LayerChart:
 
 
 def curves(
-    points: pl.DataFrame, colour: alt.Color, begins: Sequence[int], *detail: alt.Detail
+    points: pl.DataFrame,
+    colours: Mapping[str, str],
+    field: str,
+    begins: Sequence[int],
+    *detail: alt.Detail,
 ) -> list[alt.LayerChart]:
     """Draw numbers against the training step, a chart for each panel.
 
     Args:
         points: panel, step, value and the columns of the channels; low and high for a band.
-        colour: see `colour_of`.
+        colours: label → colour.
+        field: the column of the labels; a legend names those that its chart draws.
         begins: the steps where GRPO begins, marked by dashed lines.
         detail: what tells lines of the same colour apart.
     """
@@ -192,11 +197,14 @@ def curves(
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=scale)
     y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4))
     marks = [dashed(alt.X("grpo:Q"), "grpo", begins)] * bool(begins)
+    drawn = []
     # each panel has its own data
-    return [
-        layered(*marks, *lines(rows, x, y, colour, *detail, size=9), height=170, title=panel)
-        for (panel,), rows in points.group_by("panel", maintain_order=True)
-    ]
+    for (panel,), rows in points.group_by("panel", maintain_order=True):
+        labels = set(rows[field])
+        colour = colour_of({k: hue for k, hue in colours.items() if k in labels}, field)
+        layers = lines(rows, x, y, colour, *detail, size=9)
+        drawn.append(layered(*marks, *layers, height=170, title=panel))
+    return drawn
 
 
 def predictions(rows: pl.DataFrame, x: str, y: str, *colour: alt.Color) -> alt.LayerChart:
@@ -343,7 +351,9 @@ def knob_usage(
     frame = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
     frame = frame.with_row_index("rank")  # values in their order, not as texts
     x = alt.X("budget_ms:O", title=in_words(f"latency budget ({unit})", unit), axis=axis)
-    y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"))
+    # a sum of shares may be a little more than 1, for which a free scale would add a step
+    whole = alt.Scale(domain=[0, 1])
+    y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"), scale=whole)
     for (knob, run), rows in frame.group_by("knob", "run", maintain_order=True):
         values = alt.Scale(
             domain=rows["value"].unique(maintain_order=True).to_list(), scheme="viridis"

@@ -133,11 +133,12 @@ def _facts(results: RunResults) -> str:
     part = "split"
     if splits := results.get("split_seeds"):
         part = f"parts of {len(splits)} splits"
-    judged = f"{results.get('test_samples', '?')} samples"
+    judged = f"{number(results.get('test_samples'), ',.0f')} samples"
     if results.get("test_clusters"):
-        judged += f" of {results['test_clusters']} groups"
+        judged += f" of {results['test_clusters']:,} groups"
+    configurations = number(profile.get("configurations"), ",.0f")
     return (
-        f"profile {name}: {profile['samples']:,} samples × {profile.get('configurations', '?')} "
+        f"profile {name}: {profile['samples']:,} samples × {configurations} "
         f"configurations · judged on the {results.get('split', 'test')} {part} "
         f"({judged}) · {seeds} · budgets "
         f"{_budgets(results, problem_of(results).judged_at(results))}"
@@ -271,7 +272,8 @@ def _importance(results: RunResults) -> list[Any]:
             name = row["column"]
         elif row["column"] is not None:
             name += f" [{row['column']}]"
-        loss = words.difference_cell({"difference": row["lost"], "ci95": row["ci95"]})
+        # a loss has no plus sign; its interval stands below it
+        loss = words.points(row["lost"], ".1f") + words.span(row["ci95"]).replace(" ", "\n", 1)
         lines.append({"features": name, "lost": loss})
     if not lines:
         return []
@@ -402,7 +404,7 @@ def _tables(results: RunResults) -> list[Any]:
         Folded("Every policy, budget by budget", [tables.by_place(results)]),
     ]
     if chosen := results.get("chosen"):
-        iterations = ", ".join(str(seed["iteration"]) for seed in chosen)
+        iterations = ", ".join(f"{seed['iteration']:,}" for seed in chosen)
         seeds = ", ".join(map(str, results.get("seeds", range(len(chosen)))))
         text = f"The network of iteration {iterations} (seeds {seeds})."
         # a network alone has no weights to show

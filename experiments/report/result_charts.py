@@ -193,13 +193,16 @@ def _deadlines(results: RunResults, policies: Sequence[str]) -> Figures:
     if len(gains):
         title = "utility gained over static, in points"
         first.append(charts.by_budget(gains, "over_static", title, level=0.0, unit=unit))
+    # a run may judge no others
+    best_other = "The best other baseline is drawn, too. "
+    if not set(baselines(results)).intersection(policies):
+        best_other = ""
     drawn = {
         "Utility against budget": Figure(
             first,
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. "
             "Budget-aware static is the best fixed setting for each budget; the oracle knows every "
-            "outcome. The best other baseline is drawn, too. Shaded: 95% intervals, on the right "
-            "of the paired difference.",
+            f"outcome. {best_other}Shaded: 95% intervals, on the right of the paired difference.",
         )
     }
     if configurations := results.get("configurations"):

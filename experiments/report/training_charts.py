@@ -32,7 +32,8 @@ TITLES = {
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
 """The numbers shown first of each stage of training. A stage logs under its name, as in
 `Val/rce/Reward_Mean`."""
-PARTS = charts.colour_of({"train": HUES["slate"], "validation": HUES["blue"]}, "part")
+PARTS = {"train": HUES["slate"], "validation": HUES["blue"]}
+"""Part of the samples → the colour of its curves."""
 POINTS = 6000
 """At most this many points go into a figure of training curves."""
 
@@ -146,4 +147,4 @@ def _curves(logged: pl.DataFrame, begins: Sequence[int]) -> list[alt.LayerChart]
         pl.col("step").last(), pl.col("value").mean().round_sig_figs(5)
     )
     seed = alt.Detail("seed:N")
-    return charts.curves(points.drop("stretch"), PARTS, begins, seed)
+    return charts.curves(points.drop("stretch"), PARTS, "part", begins, seed)

@@ -53,8 +53,8 @@ def on_difficulty(results: RunResults) -> list[str]:
     hard = why["difficulty"]
     lines = [
         "The difficulty of a sample is the latency of its cheapest right configuration (accuracy "
-        f"at least 0.5). {hard['unanswered']} of {why['samples']} samples have none and are left "
-        "out."
+        f"at least 0.5). {hard['unanswered']:,} of {why['samples']:,} samples have none and are "
+        "left out."
     ]
     if hard["groups"]:
         lines.append(_on_correlation(results))

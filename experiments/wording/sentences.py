@@ -173,7 +173,7 @@ def _on_time(learned: PolicyRow, level: float | None) -> str:
     if level is not None:
         # as printed: 95.0 % does not fall short of 95 %
         meets = "meets" if float(share.rstrip("%")) >= 100 * level - 1e-9 else "falls short of"
-        line += f", which {meets} the {number(level, '.0%')} asked for"
+        line += f", which {meets} the {number(level, '.0%')} that policy.level asks for"
     infeasible = number(learned.get("infeasible"), ".1%")
     return f"{line} ({infeasible} of all requests are infeasible)."
 
@@ -217,7 +217,7 @@ def _on_guard(results: RunResults) -> list[str]:
     lines = []
     if fell_back := sum(not row["deployed"] for row in cases):
         lines.append(
-            f"In {fell_back} of {len(cases)} cases (seeds × budgets) the guard fell back to "
+            f"In {fell_back:,} of {len(cases):,} cases (seeds × budgets) the guard fell back to "
             f"{policy_name(problem_of(results).low)}: on held-out samples the policy showed no "
             "gain there, or was late too often."
         )
@@ -227,7 +227,9 @@ def _on_guard(results: RunResults) -> list[str]:
         if "level" in seeds[0] and promise(seeds) != "kept"
     ]
     if not_kept:
-        lines.append(f"The share on time asked for is not guaranteed at {listed(not_kept)}.")
+        lines.append(
+            f"The share on time that policy.level asks for is not guaranteed at {listed(not_kept)}."
+        )
     return lines
 
 

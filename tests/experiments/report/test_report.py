@@ -28,7 +28,12 @@ from run_folders import interval
 from knobwise.experiments.evidence.results import calibration_error, read_results
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report import page
-from knobwise.experiments.report.report import print_results, verdict, write_report
+from knobwise.experiments.report.report import (
+    _importance,
+    print_results,
+    verdict,
+    write_report,
+)
 from knobwise.experiments.report.result_charts import result_charts
 from knobwise.experiments.wording.words import policy_name, quantity
 
@@ -182,7 +187,7 @@ def stopped_at(*ended):
         (results(), r"None of the 2 .*forest \(0.580 \[0.565, 0.595\]\)"),
         (results(controller=0.5, random_forest=0.6, ridge=0.505), r"2 of the 2 .*forest \(0.600"),
         (at_level(0.95), r"The controller is .*96.0% .* meets the 95% .* \(4.0%"),
-        (at_level(0.99), "The controller is .*falls short of the 99%"),
+        (at_level(0.99), r"The controller is .*falls short of the 99% .*policy\.level"),
         # as it is printed
         (at_level(0.95, {"satisfaction_feasible": 0.9496}), "The controller is .*95.0% .* meets"),
         # rounded once: .8285 · 100 is a little below 82.85
@@ -251,6 +256,16 @@ def test_training_curves_are_thinned_and_say_where_grpo_begins(run, training, li
     validation = points.filter(part="validation", seed="0")
     assert validation["step", "value"].rows() == [(s, s / 100) for s in range(0, 1000, 50)]
     assert {p["panel"] for p in points_of(rest) if "panel" in p} == {"KL"}
+
+
+def legend_of(spec):
+    return {tuple(layer["encoding"]["color"]["scale"]["domain"]) for layer in spec["layer"]}
+
+
+def test_a_legend_names_the_curves_that_are_drawn_alone(run):
+    rest, loss = training_of(report_of(run, results()))
+    assert legend_of(rest) == {("train",)}
+    assert legend_of(loss) == {("train", "validation")}
 
 
 def test_grpo_has_a_curve_of_its_own(run):
@@ -407,6 +422,48 @@ def test_equal_budgets_are_listed_once():
     usage = points_of(*specifications(result_charts(content)["Which settings are used"]))
     # over both knobs
     assert sum(r["share"] for r in usage if r["policy"] == "controller") == pytest.approx(2)
+
+
+def test_bars_that_add_up_to_a_little_more_than_all_have_the_scale_of_the_others():
+    content = results()
+    for row in content["knob_usage"][:4]:
+        row["share"] *= 1 + 1e-12
+    specs = specifications(result_charts(content)["Which settings are used"])
+    tops = [re.findall(r'translate\(([^)]*)\)"[^>]*>100%<', svg_of(spec)) for spec in specs]
+    assert len(tops) == 4
+    assert tops == tops[:1] * 4 != [[]] * 4
+
+
+def test_the_best_other_baseline_is_named_where_one_is_drawn():
+    caption = result_charts(results())["Utility against budget"].caption
+    bare = results()
+    others = ("random_forest", "ridge")
+    bare["rows"] = [row for row in bare["rows"] if row["policy"] not in others]
+    alone = result_charts(bare)["Utility against budget"].caption
+    assert "best other baseline" in caption
+    assert "other baseline" not in alone
+
+
+def test_what_is_lost_without_a_feature_has_no_plus_sign():
+    feature = {"name": "image", "column": None, "lost": 0.0684, "ci95": [0.0561, 0.0797]}
+    idle = feature | {"name": "text", "lost": -0.002, "ci95": [-0.004, 0.001]}
+    why = {"importance": [feature, idle]}
+    (_, table) = _importance(results() | {"explanation": why})
+    assert table.rows == [["image", "6.8\n[5.6, 8.0]"], ["text", "-0.2\n[-0.4, 0.1]"]]
+
+
+def test_counts_of_a_thousand_and_more_have_a_comma(run):
+    profile = {"name": "large", "samples": 20000, "configurations": 1024}
+    content = with_guard(PAIR, profile=profile, test_samples=3000, test_clusters=1500)
+    content["chosen"][0]["iteration"] = 1150
+    text = report_of(run, content)
+    for part in (
+        "20,000 samples",
+        "1,024 conf",
+        "3,000 samples of 1,500 groups",
+        "iteration 1,150",
+    ):
+        assert part in text
 
 
 def test_results_are_printed_on_a_terminal_and_on_none():
