@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.ImageDraw import ImageDraw as Draw
 
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import Knob
-from knobwise.envs.tables.units import in_words
 
 SIZE = (900, 520)
 """Width and height of pictures. They are drawn twice as large and scaled down, so that edges are

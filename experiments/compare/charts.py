@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.evidence.problem import FEASIBLE
 from knobwise.experiments.evidence.results import grpo_begins

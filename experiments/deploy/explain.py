@@ -19,8 +19,9 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.units import check_time, in_words
+from knobwise.envs.tables.units import check_time
 from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import checkpoint_at

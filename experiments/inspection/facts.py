@@ -22,8 +22,8 @@ from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.evaluation import judge
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.envs.tables.units import in_words
 from knobwise.experiments.evidence.attainable import attainable, oracle_of_halves, repeated_share
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front

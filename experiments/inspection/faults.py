@@ -17,8 +17,9 @@ from collections.abc import Callable
 import numpy as np
 
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.units import MS, in_words
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.inspection import (
     cell_checks,
     feature_checks,

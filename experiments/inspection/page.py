@@ -13,7 +13,7 @@ import polars as pl
 from markupsafe import Markup
 from rich.console import Console
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.report.tables import (
     Folded,

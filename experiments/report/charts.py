@@ -20,7 +20,7 @@ import altair as alt
 import numpy as np
 import polars as pl
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.problem import Row
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import pareto_front

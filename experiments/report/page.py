@@ -27,7 +27,7 @@ from platformdirs import user_cache_path
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.report.tables import Tile
 from knobwise.experiments.wording.words import POLICIES
 

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.problem import (
     CONTROLS,
     DEMONSTRATIONS,

@@ -10,7 +10,8 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from knobwise.envs.tables.units import TIMES, in_words
+from knobwise.envs.tables.cost_words import in_words
+from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.problem import (
     DECISION,
     FEASIBLE,
@@ -95,7 +96,7 @@ OURS = ("policy", "decision")
 
 def reworded(block: Any, unit: str) -> Any:
     """Return a block of a page, or several of them, with what is said of latencies said of costs in
-    this unit, see `knobwise.envs.tables.units.in_words`."""
+    this unit, see `knobwise.envs.tables.cost_words.in_words`."""
     if unit in TIMES or isinstance(block, Markup):
         return block
     if isinstance(block, str):

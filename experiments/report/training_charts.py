@@ -11,7 +11,7 @@ import altair as alt
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.problem import CONTROLS, problem_of
 from knobwise.experiments.evidence.results import grpo_begins, unit_of
 from knobwise.experiments.evidence.schema import RunResults

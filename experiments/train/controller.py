@@ -40,10 +40,11 @@ from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import FOLDS
-from knobwise.envs.tables.units import MS, in_words
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.attainable import add_shares, attainable_by
 from knobwise.experiments.evidence.controllers import (
     gain_on_held_out,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.problem import DEADLINE, Row, problem_of
 from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults, Tree

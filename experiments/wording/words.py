@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.problem import Metric, Row, problem_of
 from knobwise.experiments.evidence.results import known, unit_of, value_of
 from knobwise.experiments.evidence.schema import RunResults

@@ -24,7 +24,7 @@ from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import ConfigBanditEnv, ProfileTable, default_budgets
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame
-from knobwise.envs.tables.units import in_words
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.profiling.measuring.adaptive_model import Request
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "Seconds": 1.0, "min": 60.0}
