@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -55,15 +56,15 @@ class TrainingState:
         return vars(self) | {"best": vars(self.best)}
 
     @classmethod
-    def restored(cls, plain: Mapping[str, Any]) -> TrainingState:
-        """Return the state that `plain` describes.
+    def restored(cls, plain: Mapping[str, Any], path: Path) -> TrainingState:
+        """Return the state that `plain` describes; `path` is for messages.
 
         Raises:
             InputError: an earlier version wrote it.
         """
         if plain.keys() != {part.name for part in fields(cls)}:
             raise InputError(
-                "was written by an earlier version of knobwise, which alone can go on with this "
-                "training; start it anew under another name=…"
+                f"{path}: was written by an earlier version of knobwise, which alone can go on "
+                "with this training; start it anew under another name=…"
             )
         return cls(**{**plain, "best": Best(**plain["best"])})

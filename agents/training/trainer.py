@@ -368,10 +368,7 @@ class Trainer:
         belongs_to = loaded.profile_digest, plain.get("identity")
         if belongs_to != (self.table.digest, self.state.identity):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
-        try:
-            state = TrainingState.restored(plain)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+        state = TrainingState.restored(plain, path)
         if state.iteration == 0 and not state.finished:
             return False  # it begins anew, with its first rows in metrics.csv
         self.state = state
@@ -379,7 +376,8 @@ class Trainer:
         for stage, part in zip(self.stages, state.stages, strict=True):
             stage.load_state_dict(part)
         self.optimiser = self.stage.optimiser(self.stage.module)
-        if state.iteration > self.stage.first:  # else the stage makes its own
+        # a stage that has not begun makes its own
+        if state.iteration > self.stage.first:
             self.optimiser.load_state_dict(state.optimiser)
         self.env.contexts.set_back(state.contexts)
         self.collector.reset()
