@@ -21,7 +21,7 @@ from knobwise.__main__ import main as knobwise
 from knobwise.experiments.report.report import write_report
 
 TINY = "policy.teacher=false baselines=false seeds=[0] tracking.mode=disabled"
-TINY += " optimiser.iterations=2 optimiser.warmup_iterations=2"
+TINY += " optimiser.iterations=2 optimiser.pretrain_iterations=2"
 
 
 def run(*words: str) -> None:

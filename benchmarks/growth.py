@@ -53,7 +53,7 @@ def train_on(count: int) -> tuple[float, float]:
     start = time.process_time()
     split = table.split()
     budgets_ms = default_budgets(table)
-    optimiser = OptimiserConfig(warmup_iterations=50, iterations=20)
+    optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
     policy = PolicyConfig(hidden=32)
     taught_trainer(
         table, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets_ms

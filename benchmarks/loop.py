@@ -31,16 +31,16 @@ from knobwise.losses.functional import regression_losses, reward_weighted_cross_
 from knobwise.losses.settings import LossConfig
 
 TABLE = builtin_profile()
-POLICY = PolicyConfig(teacher=True, members=5, hidden=64, dropout=0.0, drift=0.3)
+POLICY = PolicyConfig(teacher=True, fold_networks=5, hidden=64, dropout=0.0, drift=0.3)
 LOSS = LossConfig(objective="sampled", group_size=16)
 CONTEXTS = 256
 MINIBATCH = 128
 EPOCHS = 2
 LONG = 10**6
 STAGES = {
-    "regression": {"teacher_iterations": LONG, "warmup_iterations": 1},
-    "imitation": {"teacher_iterations": 0, "warmup_iterations": LONG},
-    "GRPO": {"teacher_iterations": 0, "warmup_iterations": 0, "iterations": LONG},
+    "regression": {"teacher_iterations": LONG, "pretrain_iterations": 1},
+    "imitation": {"teacher_iterations": 0, "pretrain_iterations": LONG},
+    "GRPO": {"teacher_iterations": 0, "pretrain_iterations": 0, "iterations": LONG},
 }
 Losses = Callable[[], Iterator[Tensor]]
 """Draws contexts, and returns the loss of each minibatch."""
@@ -121,7 +121,7 @@ def regression(trainer: Trainer, network: nn.Module) -> Losses:
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS * CONTEXTS // MINIBATCH):
             rows = trainer.env.contexts.draw_rows(MINIBATCH * setup.networks)
-            row = rows.view(MINIBATCH, -1)[:, : POLICY.members].T % len(accuracy)
+            row = rows.view(MINIBATCH, -1)[:, : POLICY.fold_networks].T % len(accuracy)
             predicted = network(setup.rows.all_features[row])
             measured = accuracy[row], stage.log_latency[row], stage.variance[row]
             wrong, off = regression_losses(predicted, *measured)

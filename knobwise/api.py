@@ -104,7 +104,7 @@ def fit(
         InputError: data or options that cannot be used.
 
     >>> table = builtin_profile()
-    >>> quick = {"teacher_iterations": 20, "warmup_iterations": 20, "iterations": 0}
+    >>> quick = {"teacher_iterations": 20, "pretrain_iterations": 20, "iterations": 0}
     >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
     >>> features = {name: block[0] for name, block in table.features.items()}
     >>> policy.decide(features, budget_ms=3.0).keys()

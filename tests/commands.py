@@ -51,7 +51,7 @@ SIMULATED = words_of("""
 """)
 """A small table without a file."""
 OPTIMISER = words_of("""
-    optimiser.teacher_iterations=4 optimiser.warmup_iterations=4 optimiser.iterations=8
+    optimiser.teacher_iterations=4 optimiser.pretrain_iterations=4 optimiser.iterations=8
     optimiser.contexts=32 optimiser.evaluate_every=4 policy.hidden=16 tracking=disabled
 """)
 """Is quick."""

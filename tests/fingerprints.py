@@ -39,7 +39,7 @@ SHARED = words_of("seeds=[0] name=x tracking.tensorboard=false")
 CONTROLLER = words_of(
     "train experiment=lean baselines=false", TABLE, OPTIMISER, SHARED, "optimiser.patience=0"
 )
-TAUGHT = words_of(CONTROLLER, "policy.experts=[ridge,knn] policy.members=2")
+TAUGHT = words_of(CONTROLLER, "policy.experts=[ridge,knn] policy.fold_networks=2")
 FREE = words_of(CONTROLLER, "policy=independent loss.entropy_coeff=0.01 optimiser.epochs=2")
 REPLAYED = words_of(
     "train experiment=selector_replay",
@@ -62,7 +62,7 @@ SELECTOR_SEEDS = words_of(
 SETTINGS = {
     "auto": TAUGHT,
     "auto, exact": [*TAUGHT, "loss=exact"],
-    "utility": words_of(CONTROLLER, "policy=utility policy.members=2"),
+    "utility": words_of(CONTROLLER, "policy=utility policy.fold_networks=2"),
     "independent": FREE,
     "exact": [*FREE, "loss=exact"],
     "ppo": [*FREE, "loss=ppo"],
@@ -77,7 +77,7 @@ SETTINGS = {
     "init_from": [
         *FREE,
         "init_from=start/lean/x/checkpoints/seed0/best.pt",
-        "optimiser.warmup_iterations=0",
+        "optimiser.pretrain_iterations=0",
     ],
     "patience": [*FREE, "optimiser.patience=1", "optimiser.evaluate_every=1"],
     "recorded": [*REPLAYED, "variants={a:{groups:all,own_draws:0,epochs:2}}"],

@@ -287,7 +287,7 @@ def driven_apart(table, config, rows=None, sense="deadline", by=0.3):
 
 TAUGHT = PolicyConfig(
     teacher=True,
-    members=2,
+    fold_networks=2,
     experts=("ridge",),
     hidden=8,
     teacher_hidden=8,
@@ -297,7 +297,7 @@ TAUGHT = PolicyConfig(
 """A small policy that a teacher teaches."""
 BRIEF = OptimiserConfig(
     teacher_iterations=4,
-    warmup_iterations=8,
+    pretrain_iterations=8,
     iterations=4,
     contexts=32,
     minibatch=32,
@@ -363,7 +363,7 @@ def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings
 def member_of(controller, number):
     """One of the networks side by side as a controller of its own, in eval mode."""
     plain = controller.plain()
-    plain["policy"] |= {"teacher": False, "experts": (), "members": 1}
+    plain["policy"] |= {"teacher": False, "experts": (), "fold_networks": 1}
     for name, _ in controller.named_parameters():
         plain["state"][name] = plain["state"][name][number : number + 1]
     return Controller.restored(plain)

@@ -21,7 +21,13 @@ from knobwise.envs import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 SMALL = PolicyConfig(
-    teacher=True, members=2, hidden=16, layers=1, dropout=0.0, teacher_hidden=8, teacher_dropout=0.0
+    teacher=True,
+    fold_networks=2,
+    hidden=16,
+    layers=1,
+    dropout=0.0,
+    teacher_hidden=8,
+    teacher_dropout=0.0,
 )
 STEPS = 200
 """Of fitting heads that read nothing but the budget."""
@@ -86,7 +92,7 @@ def untrained(table, config=None, margins=None, deploy=None):
 def teacher_beside(table, controller, sense="deadline"):
     """A teacher of all samples that was not trained, whose weights differ."""
     samples, config = table.num_samples, controller.config
-    everything = torch.ones(config.members, samples, dtype=torch.bool)
+    everything = torch.ones(config.fold_networks, samples, dtype=torch.bool)
     about = config, controller.normaliser, everything, sense
     teacher = Teacher.for_table(table, torch.arange(samples), *about)
     for parameter in teacher.parameters():
@@ -101,7 +107,7 @@ def _knows_means(samples):
     rows = torch.arange(samples)
     torch.manual_seed(0)
     controller = Controller.for_table(table, rows, SMALL).eval()
-    everything = torch.ones(SMALL.members, samples, dtype=torch.bool)
+    everything = torch.ones(SMALL.fold_networks, samples, dtype=torch.bool)
     teacher = Teacher.for_table(table, rows, SMALL, controller.normaliser, everything).eval()
     width = controller.normaliser.width
     encoding = controller.network.encoding
@@ -113,7 +119,7 @@ def _knows_means(samples):
     controller.network.layers[0].weight.data[:, :width] = 0
     optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    members = SMALL.members_trained
+    members = SMALL.networks_trained
     for _ in range(STEPS):
         logits = controller.network(x.expand(members, -1, -1), limits.expand(members, -1))
         loss = -(target * logits).sum(-1).mean()

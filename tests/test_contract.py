@@ -108,7 +108,7 @@ def seeds_run(tmp_path_factory):
         patch.setenv("WANDB_RUN_ID", "r1")
         patch.setenv("WANDB_SWEEP_ID", "s1")
         patch.setenv("WANDB_SWEEP_PARAM_PATH", "parameters.yaml")
-        small = "optimiser.warmup_iterations=4 optimiser.iterations=16 policy.hidden=16 seeds=[0]"
+        small = "optimiser.pretrain_iterations=4 optimiser.iterations=16 policy.hidden=16 seeds=[0]"
         words = (
             "optimiser.evaluate_every=4 optimiser.lr=0.01 baselines=false tracking=offline name=x"
         )
@@ -248,8 +248,8 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
 
     assert read_settings("train", []).policy == read_settings("train", ["policy=auto"]).policy
     write_table()
-    steps = "optimiser.warmup_iterations=20 optimiser.iterations=20 optimiser.evaluate_every=1000"
-    words = f"policy={policy} policy.members=2 tracking.tensorboard=false"
+    steps = "optimiser.pretrain_iterations=20 optimiser.iterations=20 optimiser.evaluate_every=1000"
+    words = f"policy={policy} policy.fold_networks=2 tracking.tensorboard=false"
     launch("train", TABLE, LEAN, steps, words)
     run = Path("runs/controller/run")
     ended = load_checkpoint(run / "checkpoints/last.pt")  # the state after GRPO's last step
@@ -258,11 +258,11 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
     results = read_json(run / "results.json")
     steps = results["training"]
     assert steps["method"] == "GRPO"
-    assert best.extra["iteration"] == iteration == steps["warmup_iterations"] + 20
+    assert best.extra["iteration"] == iteration == steps["pretrain_iterations"] + 20
     assert equal_states(best.network, ended.network)
     assert deployed_arrays_are(ended.network, run)
     # of the networks side by side it is the one of all samples, and GRPO changed every layer of it
-    assert ended.network.config.members_trained == 2 + 1
+    assert ended.network.config.networks_trained == 2 + 1
     before = best.extra["before_grpo"]
     after = ended.network.state_dict()
     assert before.keys() == after.keys()
@@ -693,7 +693,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
 
 def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo():
 
-    launch("train experiment=ppo", SIMULATED, LEAN, "optimiser.warmup_iterations=0")
+    launch("train experiment=ppo", SIMULATED, LEAN, "optimiser.pretrain_iterations=0")
     first, second = pl.read_csv("runs/ppo/run/metrics.csv")["Train/Value_Loss"].drop_nulls()
     assert second < first
     assert read_json("runs/ppo/run/results.json")["training"]["method"] == "PPO"
@@ -707,7 +707,7 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo():
 def test_k18_a_controller_is_updated_for_other_hardware_and_explained():
 
     write_table()
-    words = "policy=utility policy.members=2 tracking.tensorboard=false"
+    words = "policy=utility policy.fold_networks=2 tracking.tensorboard=false"
     launch("train", TABLE, LEAN, words)
     cells = pl.read_parquet("t.parquet").sample(30, seed=0)
     cells.with_columns(latency_ms=3 * pl.col("latency_ms")).write_csv("timed.csv")

@@ -38,9 +38,9 @@ LINE = re.compile(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", re.MULTILINE)
 ROWS_TOO = ("controls", "votes", "by_dataset")
 """Lists whose rows have the columns of `rows`."""
 SHORT = words_of("""
-    optimiser.teacher_iterations=2 optimiser.warmup_iterations=2 optimiser.iterations=2
+    optimiser.teacher_iterations=2 optimiser.pretrain_iterations=2 optimiser.iterations=2
     optimiser.contexts=32 optimiser.minibatch=16 optimiser.evaluate_every=2 policy.hidden=16
-    policy.members=2 seeds=[0] tracking=offline
+    policy.fold_networks=2 seeds=[0] tracking=offline
 """)
 LIVE = """
     experiment=selector seeds=[0] judged_shots=[1,2] variants.hidden_live.epochs=1
@@ -56,7 +56,7 @@ REPLAY = """
 """
 
 
-ALONE = "policy=independent policy.members=1 loss=sampled baselines=false split.repeats=2"
+ALONE = "policy=independent policy.fold_networks=1 loss=sampled baselines=false split.repeats=2"
 
 
 JOINT = "profile=joint profile.paths=[one.safetensors,two.safetensors]"
@@ -70,7 +70,7 @@ SELECTOR = words_of("""
 RUNS = {
     "guarded": words_of(SHORT, MEASURED, "policy=utility seeds=[0,1]"),
     "sampled": words_of(SHORT, MEASURED, ALONE),
-    "ppo": words_of(SHORT, MEASURED, "experiment=ppo policy.members=1 baselines=false"),
+    "ppo": words_of(SHORT, MEASURED, "experiment=ppo policy.fold_networks=1 baselines=false"),
     "data_sets": words_of(SHORT, JOINT, "policy=utility"),
     "mean": words_of(SHORT, MEASURED, "policy=utility budget=mean"),
     "live": words_of(SELECTOR, LIVE),
@@ -326,9 +326,9 @@ GUIDES = [
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS),
 ]
 SHORTER = words_of("""
-    optimiser.teacher_iterations=4 optimiser.warmup_iterations=4 optimiser.iterations=4
+    optimiser.teacher_iterations=4 optimiser.pretrain_iterations=4 optimiser.iterations=4
     optimiser.contexts=32 optimiser.evaluate_every=4 tracking=disabled seeds=[0]
-    policy.hidden=16 policy.members=2 policy.experts=[] baselines=false
+    policy.hidden=16 policy.fold_networks=2 policy.experts=[] baselines=false
 """)
 SHORTER_SELECTOR = words_of("""
     sft.epochs=1 sft.queries=1024 rce.epochs=1 rce.queries=1024 grpo.epochs=1 grpo.queries=1024
@@ -408,8 +408,8 @@ def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypa
         if words[0] == "train" and not has_data and "--help" not in words:
             words += MEASURED[:2]
         assert main(shortened(words)) == 0, line
-    small = {"policy.hidden": 16, "policy.members": 2, "policy.experts": []}
-    iterations = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
+    small = {"policy.hidden": 16, "policy.fold_networks": 2, "policy.experts": []}
+    iterations = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4}
     optimiser = iterations | {"contexts": 32, "evaluate_every": 4}
     short_fit = functools.partial(knobwise.fit, optimiser=optimiser, **small)
     monkeypatch.setattr(knobwise, "fit", short_fit)

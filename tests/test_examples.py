@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "policy": "utility",
     "policy.hidden": 16,
-    "policy.members": 2,
-    "optimiser": {"teacher_iterations": 5, "warmup_iterations": 5, "iterations": 5},
+    "policy.fold_networks": 2,
+    "optimiser": {"teacher_iterations": 5, "pretrain_iterations": 5, "iterations": 5},
 }
 
 

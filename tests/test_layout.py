@@ -324,8 +324,8 @@ def test_the_wheel_holds_everything_and_only_knobwise(wheel, tmp_path):
     folders = {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"}
     assert folders == {"knobwise", *(path.name for path in installed.glob("knobwise-*.dist-info"))}
     words = words_of(SIMULATED, """
-        optimiser.warmup_iterations=2 optimiser.iterations=2 seeds=[0] tracking=disabled
-        policy.experts=[ridge] policy.members=2 baselines=false
+        optimiser.pretrain_iterations=2 optimiser.iterations=2 seeds=[0] tracking=disabled
+        policy.experts=[ridge] policy.fold_networks=2 baselines=false
     """)  # fmt: skip
     where, printed = run(installed, tmp_path, "-c", COMMANDS, *words).split("\n", 1)
     assert where.startswith(str(installed))

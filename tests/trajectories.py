@@ -36,7 +36,7 @@ FILE = Path(__file__).with_suffix(".json")
 CONTROLLER = {
     "policy": {"hidden": 16, "dropout": 0.0},
     "loss": {"entropy_coeff": 0.02, "kl_to_ref_coeff": 0.2, "clip_epsilon": 0.2},
-    "optimiser": {"warmup_iterations": 10, "iterations": 10, "contexts": 32, "epochs": 3}
+    "optimiser": {"pretrain_iterations": 10, "iterations": 10, "contexts": 32, "epochs": 3}
     | {"evaluate_every": 10, "patience": 0},
     "reward": {"kind": "utility", "miss": 0.2},
 }
@@ -49,16 +49,16 @@ SETTINGS = {
         | {"objective": "sampled", "group_size": 6}
         | {"advantage": "zscore", "advantage_clip": 1.5},
         "optimiser": CONTROLLER["optimiser"]
-        | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
+        | {"minibatch": 16, "pretrain_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
         "reward": CONTROLLER["reward"],
     },
     # heads of two folds and of all samples; RCE, then GRPO over every configuration
     "controller exact": {
-        "policy": CONTROLLER["policy"] | {"members": 2},
+        "policy": CONTROLLER["policy"] | {"fold_networks": 2},
         "loss": CONTROLLER["loss"]
         | {"objective": "exact", "advantage": "centred", "entropy_coeff": 0.1},
         "optimiser": CONTROLLER["optimiser"]
-        | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3, "clip_grad": 0.2},
+        | {"minibatch": 32, "pretrain_lr": 5e-3, "lr": 5e-3, "clip_grad": 0.2},
         "reward": CONTROLLER["reward"],
     },
     # two networks that predict, without bins and with them, are imitated; then GRPO on draws
@@ -66,14 +66,14 @@ SETTINGS = {
         "policy": CONTROLLER["policy"]
         | {
             "teacher": True,
-            "members": 2,
+            "fold_networks": 2,
             "teacher_hidden": 16,
             "teacher_dropout": 0.0,
             "sharpness": 40.0,
         },
         "loss": CONTROLLER["loss"] | {"objective": "sampled", "group_size": 6},
         "optimiser": CONTROLLER["optimiser"]
-        | {"teacher_iterations": 10, "minibatch": 32, "warmup_lr": 5e-3, "lr": 5e-3},
+        | {"teacher_iterations": 10, "minibatch": 32, "pretrain_lr": 5e-3, "lr": 5e-3},
         "reward": CONTROLLER["reward"],
     },
     "selector RCE": {"config": SELECTOR | {"epochs": 4, "clip_grad": 20.0}, "loss": {}},

@@ -44,7 +44,7 @@ def taught_trainer(
     about: dict[str, Any] = settings | {"seed": seed, "device": device}
     policy = settings.get("policy")
     optimiser = settings.get("optimiser")
-    warm = optimiser is None or optimiser.warmup_iterations > 0
+    warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
         return controller_trainer(table, split, folder=folder, log=log, **about)
     with seeded(seed, device):

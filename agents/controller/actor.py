@@ -85,7 +85,7 @@ class _FromRows(nn.Module):
     ) -> None:
         super().__init__()
         self.controller = controller
-        self.members = controller.config.members_trained if members else 0
+        self.members = controller.config.networks_trained if members else 0
         device = controller.configurations.device
         by_value = None
         if offsets is not None:
@@ -212,7 +212,7 @@ def make_critic(
     # a controller whose heads are one number
     critic = copy.deepcopy(controller)
     config = controller.config
-    critic.network.head = ValueHead(config.members_trained, config.hidden)
+    critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
     critic.to(controller.configurations.device)
     rows = _FromRows(critic, table, members=True, noise=noise)

@@ -20,6 +20,7 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
+from knobwise.common.checks import with_new_names
 from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, thinned
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -36,7 +37,7 @@ class Controller(nn.Module):
         configurations: int64 [C, K].
         normaliser: of the features.
         encoding: of the limit.
-        config: the network; `config.members_trained` is M, how many there are.
+        config: the network; `config.networks_trained` is M, how many there are.
         sense: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
             `worth_ms`, the milliseconds that a right answer is worth, 1/λ.
         unit: of the limits: ms, or that of a cost that is no time.
@@ -113,7 +114,7 @@ class Controller(nn.Module):
         for values in (features, limit, mask, by_value):
             if values is not None:
                 rest = values.shape[len(shape) :]
-                values = values.reshape(n, *rest).expand(self.config.members_trained, n, *rest)
+                values = values.reshape(n, *rest).expand(self.config.networks_trained, n, *rest)
             inputs.append(values)
         # the last network is the one that is deployed
         return self.network(*inputs)[-1].reshape(*shape, -1)
@@ -137,7 +138,7 @@ class Controller(nn.Module):
         """Return a copy with the deployed network alone, without teacher, experts and networks of
         folds."""
         controller = copy.deepcopy(self)
-        controller.config = replace(self.config, teacher=False, experts=(), members=1)
+        controller.config = replace(self.config, teacher=False, experts=(), fold_networks=1)
         for parameter in controller.network.parameters():
             # [M, …] → [1, …]
             parameter.data = parameter.data[[-1]]
@@ -176,7 +177,7 @@ class Controller(nn.Module):
     def restored(cls, plain: dict[str, Any]) -> Controller:
         """Return the controller that `plain` describes."""
         state = plain["state"]
-        config = PolicyConfig(**plain["policy"])
+        config = PolicyConfig(**with_new_names("policy", plain["policy"]))
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
         # statistics of limits come with the weights, below
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)

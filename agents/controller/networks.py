@@ -183,7 +183,7 @@ class KnobNetwork(nn.Module):
         super().__init__()
         self.encoding = encoding
         self.dropout = Dropout(config.dropout)
-        members = config.members_trained
+        members = config.networks_trained
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.width + len(self.values)] + [config.hidden] * config.layers

@@ -36,7 +36,7 @@ class PolicyConfig:
     experts: tuple[str, ...] = ()
     """Predictors beside the teacher's network: any of ridge, kernel_ridge, knn, random_forest,
     gradient_boosting. Without any the network teaches alone, which is faster."""
-    members: int = 1
+    fold_networks: int = 1
     """Number of folds. With one, a single network is fitted on the training samples and judged on
     the validation samples. With several, a network for each fold is fitted on the other samples,
     and one more on all of them, side by side; those of the folds say when to stop and what the
@@ -88,9 +88,9 @@ class PolicyConfig:
     for each data set of the profile."""
 
     @property
-    def members_trained(self) -> int:
+    def networks_trained(self) -> int:
         """The number of networks that are trained side by side."""
-        return self.members + (self.members > 1)
+        return self.fold_networks + (self.fold_networks > 1)
 
     def __post_init__(self) -> None:
         for expert in self.experts:
@@ -103,14 +103,14 @@ class PolicyConfig:
                 f"policy.experts ({', '.join(self.experts)}): need policy.teacher=true; "
                 "policy.experts=[] leaves them out"
             )
-        if self.teacher and self.members < 2:
+        if self.teacher and self.fold_networks < 2:
             raise InputError(
-                f"policy.members={self.members}: policy.teacher=true needs at least 2, so that the "
-                "teacher is judged on samples that it was not fitted on"
+                f"policy.fold_networks={self.fold_networks}: policy.teacher=true needs at least 2, "
+                "so that the teacher is judged on samples that it was not fitted on"
             )
         if not 0 < self.level < 1:
             raise InputError(f"policy.level={self.level}: must be between 0 and 1")
-        for name in ("members", "layers", "teacher_hidden", "budget_width"):
+        for name in ("fold_networks", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):
             at_least(f"policy.{name}", getattr(self, name), 0)

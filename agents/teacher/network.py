@@ -57,7 +57,7 @@ class OutcomeNetwork(nn.Module):
 
     def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool) -> None:
         super().__init__()
-        members = config.members
+        members = config.fold_networks
         self.dropout = Dropout(config.teacher_dropout)
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)

@@ -122,8 +122,8 @@ class Distillation(ControllerStage):
         super().__init__(
             setup,
             setup.controller,
-            iterations=setup.settings.warmup_iterations,
-            lr=setup.settings.warmup_lr,
+            iterations=setup.settings.pretrain_iterations,
+            lr=setup.settings.pretrain_lr,
         )
         self.lessons = lessons
 

@@ -61,7 +61,7 @@ class Teaching:
         """The lessons that the heads imitate."""
         setup = self.setup
         settings = setup.settings
-        draws = settings.warmup_iterations * settings.epochs * settings.contexts
+        draws = settings.pretrain_iterations * settings.epochs * settings.contexts
         values = setup.controller.network.values.cpu()
         about = self.fitted, setup.table, setup.limits, draws, setup.seed
         return lessons_of(*about, setup.drift, values, setup.augment)

@@ -91,8 +91,8 @@ class RCE(ControllerStage):
         super().__init__(
             setup,
             setup.controller,
-            iterations=settings.warmup_iterations,
-            lr=settings.warmup_lr,
+            iterations=settings.pretrain_iterations,
+            lr=settings.pretrain_lr,
         )
         self.rce = RCELoss(setup.actor, functional=False).to(setup.device)
         self.stored = {*self.rce.in_keys}

@@ -2,7 +2,7 @@
 networks, the actor, and the environment that it acts in.
 
 Several networks are trained side by side, each on contexts of its own samples: a batch is
-[contexts, networks]. With `policy.members` = 1 there is one; else one for each fold, which is
+[contexts, networks]. With `policy.fold_networks` = 1 there is one; else one for each fold, which is
 judged on the fold's samples, and a last one of all samples, which is deployed.
 """
 
@@ -46,8 +46,8 @@ class ControllerSetup:
 
     Args:
         table: the profile.
-        split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test`
-            is not used.
+        split: fit on `train`, choose on `validation`, or both in folds (`policy.fold_networks`);
+            `test` is not used.
         reward: the reward; under a mean budget it is always `priced`.
         budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
             mean budget, validation uses worths instead.
@@ -99,7 +99,7 @@ class ControllerSetup:
         self.seed = seed
         self.fold_seed = seed if fold_seed is None else fold_seed
         self.device = torch.device(device)
-        self.networks = self.policy.members_trained
+        self.networks = self.policy.networks_trained
         self.sense = "deadline" if budget is None else budget.sense
         self.priced = self.sense == "mean"
         self.limit_key = LIMIT_KEYS[self.sense]
@@ -118,7 +118,7 @@ class ControllerSetup:
         if init_from is not None:
             start = load_checkpoint(init_from)
             self._note_samples_of(start.extra, start.profile_digest, init_from)
-        self.folds = divided(table, split, self.policy.members, self.fold_seed)
+        self.folds = divided(table, split, self.policy.fold_networks, self.fold_seed)
         network_rows = self.folds[0]
         self.fitted = network_rows[0]
         if len(network_rows) > 1:  # folds, and a last network of all samples

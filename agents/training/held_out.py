@@ -44,7 +44,7 @@ def divided(
     folds = folds_of(table, rows, seed, members)
     if len(folds) < members:
         raise InputError(
-            f"policy.members={members}: profile {table.name!r} has only {len(folds)} "
+            f"policy.fold_networks={members}: profile {table.name!r} has only {len(folds)} "
             "samples (or images) outside its test part; use fewer members"
         )
     fitted, held_out = zip(*folds, strict=True)

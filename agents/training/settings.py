@@ -15,7 +15,7 @@ class OptimiserConfig:
     teacher_iterations: int = 150
     """Iterations of the teacher's regression, where there is a teacher; twice as many where bins of
     the features are tried (`knobwise.agents.controller.networks`)."""
-    warmup_iterations: int = 600
+    pretrain_iterations: int = 600
     """Iterations before GRPO, in which the heads imitate the teacher, or without one the rewards,
     by RCE; 0 starts cold, without a teacher."""
     iterations: int = 300
@@ -26,13 +26,13 @@ class OptimiserConfig:
     """Contexts in each optimiser step."""
     epochs: int = 1
     """Passes over the contexts of one iteration."""
-    warmup_lr: float = 2e-3
+    pretrain_lr: float = 2e-3
     """Learning rate of AdamW in the warm-up."""
     lr: float = 1e-3
     """Learning rate of AdamW in GRPO."""
     schedule: str = "cosine"
     """`cosine` (to 0 over each stage, after a linear rise at its beginning) or `constant`."""
-    rise: float = 0.05
+    lr_warmup: float = 0.05
     """Share of a stage in which the learning rate rises."""
     weight_decay: float = 0.01
     """Weight decay of AdamW, in both stages."""
@@ -50,16 +50,16 @@ class OptimiserConfig:
             at_least(f"optimiser.{name}", getattr(self, name), 1)
         for name in (
             "teacher_iterations",
-            "warmup_iterations",
+            "pretrain_iterations",
             "iterations",
             "patience",
             "lr",
-            "warmup_lr",
+            "pretrain_lr",
             "weight_decay",
         ):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
-        positive("optimiser.rise", self.rise)
+        positive("optimiser.lr_warmup", self.lr_warmup)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class StageConfig:
     collected: int | None = None
     """Queries whose old log-probs are computed at once; None: those of one step. With more, the
     policy moves away from its old log-probs before they are computed anew, and GRPO's clip acts."""
-    rise: float = 0.05
+    lr_warmup: float = 0.05
     """Share of the stage in which the learning rate rises; then it falls to 0 as a cosine."""
     weight_decay: float = 1e-3
     """Weight decay of AdamW."""
@@ -91,7 +91,7 @@ class StageConfig:
         if self.collected is not None:
             at_least("collected", self.collected, 1)
         one_of("keep", self.keep, ("best", "last", "best_kl"))
-        for name in ("lr", "rise", "clip_grad"):
+        for name in ("lr", "lr_warmup", "clip_grad"):
             positive(name, getattr(self, name))
         at_least("weight_decay", self.weight_decay, 0)
 
@@ -101,11 +101,14 @@ class StageConfig:
         collected = min(self.collected or self.queries, training_queries)
         iterations_per_epoch = math.ceil(training_queries / collected)
         return OptimiserConfig(
-            warmup_iterations=0,
+            pretrain_iterations=0,
             iterations=self.epochs * iterations_per_epoch,
             contexts=collected,
             minibatch=min(self.queries, collected),
             evaluate_every=iterations_per_epoch,
             patience=0,
-            **{name: getattr(self, name) for name in ("lr", "rise", "weight_decay", "clip_grad")},
+            **{
+                name: getattr(self, name)
+                for name in ("lr", "lr_warmup", "weight_decay", "clip_grad")
+            },
         )

@@ -211,8 +211,8 @@ class Stage(ABC):
         share = self.share(iteration)
         if self.settings.schedule == "constant":
             return self.lr
-        if share + 1e-2 < self.settings.rise:
-            return self.lr * (share + 1e-2) / self.settings.rise
+        if share + 1e-2 < self.settings.lr_warmup:
+            return self.lr * (share + 1e-2) / self.settings.lr_warmup
         return self.lr * 0.5 * (1 + math.cos(math.pi * share))
 
 

@@ -22,9 +22,11 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 """The files of Hydra: what each verb chooses, and the experiments."""
 
 INDEPENDENT = PolicyConfig(guard=False)
-UTILITY = PolicyConfig(teacher=True, members=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True)
+UTILITY = PolicyConfig(
+    teacher=True, fold_networks=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True
+)
 AUTO = replace(UTILITY, experts=EXPERTS)
-TAUGHT_OPTIMISER = OptimiserConfig(warmup_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2)
+TAUGHT_OPTIMISER = OptimiserConfig(pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2)
 """The optimiser of heads that were taught before GRPO."""
 SAMPLED = LossConfig(objective="sampled", group_size=16)
 

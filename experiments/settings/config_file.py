@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from knobwise.common.checks import with_new_names
 from knobwise.common.errors import InputError
 
 NAME = "config.yaml"
@@ -65,6 +66,10 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")
+    # a run of before may have other names
+    for group, values in content.items():
+        if isinstance(values, dict):
+            content[group] = with_new_names(group, values)
     return content
 
 

@@ -190,7 +190,7 @@ class SelectorRun(Training):
     was found with the answer in view), own (draws of a policy) or beams."""
     rce: StageConfig = field(default_factory=lambda: StageConfig(epochs=2, lr=1e-4))
     """The warm-up before GRPO, on all recorded sequences."""
-    grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, rise=0.1))
+    grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, lr_warmup=0.1))
     """GRPO, unless a variant sets something else."""
     variants: dict[str, Any] = field(default_factory=dict)
     """The ways to post-train, by name; see

@@ -46,7 +46,7 @@ class Training:
     """A checkpoint, or the folder of a run, whose weights training starts from; None starts from
     fresh weights. A controller starts from the heads of a controller, a selector's supervised
     fine-tuning from a selector. Knobs, features and the settings of the network must be the same.
-    optimiser.warmup_iterations=0 begins with GRPO at once; with sft.epochs=0 the weights are the
+    optimiser.pretrain_iterations=0 begins with GRPO at once; with sft.epochs=0 the weights are the
     SFT policy, which the KL is taken to."""
     device: str = "cpu"
     """cpu or cuda."""

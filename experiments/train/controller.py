@@ -206,7 +206,7 @@ class ControllerExperiment(Experiment):
         # under a mean budget experts learn without a deadline
         budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
-        folds = policy.members if policy.teacher else FOLDS
+        folds = policy.fold_networks if policy.teacher else FOLDS
         return Experts.fit(
             self.table, self.fitted, budgets_ms, families, self.fold_seed, None, folds
         )

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from knobwise.common.errors import InputError
+
+RENAMED = {
+    "policy.members": "policy.fold_networks",
+    "optimiser.warmup_iterations": "optimiser.pretrain_iterations",
+    "optimiser.warmup_lr": "optimiser.pretrain_lr",
+    "optimiser.rise": "optimiser.lr_warmup",
+    "sft.rise": "sft.lr_warmup",
+    "rce.rise": "rce.lr_warmup",
+    "grpo.rise": "grpo.lr_warmup",
+}
+"""Settings by the names that they had before → today's. Runs, checkpoints and words of before are
+read by it."""
 
 
 def one_of(key: str, value: str, known: Collection[str]) -> None:
@@ -78,3 +91,9 @@ def a_device(value: str | None, usable: bool = False) -> None:
             raise InputError(
                 f"device={value}: torch finds no such GPU here; device=cpu works everywhere"
             )
+
+
+def with_new_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group of settings, by today's names (`RENAMED`)."""
+    names = {name: RENAMED.get(f"{group}.{name}", name).rpartition(".")[2] for name in values}
+    return {names[name]: value for name, value in values.items()}

@@ -145,7 +145,7 @@ def mapped(path):
         report("split")
         budgets = default_budgets(large)
         report("budgets")
-        optimiser = OptimiserConfig(warmup_iterations=50, iterations=20)
+        optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
         options = {"policy": PolicyConfig(hidden=32), "optimiser": optimiser, "seed": 0}
         controller = taught_trainer(large, split, budgets_ms=budgets, **options).run()
         agent = DeployedController(controller)

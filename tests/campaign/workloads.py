@@ -18,7 +18,9 @@ from knobwise.agents.learning.logged import read_log
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import save_checkpoint
 
-QUICK = words_of(TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.members=2")
+QUICK = words_of(
+    TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.fold_networks=2"
+)
 CONTROLLER = words_of("train experiment=controller policy.experts=[ridge]", QUICK)
 LEAN = words_of("train experiment=lean", QUICK)
 REPLAY = words_of(

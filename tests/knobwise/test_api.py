@@ -37,9 +37,9 @@ from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.testbeds import builtin_profile
 
-QUICK = {"teacher_iterations": 4, "warmup_iterations": 4, "iterations": 4}
+QUICK = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4}
 QUICK |= {"contexts": 32, "minibatch": 32, "evaluate_every": 4}
-TINY = {"policy": "utility", "policy.hidden": 8, "policy.members": 2, "optimiser": QUICK}
+TINY = {"policy": "utility", "policy.hidden": 8, "policy.fold_networks": 2, "optimiser": QUICK}
 HEADS = PolicyConfig(hidden=8)
 MEAN_MS = 12.0
 """The budget that the policies for mean budgets are calibrated for."""
@@ -179,7 +179,9 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
     assert sorted(home.iterdir()) == before
     assert "budget-aware static" in capsys.readouterr().err
     optimiser = [f"optimiser.{name}={value}" for name, value in QUICK.items()]
-    words = "policy=utility policy.hidden=8 policy.members=2 baselines=false tracking=disabled"
+    words = (
+        "policy=utility policy.hidden=8 policy.fold_networks=2 baselines=false tracking=disabled"
+    )
     launch("train", TABLE, optimiser, words, "seeds=[3]")
     policies = [row["policy"] for row in policy.judged["rows"][::6]]
     assert policies == ["controller", "teacher", "budget_aware_static", "oracle"]
@@ -197,9 +199,17 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
     ("options", "experts"),
     [
         ({"policy": "independent", "reward": "shaped"}, None),
-        ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, []),
-        ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, ["ridge"]),
-        ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, []),
+        (
+            {
+                "policy": "utility",
+                "policy.fold_networks": 2,
+                "budget": "mean",
+                "budgets_ms": [9.0, 14],
+            },
+            [],
+        ),
+        ({"policy.fold_networks": 2, "policy.experts": ["ridge"], "budget": "relative"}, ["ridge"]),
+        ({"policy": "utility", "policy.fold_networks": 2, "budgets_ms": (10, 20)}, []),
         ({"policy": "independent", "budgets_ms": np.array([10.0, 20.0]), "loss": {}}, None),
     ],
     ids=["independent", "mean", "experts", "no experts", "an array"],
@@ -315,7 +325,7 @@ import json, sys
 import knobwise
 from helpers import small_table
 
-options = {"policy.hidden": 8, "policy.members": 2, "optimiser": json.loads(sys.argv[1])}
+options = {"policy.hidden": 8, "policy.fold_networks": 2, "optimiser": json.loads(sys.argv[1])}
 knobwise.fit(small_table(40), policy="utility", **options)
 print(json.dumps(sorted(sys.modules)))
 """

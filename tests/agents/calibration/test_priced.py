@@ -94,7 +94,7 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, table.split().fitted)
-    optimiser = replace(BRIEF, warmup_iterations=60)
+    optimiser = replace(BRIEF, pretrain_iterations=60)
     trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
     agent = deployed_by(trainer.setup, budgets_ms)
     mean, rows = agent.settled.mean, trainer.setup.held_out.rows
@@ -119,9 +119,9 @@ def test_a_taught_policy_spends_more_where_it_may():
     table = small_table(300)
     split = table.split()
     test, budgets_ms = split.test, mean_budgets(table, split.fitted)
-    steps = {"teacher_iterations": 30, "warmup_iterations": 150, "evaluate_every": 30}
+    steps = {"teacher_iterations": 30, "pretrain_iterations": 150, "evaluate_every": 30}
     optimiser = OptimiserConfig(iterations=0, **steps)
-    policy = PolicyConfig(teacher=True, members=2, experts=("ridge",), hidden=16, dropout=0.0)
+    policy = PolicyConfig(teacher=True, fold_networks=2, experts=("ridge",), hidden=16, dropout=0.0)
     agent = deployed(table, policy, budgets_ms, "mean", optimiser=optimiser)
     policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
     names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]

@@ -29,7 +29,7 @@ def agent_of(kind):
     if kind == "mean budgets":
         return table, deployed(table, TAUGHT, mean_budgets(table, torch.arange(60)), "mean")
     members = 2 if kind == "several networks" else 1
-    controller = driven_apart(table, PolicyConfig(hidden=8, members=members))
+    controller = driven_apart(table, PolicyConfig(hidden=8, fold_networks=members))
     return table, DeployedController(controller)
 
 

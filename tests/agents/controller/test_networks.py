@@ -17,7 +17,7 @@ NAN = math.nan
 
 def network(features=2, members=1, bins=True):
     torch.manual_seed(0)
-    config = PolicyConfig(teacher_hidden=16, members=members, teacher_dropout=0.3)
+    config = PolicyConfig(teacher_hidden=16, fold_networks=members, teacher_dropout=0.3)
     return OutcomeNetwork(features, 3, config, bins).eval()
 
 

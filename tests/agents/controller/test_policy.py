@@ -95,7 +95,7 @@ def test_statistics_come_from_the_rows_given_alone():
 
 def side_by_side(table):
     """Networks of two folds, and one of all samples."""
-    return driven_apart(table, PolicyConfig(hidden=16, members=2), by=0.1)
+    return driven_apart(table, PolicyConfig(hidden=16, fold_networks=2), by=0.1)
 
 
 @every_head

@@ -124,7 +124,7 @@ def test_profiles_without_enough_in_common_are_refused():
 def taught(features=True):
     """Whose teacher has experts, and whose networks are driven apart."""
     table = small_table(90, features=features)
-    config = replace(TAUGHT, members=3, experts=("ridge", "knn"), layers=1, drift=0.3)
+    config = replace(TAUGHT, fold_networks=3, experts=("ridge", "knn"), layers=1, drift=0.3)
     controller = driven_apart(table, config)
     network = teacher_beside(table, controller)
     about = network, config, default_budgets(table), 0

@@ -21,7 +21,7 @@ from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets
 
 TABLE = small_table(40)
-CONFIG = PolicyConfig(teacher=True, members=2, hidden=8, teacher_hidden=8, drift=0.3)
+CONFIG = PolicyConfig(teacher=True, fold_networks=2, hidden=8, teacher_hidden=8, drift=0.3)
 MARGINS = [0.7, 0.7, 1.0, 1.0, 1.0]
 DEPLOY = [True, True, True, True, False]
 MEANS = torch.tensor([9.0, 15.0, 12.0])

@@ -42,7 +42,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     table = gappy_table()
     # static decides in two groups
     margins = [1.0, 1.0, 0.7, 1.0, 0.5] if with_guard else None
-    config = PolicyConfig(hidden=8, members=2, drift=0.3, utility_head=utility_head)
+    config = PolicyConfig(hidden=8, fold_networks=2, drift=0.3, utility_head=utility_head)
     agent = untrained(table, config, margins, [True, False, True, False, True])
     path = tmp_path / "c.onnx"
     write_onnx(Deployed(agent), path)

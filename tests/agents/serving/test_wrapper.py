@@ -23,9 +23,9 @@ from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.wrapper import wrap
 
-BRIEF = {"teacher_iterations": 30, "warmup_iterations": 30, "iterations": 0}
+BRIEF = {"teacher_iterations": 30, "pretrain_iterations": 30, "iterations": 0}
 BRIEF |= {"contexts": 64, "minibatch": 64, "evaluate_every": 30}
-TINY = {"policy": "utility", "policy.guard": False, "policy.hidden": 8, "policy.members": 2}
+TINY = {"policy": "utility", "policy.guard": False, "policy.hidden": 8, "policy.fold_networks": 2}
 TINY["optimiser"] = BRIEF
 TABLE = small_table(120)
 

@@ -101,7 +101,7 @@ def agreement(student):
 def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
     policy = replace(TAUGHT, hidden=32)
     brief, long = (
-        OptimiserConfig(10, n, 0, contexts=64, minibatch=64, warmup_lr=0.01, evaluate_every=300)
+        OptimiserConfig(10, n, 0, contexts=64, minibatch=64, pretrain_lr=0.01, evaluate_every=300)
         for n in (1, 300)
     )
     assert agreement(trained(small_table(200), policy, sense, optimiser=brief)) < 0.2

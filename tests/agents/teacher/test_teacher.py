@@ -22,7 +22,7 @@ from knobwise.envs.tables.splits import folds_of
 
 FAST = ("ridge", "knn")
 TABLE, ROWS = small_table(90, holes=0.2), torch.arange(80)
-CONFIG = PolicyConfig(teacher=True, members=3, teacher_hidden=8, experts=FAST)
+CONFIG = PolicyConfig(teacher=True, fold_networks=3, teacher_hidden=8, experts=FAST)
 
 
 def network_of(table, rows, sense="deadline"):

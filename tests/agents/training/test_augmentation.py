@@ -31,7 +31,7 @@ ALONE = PolicyConfig(hidden=8, dropout=0.0, augment=0.2)
 """Three independent heads that learn from rewards alone, on copies with noise."""
 WAYS = {
     "alone": ALONE,
-    "folds": replace(ALONE, members=2),
+    "folds": replace(ALONE, fold_networks=2),
     "taught": replace(TAUGHT, augment=0.2),
     "drifting": replace(TAUGHT, experts=(), drift=0.4, augment=0.2),
     "projected": replace(ALONE, project=4),
@@ -89,7 +89,7 @@ def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_spl
 def test_the_ratio_is_1_at_the_first_step(name):
     student = trainer(name)
     (first, *_) = batches_of(trainer(name, optimiser=replace(BRIEF, iterations=1)))
-    student = trainer(name, optimiser=replace(BRIEF, warmup_iterations=0, teacher_iterations=0))
+    student = trainer(name, optimiser=replace(BRIEF, pretrain_iterations=0, teacher_iterations=0))
     student.policy.stage = student.stages[-1]
     next(iter(student.collector))
     data = student.buffer[:]

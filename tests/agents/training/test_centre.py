@@ -44,7 +44,7 @@ class Stops:
 
 def trainer(log=None):
     optimiser = OptimiserConfig(
-        warmup_iterations=1, iterations=3, contexts=8, minibatch=8, evaluate_every=1
+        pretrain_iterations=1, iterations=3, contexts=8, minibatch=8, evaluate_every=1
     )
     settings = {"policy": PolicyConfig(hidden=8), "optimiser": optimiser, "log": log}
     return controller_trainer(table, table.split(), folder=Path("."), **settings)

@@ -45,7 +45,7 @@ def heads(table, **settings):
 def test_a_loaded_controller_decides_like_the_saved_one(tmp_path, members, width, project):
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
-    agent = heads(table, budget_width=width, project=project, members=members)
+    agent = heads(table, budget_width=width, project=project, fold_networks=members)
     save_checkpoint(tmp_path / "c.pt", agent, table, {"note": 1})
     loaded = load_checkpoint(tmp_path / "c.pt")
     assert (loaded.profile_digest, loaded.extra) == (table.digest, {"note": 1})
@@ -141,7 +141,7 @@ def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(taught, tm
 # -- training that starts from a checkpoint --------------------------------------------------------
 
 WARM = replace(BRIEF, iterations=0)
-GRPO = replace(BRIEF, warmup_iterations=0, iterations=8)
+GRPO = replace(BRIEF, pretrain_iterations=0, iterations=8)
 POLICIES = {"RCE": PolicyConfig(hidden=16, dropout=0.0), "taught": replace(TAUGHT, experts=())}
 OTHER = small_table(50, seed=5)
 
@@ -210,7 +210,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
     [
         ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden"),
         ({"policy": PolicyConfig(hidden=16, layers=3)}, r"policy\.layers"),
-        ({"policy": PolicyConfig(hidden=16, members=2)}, r"policy\.members"),
+        ({"policy": PolicyConfig(hidden=16, fold_networks=2)}, r"policy\.fold_networks"),
         ({"budget": BudgetConfig(sense="mean")}, "worth_ms"),
         ({"table": small_table(60, features=False)}, "image_features"),
         ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, "knobs"),

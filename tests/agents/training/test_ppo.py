@@ -13,7 +13,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.losses.settings import LossConfig
 
 PPO = LossConfig(objective="ppo", group_size=4)
-SHORT = replace(BRIEF, warmup_iterations=4, iterations=12, minibatch=16, epochs=2)
+SHORT = replace(BRIEF, pretrain_iterations=4, iterations=12, minibatch=16, epochs=2)
 POLICY = PolicyConfig(hidden=16, dropout=0.0)
 
 
@@ -26,7 +26,7 @@ def trainer(samples=60, **settings):
 @pytest.mark.parametrize("members", [1, 3])
 def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(members, advantage):
     loss = replace(PPO, entropy_coeff=0.01, advantage=advantage)
-    student = trainer(policy=replace(POLICY, members=members), loss=loss)
+    student = trainer(policy=replace(POLICY, fold_networks=members), loss=loss)
     stage = student.policy.stage = student.stages[-1]
     stage.prepare(0.5, True)
     next(iter(student.collector))
@@ -63,7 +63,7 @@ def test_the_loss_is_the_formula_with_the_values_of_the_moment_of_collection(mem
 
 def test_the_value_network_learns_and_is_not_deployed(tmp_path):
     lines = Lines()
-    optimiser = OptimiserConfig(warmup_iterations=0, iterations=61, contexts=128, patience=0)
+    optimiser = OptimiserConfig(pretrain_iterations=0, iterations=61, contexts=128, patience=0)
     student = trainer(400, log=lines, optimiser=optimiser, folder=tmp_path)
     agent = student.run()
     first, *_, last = lines.values("Train/Explained_Variance")

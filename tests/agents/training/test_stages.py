@@ -183,7 +183,7 @@ def test_the_state_of_a_stage_is_its_unit_and_its_coefficients():
 
 def test_a_training_that_an_earlier_version_stopped_is_refused(tmp_path):
     def trainer():
-        brief = replace(BRIEF, warmup_iterations=2, iterations=2)
+        brief = replace(BRIEF, pretrain_iterations=2, iterations=2)
         return trainer_on(TABLE, PolicyConfig(hidden=4), optimiser=brief, folder=tmp_path)
 
     trainer().run()

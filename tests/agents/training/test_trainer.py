@@ -38,8 +38,8 @@ from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")
 SHORT = replace(BRIEF, teacher_iterations=8, iterations=12, minibatch=16, epochs=2)
-HEADS = PolicyConfig(members=3, hidden=16)
-TAUGHT = PolicyConfig(teacher=True, members=3, hidden=16, teacher_hidden=16)
+HEADS = PolicyConfig(fold_networks=3, hidden=16)
+TAUGHT = PolicyConfig(teacher=True, fold_networks=3, hidden=16, teacher_hidden=16)
 POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
 
 
@@ -60,7 +60,7 @@ def scored(student, *scores):
     ("objective", "policy"),
     [
         ("exact", {"hidden": 64}),
-        ("sampled", {"teacher": True, "members": 3, "hidden": 32, "dropout": 0.2}),
+        ("sampled", {"teacher": True, "fold_networks": 3, "hidden": 32, "dropout": 0.2}),
     ],
 )
 def test_learns_more_than_budget_aware_static(objective, policy):
@@ -119,7 +119,7 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
 
 
 def test_a_stage_past_its_peak_gives_way_to_the_next():
-    optimiser = replace(SHORT, teacher_iterations=32, warmup_iterations=20, patience=2)
+    optimiser = replace(SHORT, teacher_iterations=32, pretrain_iterations=20, patience=2)
     student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
     student.stages[2].patience = 2
     # without bins, at 0, 4 … 28, the patience of a teacher is 6; with bins at 36, 40 … 60
@@ -141,7 +141,7 @@ def test_a_stage_past_its_peak_gives_way_to_the_next():
 
 
 def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
-    optimiser = replace(SHORT, teacher_iterations=40, warmup_iterations=16)
+    optimiser = replace(SHORT, teacher_iterations=40, pretrain_iterations=16)
 
     def impatient(folder):
         student = trainer(small_table(80), folder, optimiser=optimiser, policy=TAUGHT)
@@ -209,7 +209,7 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
     table = table_of(torch.cat([~hard, hard], 1).float(), torch.full((300, 2), 5.0), features)
     brief = OptimiserConfig(80, 4, 1, contexts=128, minibatch=64, epochs=2, evaluate_every=8)
     policy = PolicyConfig(
-        teacher=True, members=2, hidden=4, teacher_hidden=4, layers=1, teacher_dropout=0.0
+        teacher=True, fold_networks=2, hidden=4, teacher_hidden=4, layers=1, teacher_dropout=0.0
     )
     student = trainer(table, policy=policy, optimiser=brief)
     agent = student.run()
@@ -228,7 +228,7 @@ def test_wide_tables_are_not_tried_with_bins():
 
 
 def test_without_a_warm_up_there_is_no_teacher():
-    optimiser = replace(SHORT, warmup_iterations=0)
+    optimiser = replace(SHORT, pretrain_iterations=0)
     student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
     agent = student.run()
     assert student.total == 12
@@ -327,8 +327,8 @@ def test_every_sample_but_the_test_ones_is_held_out_of_one_network():
     assert torch.equal(student.setup.held_out.rows, torch.cat(held_out))
     assert torch.equal(student.setup.held_out.rows.sort().values, known)
     assert student.setup.networks == 4
-    with input_error("members"):
-        trainer(small_table(60), policy=PolicyConfig(members=60))
+    with input_error("fold_networks"):
+        trainer(small_table(60), policy=PolicyConfig(fold_networks=60))
 
 
 def test_a_single_network_is_fitted_on_train_and_judged_on_validation():

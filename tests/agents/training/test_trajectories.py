@@ -31,7 +31,7 @@ COEFFICIENTS = {
     ("controller exact", "loss"): "clip_epsilon kl_to_ref_coeff entropy_coeff",
     ("controller exact", "optimiser"): "lr clip_grad",
     ("controller taught", "policy"): "sharpness",
-    ("controller taught", "optimiser"): "warmup_lr lr",
+    ("controller taught", "optimiser"): "pretrain_lr lr",
     ("selector RCE", "config"): "lr",
     ("selector GRPO", "loss"): "clip_epsilon kl_to_ref_coeff",
 }

@@ -20,7 +20,7 @@ REQUESTS = 1500
 """Requests in a log."""
 EXPLORE = 0.2
 EXPLORE_LOSS = 0.25
-LEAN = {"teacher_iterations": 200, "warmup_iterations": 200, "iterations": 0}
+LEAN = {"teacher_iterations": 200, "pretrain_iterations": 200, "iterations": 0}
 LEAN |= {"evaluate_every": 100, "contexts": 128, "minibatch": 128}
 
 
@@ -42,7 +42,12 @@ class Served:
 
     def __init__(self):
         known = small_table(TRAINED)
-        options = {"policy.hidden": 16, "policy.members": 2, "optimiser": LEAN, "own_cost": False}
+        options = {
+            "policy.hidden": 16,
+            "policy.fold_networks": 2,
+            "optimiser": LEAN,
+            "own_cost": False,
+        }
         self.agent = knobwise.fit(known, policy="utility", **options).agent
         self.table = small_table(SERVED, seed=1)
         self.budgets = default_budgets(known).double()

@@ -181,7 +181,7 @@ def test_a_table_without_knobs(folder):
     write_features(table, "instances.npz")
     words = """
         profile=table profile.path=solvers.csv profile.features=instances.npz baselines=false
-        policy.experts=[ridge] policy.members=2 seeds=[0] optimiser.warmup_iterations=200
+        policy.experts=[ridge] policy.fold_networks=2 seeds=[0] optimiser.pretrain_iterations=200
     """
     launch("train", QUICK, words)
     results = read_json("runs/latest/results.json")

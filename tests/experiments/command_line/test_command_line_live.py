@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from tiny_models import picture, tiny_language_model, tiny_model
 
 LEAN = words_of(
-    OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 baselines=false", "seeds=[0]"
+    OPTIMISER,
+    "optimiser.iterations=4 policy=utility policy.fold_networks=2 baselines=false",
+    "seeds=[0]",
 )
 STREAM = words_of("evaluate live=true stream.requests=12 json=live.json")
 MODELS = '''

@@ -21,7 +21,8 @@ from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.experiments.evidence.decisions import read_decisions
 
 QUICK = words_of(
-    OPTIMISER, "optimiser.iterations=4 policy=utility policy.members=2 seeds=[0] budgets_ms=[8,12]"
+    OPTIMISER,
+    "optimiser.iterations=4 policy=utility policy.fold_networks=2 seeds=[0] budgets_ms=[8,12]",
 )
 LIVE = words_of("evaluate live=true stream.requests=25")
 

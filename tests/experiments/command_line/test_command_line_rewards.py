@@ -9,7 +9,7 @@ from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, wri
 from omegaconf import OmegaConf
 
 TRAIN = words_of(
-    "train", TABLE, OPTIMISER, "policy=utility policy.members=2 seeds=[0] reward=function"
+    "train", TABLE, OPTIMISER, "policy=utility policy.fold_networks=2 seeds=[0] reward=function"
 )
 MODULE = """
 def fastest(accuracy, latency_ms, budget_ms, knobs):

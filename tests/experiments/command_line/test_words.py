@@ -195,7 +195,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_table()
-        quick = words_of("policy=independent policy.members=1 baselines=false seeds=[0]")
+        quick = words_of("policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
         launch("train", TABLE, OPTIMISER, quick, "name=one")
     return folder
 
@@ -231,7 +231,7 @@ def test_the_next_command_of_the_only_run_without_a_controller_runs(trained, tmp
 def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     name = "ü,b (c)=[d]{e}~'\"$x${y}"
-    words = words_of("policy=independent policy.members=1 baselines=false seeds=[0]")
+    words = words_of("policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
     launch(["train", *TABLE, *OPTIMISER, *words, f"name={name}"])
     printed = capsys.readouterr().out
     (following,) = [line for line in printed.splitlines() if line.startswith("next:")]

@@ -41,8 +41,10 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with chdir(folder):
         write_table(120)
-        words = words_of("policy=utility policy.members=2 seeds=[0] name='run[1]' baselines=false")
-        words += ["optimiser.teacher_iterations=60", "optimiser.warmup_iterations=150"]
+        words = words_of(
+            "policy=utility policy.fold_networks=2 seeds=[0] name='run[1]' baselines=false"
+        )
+        words += ["optimiser.teacher_iterations=60", "optimiser.pretrain_iterations=150"]
         launch("train", TABLE, OPTIMISER, words)
     return folder
 

@@ -20,7 +20,7 @@ from knobwise.experiments.deploy import decide as module
 from knobwise.experiments.wording.choice_sentences import condition
 
 WIDE = words_of("profile=table profile.path=wide.csv profile.features=auto")
-QUICK = words_of(OPTIMISER, "policy=independent policy.members=1 baselines=false seeds=[0]")
+QUICK = words_of(OPTIMISER, "policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
 RUN = "runs/controller/wide"
 REQUESTS = [
     {"sample_id": "a", "kind": "ocr", "tokens": 33, "sharpness": 0.5, "budget_ms": 40},

@@ -20,7 +20,7 @@ from knobwise.experiments.wording.words import quantity
 from knobwise.losses import GRPOLoss
 
 QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 baselines=false")
-QUICK += ["policy=utility", "policy.members=2"]
+QUICK += ["policy=utility", "policy.fold_networks=2"]
 RUN, MEAN, HEAD = (f"runs/controller/{name}" for name in ("deadlines", "mean", "head"))
 
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory):
         questions.write_parquet("samples.parquet")
         launch(QUICK, "name=deadlines seeds=[0,1] budgets_ms=[8,25]")
         launch(QUICK, "name=mean seeds=[0] budget=mean budgets_ms=[10,14]")
-        head = words_of("policy=independent policy.members=1 optimiser.patience=0")
+        head = words_of("policy=independent policy.fold_networks=1 optimiser.patience=0")
         launch(QUICK, "name=head seeds=[0]", head, "budgets_ms=[8,12]")
     return folder
 

@@ -230,7 +230,7 @@ def test_files_that_do_not_say_their_unit_are_refused(capsys):
 @pytest.mark.parametrize("unit", ["s", "USD"])
 def test_a_run_and_its_page(unit, capsys):
     _, _, words = case(unit)
-    training = words_of("policy=utility policy.members=2 seeds=[0] baselines=false name=run")
+    training = words_of("policy=utility policy.fold_networks=2 seeds=[0] baselines=false name=run")
     launch("train", [word for word in words if "best.pt" not in word], OPTIMISER, training)
     printed = capsys.readouterr()
     results = read_json("runs/latest/results.json")

@@ -37,7 +37,7 @@ MEAN = words_of(
     "train experiment=mean_budget",
     TABLE,
     OPTIMISER,
-    "optimiser.warmup_iterations=10 optimiser.iterations=4",
+    "optimiser.pretrain_iterations=10 optimiser.iterations=4",
 )
 SMALL = small_table(60)
 BUDGETS = default_budgets(SMALL)
@@ -291,7 +291,7 @@ def test_train_under_mean_budgets(folder):
 
 
 def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(folder, capsys):
-    alone = "policy=utility policy.members=3 policy.guard=false budgets_ms=[12.0,20.0]"
+    alone = "policy=utility policy.fold_networks=3 policy.guard=false budgets_ms=[12.0,20.0]"
     launch(MEAN, alone, "own_cost=false seeds=[3]")
     results = results_in()
     assert (results["budgets_ms"], results["guard"]) == ([12, 20], [])
@@ -303,7 +303,9 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
         for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
             assert row[key] == before[place][key], (place, key)
     assert "budgets_ms" in mistake(["evaluate", *TABLE, "budgets_ms=[1.5]"], capsys)
-    assert "policy.members" in mistake([*MEAN, "policy=utility", "policy.members=1"], capsys)
+    assert "policy.fold_networks" in mistake(
+        [*MEAN, "policy=utility", "policy.fold_networks=1"], capsys
+    )
     # heads that learn from rewards alone need neither
     launch(MEAN, "policy=independent policy.experts=[] seeds=[0]")
     results = results_in()
@@ -384,7 +386,7 @@ def test_a_run_at_fewer_budgets_says_so_once(folder, capsys):
     """Three configurations that cost 1, 2 and 4 ms on every sample."""
     cost = torch.tensor([[1.0, 2.0, 4.0]]).repeat(60, 1)
     table_of(torch.rand(60, 3), cost, torch.randn(60, 2)).save("t.safetensors")
-    words = "train policy=utility policy.members=2 seeds=[0] baselines=false"
+    words = "train policy=utility policy.fold_networks=2 seeds=[0] baselines=false"
     launch(words, "profile=table profile.path=t.safetensors", OPTIMISER)
     assert "".join(capsys.readouterr()).count("only 3 of 5") == 1
     results = results_in()

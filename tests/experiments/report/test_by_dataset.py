@@ -149,7 +149,7 @@ def joint(tmp_path, monkeypatch):
 
 
 def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint):
-    words = "train policy=utility policy.members=2 seeds=[0] split.leave_out=b"
+    words = "train policy=utility policy.fold_networks=2 seeds=[0] split.leave_out=b"
     launch(words, joint, OPTIMISER)
     results, table = read_results("runs/latest"), ProfileTable.load("a.safetensors")
     assert results["test_samples"] == 40

@@ -68,7 +68,7 @@ def test_the_settings_of_the_original_system():
         """
         optimiser.contexts=64 optimiser.lr=1.0e-4 loss.group_size=8 split.train=0.8
         reward.kind=shaped reward.alpha=1 reward.beta=0.5 reward.gamma=10 reward.delta=0.1
-        reward.epsilon=0.05 budget.strategy=relative policy.teacher=false policy.members=1
+        reward.epsilon=0.05 budget.strategy=relative policy.teacher=false policy.fold_networks=1
         policy.guard=false policy.hidden=256 loss.objective=sampled
         """,
     )
@@ -110,9 +110,9 @@ def test_defaults_and_overrides():
     assert_set(
         settings,
         """
-        policy.teacher=true policy.guard=true policy.members=5 policy.drift=0.3
+        policy.teacher=true policy.guard=true policy.fold_networks=5 policy.drift=0.3
         loss.objective=sampled loss.group_size=16 reward.kind=utility reward.miss=0.2
-        optimiser.warmup_iterations=600 optimiser.iterations=400
+        optimiser.pretrain_iterations=600 optimiser.iterations=400
         """,
     )
     assert set(settings.policy.experts) == set(FAMILIES)

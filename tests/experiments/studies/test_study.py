@@ -10,8 +10,8 @@ from knobwise.experiments.command_line.compose import read_settings, schema_of
 from knobwise.experiments.studies import study
 
 TINY = words_of(SIMULATED, """
-    baselines=false policy.members=2 policy.hidden=8 optimiser.teacher_iterations=2
-    optimiser.warmup_iterations=2 optimiser.iterations=1 optimiser.contexts=16
+    baselines=false policy.fold_networks=2 policy.hidden=8 optimiser.teacher_iterations=2
+    optimiser.pretrain_iterations=2 optimiser.iterations=1 optimiser.contexts=16
     optimiser.minibatch=16 tracking=disabled
 """)  # fmt: skip
 SHIPPED = sorted(Path(study.__file__).parent.glob("*.yaml"))

@@ -29,7 +29,7 @@ TRAIN = words_of(
     "train",
     TABLE,
     "policy=utility policy.hidden=8 seeds=[0,3] baselines=false",
-    "optimiser.teacher_iterations=2 optimiser.warmup_iterations=2",
+    "optimiser.teacher_iterations=2 optimiser.pretrain_iterations=2",
     "optimiser.iterations=4 optimiser.contexts=16 optimiser.evaluate_every=2",
     "tracking.tags=[nightly] name=tiny",
 )

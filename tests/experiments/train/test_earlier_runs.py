@@ -72,4 +72,4 @@ def test_a_stopped_training_is_refused_in_a_line(earlier, capsys):
 @pytest.mark.parametrize("path", [f"{run}/checkpoints/best.pt" for run in CONTROLLERS])
 def test_its_settings_have_todays_names(path, earlier):
     config = load_checkpoint(Path("runs", path)).network.config
-    assert config.members == (1 if "independent" in path else 2)
+    assert config.fold_networks == (1 if "independent" in path else 2)

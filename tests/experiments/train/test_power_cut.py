@@ -14,7 +14,9 @@ from knobwise.__main__ import main
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.train import controller
 
-CONTROLLER = words_of("train name=r seeds=[0,2] policy.members=2 policy.experts=[] baselines=false")
+CONTROLLER = words_of(
+    "train name=r seeds=[0,2] policy.fold_networks=2 policy.experts=[] baselines=false"
+)
 CONTROLLER += ["own_cost=false", *TABLE, *OPTIMISER]
 COMMANDS = {"controller": CONTROLLER, "selector": [*REPLAY, "name=r"]}
 BLOCK = 4096

@@ -127,7 +127,7 @@ def test_the_kept_epoch_is_judged(tmp_path):
 TRAIN = words_of(
     "train",
     TABLE,
-    "policy=independent seeds=[0] optimiser.warmup_iterations=0",
+    "policy=independent seeds=[0] optimiser.pretrain_iterations=0",
     "optimiser.iterations=9 policy.hidden=16 policy.dropout=0 baselines=false",
     "tracking=disabled optimiser.contexts=32 optimiser.evaluate_every=3",
 )
@@ -144,7 +144,7 @@ def _made(tmp_path_factory):
         beams = small_beams(60)
         beams[0].save("b.safetensors")
         train_graph(SeedRun(run_of({"warm": {}}), data_of(*beams), 0, Path()))
-        launch(TRAIN, "optimiser.warmup_iterations=30 optimiser.iterations=0 name=warm")
+        launch(TRAIN, "optimiser.pretrain_iterations=30 optimiser.iterations=0 name=warm")
         yield
 
 
@@ -167,7 +167,7 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption():
     training = load_checkpoint(runs[0] / "checkpoints" / "last.pt").extra["training"]
     assert same(training["stages"][-1]["reference"], start)
     results = read_json(runs[0] / "results.json")
-    training = {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
+    training = {"pretrain_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
     training |= {"patience": 24, "ended_at": [9]}
     assert results["training"] == training
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with

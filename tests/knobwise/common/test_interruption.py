@@ -134,7 +134,7 @@ def test_in_another_thread_nothing_changes():
 # -- training --------------------------------------------------------------------------------------
 
 SHORT = OptimiserConfig(
-    4, warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6
+    4, pretrain_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6
 )
 
 
@@ -145,7 +145,7 @@ def controller(folder, how):
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}
     return trainer_on(
         small_table(80, holes=0.2),
-        PolicyConfig(hidden=16, teacher_hidden=8, members=3, **taught),
+        PolicyConfig(hidden=16, teacher_hidden=8, fold_networks=3, **taught),
         "mean" if kind == "mean" else "deadline",
         folder=folder,
         loss=LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1)),
@@ -256,7 +256,7 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path):
 TRAIN = words_of(
     ["train", *commands.TABLE],
     """policy=utility seeds=[0,1] policy.hidden=16 baselines=false tracking=disabled name=x
-    optimiser.teacher_iterations=10 optimiser.warmup_iterations=20 optimiser.iterations=180
+    optimiser.teacher_iterations=10 optimiser.pretrain_iterations=20 optimiser.iterations=180
     optimiser.contexts=64 optimiser.evaluate_every=25 optimiser.patience=0""",
 )
 BEAMS = words_of(

