@@ -79,7 +79,7 @@ SETTINGS = {
     "selector RCE": {"config": SELECTOR | {"epochs": 4, "clip_grad": 20.0}, "loss": {}},
     # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
     "selector GRPO": {
-        "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},
+        "config": SELECTOR | {"epochs": 5, "collected": 32, "lr_warmup": 0.2, "clip_grad": 15.0},
         "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2},
     },
 }

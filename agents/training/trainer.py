@@ -364,11 +364,10 @@ class Trainer:
         loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
         if loaded is None:
             return False
-        plain = loaded.extra.get("training", {})
-        belongs_to = loaded.profile_digest, plain.get("identity")
+        state = TrainingState.restored(loaded.extra.get("training", {}), path)
+        belongs_to = loaded.profile_digest, state.identity
         if belongs_to != (self.table.digest, self.state.identity):
             raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
-        state = TrainingState.restored(plain, path)
         if state.iteration == 0 and not state.finished:
             return False  # it begins anew, with its first rows in metrics.csv
         self.state = state

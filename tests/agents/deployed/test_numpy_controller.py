@@ -73,7 +73,7 @@ def one_by_one(light, blocks, limits, drift=None):
 
 CONFIGS = st.builds(
     PolicyConfig,
-    members=st.sampled_from([1, 3]),
+    fold_networks=st.sampled_from([1, 3]),
     layers=st.integers(1, 3),
     hidden=st.just(12),
     project=st.sampled_from([0, 3]),

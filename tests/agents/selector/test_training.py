@@ -190,7 +190,7 @@ def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path):
 
 
 def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts():
-    log, config = Lines(), replace(SHORT, collected=96, lr=3e-2, rise=0.5)
+    log, config = Lines(), replace(SHORT, collected=96, lr=3e-2, lr_warmup=0.5)
     student = trainer("grpo", small_beams(120), config=config, log=log)
     assert (student.settings.contexts, student.settings.minibatch) == (96, 8)
     student.run()

@@ -163,7 +163,7 @@ def test_a_stage_is_past_its_peak_by_hand(patience, iteration, scores, past):
 
 
 def test_the_learning_rate_rises_and_falls_within_the_stage():
-    stage = Reinforce(policy(), 100, 0.2, replace(SETTINGS, rise=0.5, schedule="cosine"))
+    stage = Reinforce(policy(), 100, 0.2, replace(SETTINGS, lr_warmup=0.5, schedule="cosine"))
     stage.first = 50
     rates = [stage.learning_rate(at) for at in (50, 70, 100, 150)]
     assert rates == pytest.approx([0.2 * 0.01 / 0.5, 0.2 * 0.21 / 0.5, 0.1, 0.0])

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from commands import launch, read_json, words_of
+from helpers import input_error, small_table, trainer_on
 
-from knobwise.__main__ import main
 from knobwise.agents.training.checkpoint import load_checkpoint
 
 ARCHIVE = Path(__file__).parents[2] / "earlier_runs.tar.xz"
@@ -59,14 +59,18 @@ def test_they_are_compared(earlier):
     assert Path("c.html").exists()
 
 
-def test_a_stopped_training_is_refused_in_a_line(earlier, capsys):
-    last = Path("runs/lean/stopped/checkpoints/seed0/last.pt")
-    before = last.read_bytes()
-    assert main(STOPPED) == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert "earlier version" in line
-    assert str(last) in line
-    assert last.read_bytes() == before
+def test_a_stopped_training_is_kept_and_its_command_begins_another(earlier):
+    folder = Path("runs/lean/stopped")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    launch(STOPPED)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (folder.with_name("stopped-2") / "results.json").exists()
+
+
+def test_its_state_is_refused_in_a_line(earlier):
+    trainer = trainer_on(small_table(40))
+    with input_error("earlier version"):
+        trainer.resume(Path("runs/lean/stopped/checkpoints/seed0/last.pt"))
 
 
 @pytest.mark.parametrize("path", [f"{run}/checkpoints/best.pt" for run in CONTROLLERS])
