@@ -58,11 +58,11 @@ class SelectorStage(Stage):
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
         """Return rewards and accuracy of the drawn sequences, and β."""
-        there = present(data)
-        drawn = {"Reward": data["next", "reward"][there]}
+        exists = present(data)
+        drawn = {"Reward": data["next", "reward"][exists]}
         if self.setup.reward_model is None:  # a predicted answer says nothing about the accuracy
             right = data["next", "vqa_correct"]
-            drawn["Accuracy"] = right[there & ~right.isnan()]
+            drawn["Accuracy"] = right[exists & ~right.isnan()]
         logged = {"Beta": float(self.beta)}
         for name, values in drawn.items():
             if len(values):
@@ -79,13 +79,13 @@ class SelectorStage(Stage):
         """Return the loss on validation queries whose sequences have been scored, [V]."""
         raise NotImplementedError
 
-    def is_better(self, found: Validation, best: Best) -> bool:
+    def is_better(self, judged: Validation, best: Best) -> bool:
         """Return True if the present epoch replaces the kept one, as `keep` says."""
         keep = self.setup.config.keep
         if keep == "best_kl":
             # any trained epoch replaces the start, whose KL is 0 where there was no RCE
-            return best.iteration < 1 or found.metrics["KL"] < best.metrics["KL"]
-        return keep == "last" or found.score > best.score
+            return best.iteration < 1 or judged.metrics["KL"] < best.metrics["KL"]
+        return keep == "last" or judged.score > best.score
 
 
 class SFT(SelectorStage):
@@ -213,8 +213,8 @@ class SequenceGRPO(SelectorStage):
         preference = torch.zeros_like(reward)
         if batch.get("sequences", None) is not None:
             preference = self.setup.agent.policy(batch).log_prob(batch["action"])
-        there = batch["group_mask"]
-        weight = preference.masked_fill(~there, LOWEST).softmax(-1) * there
+        exists = batch["group_mask"]
+        weight = preference.masked_fill(~exists, LOWEST).softmax(-1) * exists
         return -expectation(reward, weight).mean()
 
     @torch.no_grad()
@@ -283,16 +283,16 @@ def taught(
     A query has nothing to teach if it has no sequences, or if less than a share `min_positive` of
     them is positive: has a reward above `positive_above`, or if that is None a right answer.
     """
-    there = present(minibatch)
+    exists = present(minibatch)
     if min_positive > 0:
         if positive_above is None:
             positive = minibatch["next", "vqa_correct"] > 0.5
         else:
             positive = minibatch["next", "reward"] > positive_above
-        count = (positive & there).sum(-1, keepdim=True)
-        there = there & (count >= min_positive * there.sum(-1, keepdim=True))
-    minibatch = minibatch.copy().set("group_mask", there)
-    teaches = there.any(-1)
+        count = (positive & exists).sum(-1, keepdim=True)
+        exists = exists & (count >= min_positive * exists.sum(-1, keepdim=True))
+    minibatch = minibatch.copy().set("group_mask", exists)
+    teaches = exists.any(-1)
     if teaches.any():
         return minibatch[teaches]
     return minibatch

@@ -124,9 +124,9 @@ class Stage(ABC):
         """Judge the agent on held-out data."""
         return trainer.validate(trainer.log is not None)
 
-    def is_better(self, found: Validation, best: Best) -> bool:
+    def is_better(self, judged: Validation, best: Best) -> bool:
         """Return True if weights with this validation replace the best."""
-        return found.score > best.score
+        return judged.score > best.score
 
     def is_past_its_peak(self, iteration: int, scores: list[tuple[int, float]]) -> bool:
         """Return True if its score has not improved within `patience` evaluations.
@@ -135,9 +135,9 @@ class Stage(ABC):
             iteration: the present one.
             scores: iteration and score of every evaluation.
         """
-        own = [(score, -at) for at, score in scores if at > self.first]
+        since = [(score, -at) for at, score in scores if at > self.first]
         patience = self.patience * self.settings.evaluate_every
-        return bool(own) and 0 < patience <= iteration + max(own)[1]
+        return bool(since) and 0 < patience <= iteration + max(since)[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed training needs of it, beside the weights that learn."""

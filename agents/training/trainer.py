@@ -388,27 +388,27 @@ class Trainer:
     def _evaluate(self, stage: Stage) -> None:
         """Judge on held-out data, keep the best, end the stage if it is time, and save."""
         state = self.state
-        found = stage.validate(self)
-        state.scores.append((state.iteration, found.score))
+        judged = stage.validate(self)
+        state.scores.append((state.iteration, judged.score))
         kept = []
         if self.keeps_epochs:
             kept.append(f"epoch{self.epoch}.pt")
-        if stage.is_better(found, state.best):
+        if stage.is_better(judged, state.best):
             kept.append("best.pt")
             weights = self.agent.state_dict()
             state.best = Best(
-                found.score,
+                judged.score,
                 state.iteration,
                 {name: value.detach().clone() for name, value in weights.items()},
-                dict(found.metrics),
-                found.by_sample,
+                dict(judged.metrics),
+                judged.by_sample,
             )
         past = stage.is_past_its_peak(state.iteration, state.scores)
         # true also where the later stages have no iterations
         state.finished = state.iteration == self.total or (past and stage.end == self.total)
         if past and not state.finished:
             state.iteration = stage.end
-        self._log({f"Val/{name}": value for name, value in found.metrics.items()})
+        self._log({f"Val/{name}": value for name, value in judged.metrics.items()})
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], speed: Mapping[str, float] | None = None) -> None:
