@@ -245,7 +245,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fixed": Fixed,
 }
 """By the words of `budget.strategy`. A new one is an entry here. The shorter `budget=NAME` of the
-command line needs a file NAME.yaml in `experiments/conf/budget` beside it."""
+command line needs a line in `experiments/settings/choices.py` beside it."""
 
 
 class BudgetSampler:

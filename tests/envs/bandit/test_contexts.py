@@ -8,6 +8,7 @@ from helpers import close, identical, input_error, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
@@ -15,7 +16,6 @@ from knobwise.envs.bandit.budgets import (
     STRATEGIES,
     BudgetEncoding,
     BudgetSampler,
-    few_budgets,
     judged_worths,
     log_measured,
     log_ms,

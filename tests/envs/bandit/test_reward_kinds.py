@@ -9,7 +9,7 @@ from helpers import small_table
 from knobwise.envs.bandit.reward_kinds import KINDS, RewardKind
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
-from knobwise.experiments.command_line.compose import SETTINGS, read_settings
+from knobwise.experiments.command_line.compose import choices_of, read_settings
 
 
 def linear(accuracy, latency_ms, budget_ms, complexity, config):
@@ -33,7 +33,7 @@ def test_the_word_of_a_kind_sets_what_its_entry_says(kind):
 
 
 def test_the_command_line_offers_what_deadlines_may_have():
-    assert set(SETTINGS["reward"]) == {"shaped", "utility", "function"}
+    assert set(choices_of("reward")) == {"shaped", "utility", "function"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind, about in KINDS.items() if about.formula])
