@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from knobwise.envs.bandit.gymnasium_env import ConfigBanditEnv
-from knobwise.envs.bandit.gymnasium_vector_env import ConfigBanditVectorEnv
+from knobwise.envs.bandit.gymnasium_vector_env import (
+    ConfigBanditVectorEnv,
+    work_alone_if_forked,
+)
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.testbeds.elastic.adapter import builtin_input
 from knobwise.testbeds.profiles import builtin_profile
@@ -17,6 +20,8 @@ from knobwise.testbeds.profiles import builtin_profile
 
 def config_bandit(table: ProfileTable | None = None, **options: Any) -> ConfigBanditEnv:
     """Return a `ConfigBanditEnv`, for the built-in profile if there is no table."""
+    # before a table is read
+    work_alone_if_forked()
     if table is None or getattr(table, "name", "") == "builtin":
         options.setdefault("inputs", builtin_input)
     if table is None:
@@ -28,6 +33,7 @@ def config_bandit_vector(
     num_envs: int = 1, table: ProfileTable | None = None, **options: Any
 ) -> ConfigBanditVectorEnv:
     """Return a `ConfigBanditVectorEnv`, for the built-in profile if there is no table."""
+    work_alone_if_forked()
     if table is None:
         table = builtin_profile()
     return ConfigBanditVectorEnv(num_envs, table, **options)

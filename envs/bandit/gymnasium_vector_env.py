@@ -33,6 +33,13 @@ _PROCESS = os.getpid()
 """The process that imported this module; a process forked from it has another id."""
 
 
+def work_alone_if_forked() -> None:
+    """Have torch use one thread in a forked process, where it would wait for threads that the fork
+    left behind."""
+    if os.getpid() != _PROCESS:
+        torch.set_num_threads(1)
+
+
 class _Contexts(NamedTuple):
     """The contexts of n environments."""
 
@@ -74,9 +81,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
         **options: Any,
     ) -> None:
-        if os.getpid() != _PROCESS:
-            # torch would wait for its threads, which a fork leaves behind
-            torch.set_num_threads(1)
+        work_alone_if_forked()
         if not isinstance(table, ProfileTable):
             raise InputError(
                 f"table={table!r}: must be a ProfileTable; knobwise.read(FILE) reads it"

@@ -206,7 +206,7 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
     limits = judged_worths(TABLE) if sense == "mean" else default_budgets(TABLE)
     spy = Mock(wraps=stack_weights)
     for module in ("teacher", "weights"):
-        monkeypatch.setattr(f"knobwise.agents.calibration.{module}.stack_weights", spy)
+        monkeypatch.setattr(f"knobwise.agents.teacher.{module}.stack_weights", spy)
     network = network_of(TABLE, ROWS, sense)
     teacher, of_folds, *_ = fit_teacher(TABLE, ROWS, network, CONFIG, limits, 0)
     seen = [call.args[0] for call in spy.call_args_list]
