@@ -258,7 +258,7 @@ def test_c4_the_weights_that_grpo_ended_with_are_those_that_the_default_policy_d
     results = read_json(run / "results.json")
     steps = results["training"]
     assert steps["method"] == "GRPO"
-    assert best.extra["iteration"] == iteration == steps["pretrain_iterations"] + 20
+    assert best.extra["iteration"] == iteration == steps["warmup_iterations"] + 20
     assert equal_states(best.network, ended.network)
     assert deployed_arrays_are(ended.network, run)
     # of the networks side by side it is the one of all samples, and GRPO changed every layer of it
