@@ -279,7 +279,7 @@ def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):
 
 
 def test_where_grpo_added_nothing_is_said(tmp_path):
-    training = {"pretrain_iterations": 150, "iterations": 300}
+    training = {"warmup_iterations": 150, "iterations": 300}
     kept = {"a": (150, 140), "b": (150, 160), "c": (160, 200), "d": (150, 150)}
     for name, iterations in kept.items():
         chosen = [{"iteration": iteration} for iteration in iterations]

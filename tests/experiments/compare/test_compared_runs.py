@@ -219,7 +219,7 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
     runs(tmp_path, 2)
     first, second = tmp_path / "size-0", tmp_path / "size-1"
     for folder, iterations in ((first, 20), (second, 0)):
-        training = {"pretrain_iterations": 10, "iterations": iterations}
+        training = {"warmup_iterations": 10, "iterations": iterations}
         results = read_json(folder / "results.json") | {"training": training}
         (folder / "results.json").write_text(json.dumps(results))
     with (first / "metrics.csv").open("a") as file:

@@ -167,7 +167,7 @@ def test_grpo_alone_from_the_folder_of_a_run_also_after_an_interruption():
     training = load_checkpoint(runs[0] / "checkpoints" / "last.pt").extra["training"]
     assert same(training["stages"][-1]["reference"], start)
     results = read_json(runs[0] / "results.json")
-    training = {"pretrain_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
+    training = {"warmup_iterations": 0, "iterations": 9, "method": "GRPO", "hidden": 16}
     training |= {"patience": 24, "ended_at": [9]}
     assert results["training"] == training
     assert "grpo_gain" not in results  # without a warm-up there is nothing to compare with
