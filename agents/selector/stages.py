@@ -4,6 +4,7 @@ on draws of its own."""
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,9 @@ class SelectorStage(Stage):
         """The weight of GRPO's KL, as its loss has it."""
         return torch.tensor(float(self.setup.loss.of_grpo()["kl_to_ref_coeff"]))
 
+    @abstractmethod
     def validation_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the loss on validation queries whose sequences have been scored, [V]."""
-        raise NotImplementedError
 
     def is_better(self, validation: Validation, best: Best) -> bool:
         """Return True if the present epoch replaces the kept one, as `keep` says."""
